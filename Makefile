@@ -10,7 +10,7 @@ TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo day docs test test-all coverage chaos fuzz tuf-conformance release lint
+.PHONY: help demo day docs test test-all figures coverage chaos fuzz tuf-conformance release lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,7 +37,10 @@ test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of
 	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
 test-all: test  ## `make test`, then every other test: about half an hour on two cores
-	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not ($(QUICK))"
+	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not ($(QUICK) or figures)"
+
+figures: $(BIN)/fedge  ## every benchmark script on small inputs, and a cell of each results page made again: ten minutes
+	$(PYTEST) -n $(shell nproc) -m figures
 
 coverage: $(BIN)/fedge  ## branch coverage of the unit tests
 	$(PYTEST) -n $(shell nproc) -m unit --cov --cov-report=term:skip-covered --cov-report=html

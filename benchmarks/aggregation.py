@@ -5,7 +5,7 @@ numpy streaming sum of the same updates into one float64 total (`total += update
 memory for the experts alone.
 
 Rates are GB of float32 updates per second; medians of runs in turn (one of each rival in shuffled
-order, then again). numpy has one thread, `cluster_averages` one for each processor (`taskset -c 0` leaves it one).
+order, then again). numpy has one thread, `average_clusters` one for each processor (`taskset -c 0` leaves it one).
 Rivals:
   copy          np.copyto of each update: what memory gives
   sum32         total32 += update                  one cluster, float32, no weights
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from script import finish, machine, parser_of, show
 
-from coordinator.aggregation import cluster_averages
+from coordinator.aggregation import average_clusters
 from fedge.tensors.layout import Layout, Model, TensorInfo
 
 K = 5
@@ -69,7 +69,7 @@ class Case:
             yield Model(update, np.zeros(0, np.float32), np.zeros(0, np.int64))
 
     def average(self, name: str) -> None:
-        cluster_averages(self.models(), self.sizes, self.memberships[name], self.layout)
+        average_clusters(self.models(), self.sizes, self.memberships[name], self.layout)
 
     def copy(self) -> None:
         target = np.empty_like(self.updates[0])

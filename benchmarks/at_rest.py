@@ -23,14 +23,14 @@ import numpy as np
 import psutil
 from script import finish, parser_of, show
 
-from coordinator.service.checks import first_model
+from coordinator.service.checks import make_first_model
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.agent.workplace import Workplace, samples
+from edge_agent.agent.workplace import WorkerProcess, load_samples
 from fedge.commands.broker import LocalBroker
-from fedge.steps.contract import body_of
+from fedge.steps.contract import encode_body
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.system.child import command
+from fedge.system.child import make_command
 from fedge.system.files import BlobFolder
 from fedge.system.stopping import never
 from fedge.tensors.codecs import encode
@@ -67,7 +67,7 @@ async def memory() -> dict[str, dict[str, float]]:
             common = ("--broker", settings.broker, "--federation", "rest", "--task", "digits")
             own = ("--id", "cam1", "--home", str(settings.home), "--data", str(settings.data), "--json")
             agent = await asyncio.create_subprocess_exec(
-                *command("fedge", "--log-level", "error", "agent", *common, *own),
+                *make_command("fedge", "--log-level", "error", "agent", *common, *own),
                 *("--keep-worker-s", str(KEEP_S)),
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -75,7 +75,7 @@ async def memory() -> dict[str, dict[str, float]]:
             await agent.stdout.readline()  # online
             found["before its first order"] = held(agent.pid)
             coordinator = await asyncio.create_subprocess_exec(
-                *command("fedge", "--log-level", "error", "coordinator", *common),
+                *make_command("fedge", "--log-level", "error", "coordinator", *common),
                 *("--home", f"{folder}/server", "--devices", "1", "--rounds", "3", "--method", "fedge"),
                 stdout=asyncio.subprocess.DEVNULL,
             )
@@ -92,14 +92,16 @@ def orders(network: str, n_orders: int) -> dict[str, float]:
     task, shape = NETWORKS[network]
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(Path(folder) / "cam1", task, shape)
-        spec = settings.spec()
-        layout, model = first_model(spec, 0)
+        spec = settings.make_spec()
+        layout, model = make_first_model(spec, 0)
         data = encode(unflatten(model, layout), Codec.FLOAT32)
         ref = BlobRef(digest=BlobFolder(settings.home / "models").put(data), size_bytes=len(data))
         action = Train(starts=(Start(model=ref),), sgd=Sgd(steps=1))
         ways = {"kept_s": None, "fresh_s": 0.0}
-        digest = samples(settings, spec).digest()
-        places = {way: Workplace(msgspec.structs.replace(settings, keep_worker_s=s), digest) for way, s in ways.items()}
+        digest = load_samples(settings, spec).compute_digest()
+        places = {
+            way: WorkerProcess(msgspec.structs.replace(settings, keep_worker_s=s), digest) for way, s in ways.items()
+        }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(n_orders + 1):
             order = Order(
@@ -109,11 +111,11 @@ def orders(network: str, n_orders: int) -> dict[str, float]:
                 round=number,
                 label="train",
                 seed=number,
-                task_fingerprint=spec.fingerprint(),
+                task_fingerprint=spec.compute_fingerprint(),
                 left_s=60.0,
                 step=action.STEP,
                 version=action.VERSION,
-                body=body_of(action),
+                body=encode_body(action),
             )
             for way, place in places.items():
                 place.close() if way == "fresh_s" else None

@@ -51,14 +51,14 @@ from script import finish, markdown, parser_of, several
 
 from coordinator.aggregation import rules
 from coordinator.aggregation.protection import Rule
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.rounds import run as run_rounds
+from coordinator.simulation.federation import Federation, make_fleet, partition_samples
+from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import Scenario
-from edge_agent.device.device import Unpacked
-from edge_agent.device.worker import Finished
+from edge_agent.device.device import UnpackedModel
+from edge_agent.device.worker import FinishedOrder
 from edge_agent.learning import batched
 from fedge.steps.contract import Result
 from fedge.steps.descriptions.profile import Profiled
@@ -126,8 +126,8 @@ class Hostile:
         self._attack = attack
         self._rng = np.random.default_rng((seed, 99))
 
-    def __call__(self, jobs: Sequence[batched.Job]) -> list[Finished]:
-        finished = batched.execute(jobs)
+    def __call__(self, jobs: Sequence[batched.Job]) -> list[FinishedOrder]:
+        finished = batched.execute_jobs(jobs)
         honest = [
             next(iter(done.unpacked.values())).model.params.astype(np.float64)
             for job, done in zip(jobs, finished, strict=True)
@@ -139,11 +139,11 @@ class Hostile:
             for job, done in zip(jobs, finished, strict=True)
         ]
 
-    def _sent(self, done: Finished, honest: Vectors | None) -> Finished:
+    def _sent(self, done: FinishedOrder, honest: Vectors | None) -> FinishedOrder:
         unpacked = {digest: self._crafted(own, honest) for digest, own in done.unpacked.items()}
         return dataclasses.replace(done, unpacked=unpacked, result=self._told(done.result))
 
-    def _crafted(self, own: Unpacked, honest: Vectors | None) -> Unpacked:
+    def _crafted(self, own: UnpackedModel, honest: Vectors | None) -> UnpackedModel:
         vector = own.model.params.astype(np.float64)
         if self._attack in TIMES:
             vector = TIMES[self._attack] * vector
@@ -152,7 +152,7 @@ class Hostile:
         elif self._attack in OF_OTHERS and honest is not None:
             vector = OF_OTHERS[self._attack](honest)
         model = Model(vector.astype(np.float32), own.model.buffers, own.model.counters)
-        return Unpacked(model, own.layout, codecs.norms_of(model))
+        return UnpackedModel(model, own.layout, codecs.compute_norms(model))
 
     def _told(self, result: Result) -> Result:
         lies: dict[str, Any] = {}
@@ -223,18 +223,20 @@ def run(case: Case, home: Path) -> dict[str, Any]:
     hostile = hostile_in(case, ids)
     if case.attack == "label-flip":
         federation = flipped(federation, hostile)
-    execute = Hostile(case.attack, hostile, case.seed) if case.attack else batched.execute
-    method = make(case.method, scenario.for_method(case.seed, {}), Server(federation.task, federation.server_data))
-    fleet, first, workers = gather(federation, scenario, case.seed, home, execute)
+    execute = Hostile(case.attack, hostile, case.seed) if case.attack else batched.execute_jobs
+    method = make_method(
+        case.method, scenario.make_method_settings(case.seed, {}), Server(federation.task, federation.server_data)
+    )
+    fleet, first, workers = make_fleet(federation, scenario, case.seed, home, execute)
     state = method.init(federation.layout, first)
     state = asyncio.run(run_rounds(method, state, fleet))
-    final = Evaluation(federation, workers, ids).finally_(method, state, fleet)
+    final = Evaluation(federation, workers, ids).evaluate_finally(method, state, fleet)
     suspected = {offence.device_id for offence in fleet.offences.values()}
     return {
         "accuracy": {i: end.score.accuracy for i, end in final.items()},
         "hostile": sorted(hostile),
         "suspected": sorted(suspected),
-        "quarantined": sorted(suspected - {device.id for device in fleet.devices()}),
+        "quarantined": sorted(suspected - {device.id for device in fleet.get_devices()}),
     }
 
 

@@ -46,7 +46,7 @@ async def checked(pool: checking.CheckPool, files: list[Path], how: Codec, layou
     pulse = asyncio.create_task(longest_stall_ms(end))
     await asyncio.sleep(0)
     began = time.monotonic()
-    await asyncio.gather(*(pool.norms(file, how, layout) for file in files))
+    await asyncio.gather(*(pool.compute_norms(file, how, layout) for file in files))
     seconds = time.monotonic() - began
     end.set()
     return len(files) / seconds, await pulse

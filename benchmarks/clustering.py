@@ -39,8 +39,8 @@ def one(algorithm: str, n: int, noise: float) -> dict[str, float]:
     """Processor time and memory of one case, in this process."""
     from sklearn.metrics import adjusted_rand_score
 
-    from coordinator.clustering.aidc import aidc, class_unit
-    from coordinator.clustering.geometry import embedding
+    from coordinator.clustering.aidc import aidc, compute_class_unit
+    from coordinator.clustering.geometry import compute_embedding
     from coordinator.clustering.mctc import mctc
 
     rng = np.random.default_rng(0)
@@ -53,7 +53,11 @@ def one(algorithm: str, n: int, noise: float) -> dict[str, float]:
         data = centres[group] + 0.5 * rng.standard_normal((n, 256))
     aidc(np.eye(4), unit=1.0)  # imports
     start = time.process_time()
-    clusters = aidc(data, unit=class_unit(centres), rng=rng) if algorithm == "aidc" else mctc(embedding(data)).clusters
+    clusters = (
+        aidc(data, unit=compute_class_unit(centres), rng=rng)
+        if algorithm == "aidc"
+        else mctc(compute_embedding(data)).clusters
+    )
     taken = time.process_time() - start
     labels = np.full(n, -1)
     for k, members in reversed(list(enumerate(clusters))):

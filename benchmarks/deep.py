@@ -29,19 +29,19 @@ from script import markdown, parser_of, plot, say
 from torch import nn
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.catalogue import make
-from coordinator.simulation.federation import gather, partition_samples
-from coordinator.simulation.rounds import run as run_rounds
+from coordinator.methods.catalogue import make_method
+from coordinator.simulation.federation import make_fleet, partition_samples
+from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import Scenario
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
 from fedge.models import build, choice
-from fedge.models.training import Network, Trainer, torch_device
-from fedge.models.weights import needed_on_devices
+from fedge.models.training import Network, Trainer, get_torch_device
+from fedge.models.weights import find_device_weights
 from fedge.steps.sgd import Sgd
 from fedge.system.files import write_atomically
 from fedge.system.hardware import Processor
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.tensors.layout import Codec, to_bytes, unflatten
 
 MODEL: Final = "mobilenet-v3-small"
@@ -80,17 +80,17 @@ def backbone(archive: Path, out: Path, task: TaskSpec, size: Mapping[str, int], 
     if done >= size["epochs"]:
         return file
     x, y = images(archive, "train", size["pretrain"])
-    network = Network(task, torch_device(processor))
-    network.load(build.initial(task if not done else choice.with_network(task, None, file), 0)[1])
+    network = Network(task, get_torch_device(processor))
+    network.load(build.make_initial_model(task if not done else choice.with_network(task, None, file), 0)[1])
     for epoch in range(done, size["epochs"]):
         rng = np.random.default_rng((1, epoch))
         rate = 0.05 * (1 + np.cos(np.pi * epoch / size["epochs"])) / 2
         sgd = Sgd(steps=len(y) // 128, batch_size=128, learning_rate=rate, momentum=0.9, weight_decay=5e-4)
-        Trainer(network, preprocessing.apply(task, moved(x, rng)), y, sgd, rng).run(sgd.steps)
+        Trainer(network, preprocessing.preprocess(task, moved(x, rng)), y, sgd, rng).run(sgd.steps)
         write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
         write_atomically(log, json.dumps({"epochs": epoch + 1, "images": len(y)}).encode())
         say(f"backbone: epoch {epoch + 1} of {size['epochs']}")
-    settle(network, preprocessing.apply(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
+    settle(network, preprocessing.preprocess(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
     write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
     return file
 
@@ -124,20 +124,20 @@ async def run(scenario: Scenario, seed: int) -> dict[str, Any]:
     federation = partition_samples(scenario, seed)
     assert federation.global_test is not None
     x, y = federation.global_test
-    network = Network(federation.task, torch_device(scenario.train_on))
-    once = needed_on_devices(federation.task)
+    network = Network(federation.task, get_torch_device(scenario.train_on))
+    once = find_device_weights(federation.task)
     curve: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="fedge-deep-") as home:
-        fleet, first, _ = gather(federation, scenario, seed, Path(home))
-        method = make("fedavg", scenario.for_method(seed, {}))
-        state: FedAvgState = method.begin(federation.layout, first)
+        fleet, first, _ = make_fleet(federation, scenario, seed, Path(home))
+        method = make_method("fedavg", scenario.make_method_settings(seed, {}))
+        state: FedAvgState = method.make_first_state(federation.layout, first)
         met: set[str] = set()
 
         def on_round(state: FedAvgState) -> None:
             met.update(state.participations)
             if state.round % scenario.spacing:
                 return
-            logits = network.logits(fleet.get(state.model, federation.layout), x)
+            logits = network.compute_logits(fleet.get(state.model, federation.layout), x)
             frozen = len(met) * once.size_bytes if once else 0
             curve.append(
                 {
@@ -196,7 +196,7 @@ def main() -> None:
     if not data.exists():
         x, y = images(given.archive, "test", size["federation"])
         np.savez(data, x=x, y=y)
-    task = choice.with_network(task_spec("arrays", data), MODEL)
+    task = choice.with_network(load_task("arrays", data), MODEL)
     file = backbone(given.archive, given.out, task, size, given.train_on)
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in given.seeds:

@@ -42,7 +42,7 @@ from fedge.data.task import TaskSpec
 from fedge.models import build, choice
 from fedge.models import network as models
 from fedge.system.hardware import Processor
-from fedge.tasks import Partitioning, Pool, partition, pool, task_spec
+from fedge.tasks import Partitioning, Pool, load_pool, load_task, partition_pool
 from fedge.tensors.layout import Codec, to_bytes, unflatten
 
 CUTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -75,7 +75,7 @@ def after_layer_3(task: TaskSpec) -> nn.Module:
 def plain(network: str, task: TaskSpec) -> nn.Module:
     """A whole network for small images with random weights."""
     whole = msgspec.structs.replace(task, model=network, model_options={}, input_shape=(3, 32, 32))
-    return build.build(whole)
+    return build.make_network(whole)
 
 
 def top_of(whole: Any) -> nn.Module:
@@ -99,12 +99,12 @@ class Source:
         if not self.pixels.exists():
             x, y = images(archive, "test", size["federation"])
             np.savez(self.pixels, x=x, y=y)
-        self.task = choice.with_network(task_spec("arrays", self.pixels), given.network)
+        self.task = choice.with_network(load_task("arrays", self.pixels), given.network)
         file = backbone(archive, self.folder, self.task, size, given.train_on)
         self.task = choice.with_network(self.task, weights=file)
-        layout, model = build.initial(self.task, 0)
-        self.module, self.n_params = build.build(self.task).eval(), layout.n_params
-        models.load(self.module, model, layout)
+        layout, model = build.make_initial_model(self.task, 0)
+        self.module, self.n_params = build.make_network(self.task).eval(), layout.n_params
+        models.load_model(self.module, model, layout)
 
     def at_the_cut(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """What the first layer after the cut sees (n, ...) of model inputs."""
@@ -122,7 +122,7 @@ class Source:
         file = self.folder / f"{self.given.part}-{turns}.npy"
         if not file.exists():
             x = np.rot90(np.load(self.pixels)["x"], turns, axes=(2, 3)).copy()
-            np.save(file, self.at_the_cut(preprocessing.apply(self.task, x)))
+            np.save(file, self.at_the_cut(preprocessing.preprocess(self.task, x)))
         return np.asarray(np.load(file))
 
     def partitioned(self, setting: str, seed: int) -> Path:
@@ -131,14 +131,14 @@ class Source:
         if file.exists():
             return file
         if setting == SPOKEN:
-            found = pool("spoken-digits", self.given.data / "fsdd")
-            grey = preprocessing.apply(found.spec, found.x)
+            found = load_pool("spoken-digits", self.given.data / "fsdd")
+            grey = preprocessing.preprocess(found.spec, found.x)
             x = self.at_the_cut(np.kron(np.repeat(grey, 3, axis=1), np.ones((2, 2), np.float32)))
             y, user = found.y, found.user
         else:
             y = np.load(self.pixels)["y"]
             numbers = Pool(np.arange(len(y)).reshape(-1, 1, 1), y, self.task)  # one pixel, which turns into itself
-            shares = partition(numbers, DEVICES, Partitioning(**SETTINGS[setting]), seed=seed)
+            shares = partition_pool(numbers, DEVICES, Partitioning(**SETTINGS[setting]), seed=seed)
             own = [np.concatenate([s.x_train, s.x_val, s.x_test]).ravel() for s in shares]
             x = np.concatenate([self.turned(share.group)[chosen] for share, chosen in zip(shares, own, strict=True)])
             y, user = y[np.concatenate(own)], np.repeat(np.arange(DEVICES), [len(chosen) for chosen in own])
@@ -151,8 +151,8 @@ class Source:
             return {"model": "mlp"}
         file = self.folder / "top.safetensors"
         top = top_of(self.module)
-        layout = models.layout_of(top)
-        file.write_bytes(to_bytes(unflatten(models.dump(top, layout), layout)))
+        layout = models.make_layout(top)
+        file.write_bytes(to_bytes(unflatten(models.dump_model(top, layout), layout)))
         return {"model": f"deeper:{TOPS[self.given.network]}", "weights": file, "adapt": self.given.adapt}
 
 

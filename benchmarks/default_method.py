@@ -58,7 +58,7 @@ from script import finish, parser_of, progress_of, several
 from coordinator.aggregation.pooled import ETA_0, wants_split
 from coordinator.methods.method import NO_DATA, Server
 from coordinator.methods.papers.fedge import Fedge
-from coordinator.methods.papers.fedge_state import FedgeState, Pool
+from coordinator.methods.papers.fedge_state import FedgeState, PooledSettings
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation import federation
 from coordinator.simulation.compare import compare, compare_runs
@@ -71,7 +71,7 @@ from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_weights import Calibration
-from fedge.tasks import DeviceData, share_data
+from fedge.tasks import DeviceData, make_device_data
 from fedge.wire.messages import Role
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # methods are named by path: benchmarks.default_method:NoGuard
@@ -246,8 +246,8 @@ class Ablated(Fedge):
 class NoFinalFit(Ablated):
     """Nothing learns from the validation samples (section 10)."""
 
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return ablated(FitAblatedGate, super().mixture(pool, fitted), refits=False)
+    def make_mixture_order(self, pool: PooledSettings, fitted: CandidatesFitted) -> FitGate:
+        return ablated(FitAblatedGate, super().make_mixture_order(pool, fitted), refits=False)
 
 
 class Clipped(Ablated):
@@ -261,15 +261,15 @@ class Clipped(Ablated):
 class NoGuard(Ablated):
     """The mixture serves, whatever validation says (section 11)."""
 
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return ablated(FitAblatedGate, super().mixture(pool, fitted), guards=False)
+    def make_mixture_order(self, pool: PooledSettings, fitted: CandidatesFitted) -> FitGate:
+        return ablated(FitAblatedGate, super().make_mixture_order(pool, fitted), guards=False)
 
 
 class UntrainedGate(Ablated):
     """r = 0 (section 9)."""
 
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return ablated(FitAblatedGate, super().mixture(pool, fitted), trains_gate=False)
+    def make_mixture_order(self, pool: PooledSettings, fitted: CandidatesFitted) -> FitGate:
+        return ablated(FitAblatedGate, super().make_mixture_order(pool, fitted), trains_gate=False)
 
 
 class NoLocal(Ablated):
@@ -320,7 +320,7 @@ class NoTemperature(Ablated):
 class NoGlobal(Ablated):
     """Without the global model in the mixture, if there are experts."""
 
-    def mixed(self, roles: list[Role]) -> list[Role]:
+    def select_mixed(self, roles: list[Role]) -> list[Role]:
         return [role for role in roles if role is not Role.GLOBAL or Role.EXPERT not in roles]
 
 
@@ -330,7 +330,7 @@ class PrivateAlone(NoGuard):
     LOCAL = False
     ROLE: ClassVar[Role] = Role.PRIVATE
 
-    def mixed(self, roles: list[Role]) -> list[Role]:
+    def select_mixed(self, roles: list[Role]) -> list[Role]:
         return [self.ROLE if self.ROLE in roles else Role.GLOBAL]
 
 
@@ -368,28 +368,30 @@ class UniformWeights(Ablated):
 class NoEnergy(Ablated):
     """beta = 0."""
 
-    def beta(self, losses: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
+    def choose_beta(self, losses: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
         return 0.0
 
 
 class Private40(Ablated):
     """40 steps of the private model, whatever validation says."""
 
-    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_steps=40)
+    def make_fit_order(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        return ablated(FitAblatedCandidates, super().make_fit_order(state, device, local=local), private_steps=40)
 
 
 class PrivateFromStart(Ablated):
     """The private model learns from the initial model."""
 
-    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_start="initial")
+    def make_fit_order(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        return ablated(
+            FitAblatedCandidates, super().make_fit_order(state, device, local=local), private_start="initial"
+        )
 
 
 class ByStatistic(Ablated):
     """Experts where t > 1, however separable the clusters are."""
 
-    def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:  # noqa: ARG002
+    def should_split(self, statistic: float | None, separability: float, n_devices: int) -> bool:  # noqa: ARG002
         return wants_split(statistic, ETA_0, n_devices)
 
 
@@ -514,7 +516,7 @@ def on_all(own: DeviceData) -> DeviceData:
 @contextmanager
 def changed(change: Callable[[DeviceData], DeviceData]) -> Iterator[None]:
     """Within it the devices of a simulation in this process have other data."""
-    with patch.object(federation, "share_data", lambda task, share: change(share_data(task, share))):
+    with patch.object(federation, "make_device_data", lambda task, share: change(make_device_data(task, share))):
         yield
 
 

@@ -37,15 +37,15 @@ from script import digit_images, finish, parser_of, several
 
 import deploy
 from edge_agent.learning.gate import train_gate
-from edge_agent.learning.mixture import em_weights, energy_statistics
+from edge_agent.learning.mixture import compute_energy_statistics, fit_em_weights
 from edge_agent.steps.mixture import fit_mixture
 from export import Candidate, Mixture, write_bundle
-from export.int8 import Int8Limits, quantise
-from export.parity import formula, logits_of
-from fedge.bundle.formula import fuse, gate_scores, raw_energies, standardised
-from fedge.bundle.manifest import read
+from export.int8 import Int8Limits, quantise_bundle
+from export.parity import compute_logits, make_formula
+from fedge.bundle.formula import compute_gate_scores, compute_raw_energies, fuse, standardise
+from fedge.bundle.manifest import read_bundle
 from fedge.data.validation import Validation
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
@@ -89,8 +89,8 @@ def networks(setting: str, network: Network, data: tuple, hands: list[dict], see
         return trained(network, start, x[train], y[train], np.random.default_rng([seed, k, stage]), epochs)
 
     if setting == "independent":
-        return [learn(initial(TASK, seed * 100 + k)[1], k, EPOCHS, 0) for k in range(N_DEVICES)]
-    shared = initial(TASK, seed)[1]
+        return [learn(make_initial_model(TASK, seed * 100 + k)[1], k, EPOCHS, 0) for k in range(N_DEVICES)]
+    shared = make_initial_model(TASK, seed)[1]
     sizes = np.array([len(hand["train"]) for hand in hands])
     for t in range(ROUNDS):
         updated = [learn(shared, k, EPOCHS_OF_A_ROUND, t).params for k in range(N_DEVICES)]
@@ -121,7 +121,7 @@ def scmoe_mixture(
 ) -> Mixture:
     """The formula of SCMoE-PFL, its gate trained as by the step `fit_mixture`; `energy` False: the gate alone."""
     log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
-    log_p, scores = log_q[:, np.arange(len(y)), y].T, raw_energies(logits) * energy
+    log_p, scores = log_q[:, np.arange(len(y)), y].T, compute_raw_energies(logits) * energy
     weights = train_gate(x, log_p, scores, seed=0, decay=decay, experts=range(1, len(own)), top=2)
     candidates = tuple(Candidate(role, f"c{k}", own[k]) for k, role in enumerate(ROLES))
     return Mixture(candidates, np.full(10, -np.log(10)), float(energy), weights, energy_clip=np.inf)
@@ -129,12 +129,12 @@ def scmoe_mixture(
 
 def fedge_mixture(own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray) -> Mixture:
     """Weights, energies and gate as fedge fits them."""
-    mean, std = energy_statistics(raw_energies(logits))
+    mean, std = compute_energy_statistics(compute_raw_energies(logits))
     log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
     log_p = log_q[:, np.arange(len(y)), y].T
     pooled = np.array([0.5, *[0.5 / (len(own) - 1)] * (len(own) - 1)])
-    weights = em_weights(log_p, pooled, SHRINKAGE)
-    scores = np.log(weights) + BETA * standardised(raw_energies(logits), mean, std)
+    weights = fit_em_weights(log_p, pooled, SHRINKAGE)
+    scores = np.log(weights) + BETA * standardise(compute_raw_energies(logits), mean, std)
     gate = train_gate(x, log_p, scores, seed=0, experts=range(1, len(own)), top=2)
     candidates = tuple(
         Candidate(role, f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
@@ -154,11 +154,11 @@ def formula_and_gate(models: list[Model], layout, data: tuple, hands: list[dict]
     right: dict[str, list[bool]] = {"formula": [], "gate alone": []}
     for device, hand in enumerate(hands):
         own, fit, test = own_first(models, device), np.concatenate([hand["train"], hand["validation"]]), hand["test"]
-        seen, new = (logits_of(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
+        seen, new = (compute_logits(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
         for name in log_p:
             made = scmoe_mixture(own, seen, x[fit], y[fit], decay=0.0, energy=name == "formula")
-            how = formula(made)
-            p = fuse(how, list(new), gate_scores(how, x[test].astype(np.float64)))[0]
+            how = make_formula(made)
+            p = fuse(how, list(new), compute_gate_scores(how, x[test].astype(np.float64)))[0]
             log_p[name] += np.log(np.maximum(p[np.arange(len(test)), y[test]], 1e-12)).tolist()
             right[name] += (p.argmax(axis=1) == y[test]).tolist()
     return {name: {"accuracy": float(np.mean(right[name])), "nll": -float(np.mean(log_p[name]))} for name in log_p}
@@ -198,7 +198,7 @@ def measure(
     if int8:
         bundle = folder / "int8"
         none = Int8Limits(accuracy_drop=1.0, agreement=0.0, latency_ratio=math.inf)
-        quantise(read(folder / "fp32"), Validation(x[seen], y[seen]), bundle, none)
+        quantise_bundle(read_bundle(folder / "fp32"), Validation(x[seen], y[seen]), bundle, none)
         runs["int8"] = {"engine": "int8"}
     row: dict[str, object] = {}
     for name, test in where.items():
@@ -290,7 +290,7 @@ def measured(kind: str, device: int, models: list[Model], layout, data: tuple, h
     everybody = np.concatenate([each["test"] for each in hands])
     where = {"local": hand["test"], "global": np.random.default_rng(0).permutation(everybody)[:N_GLOBAL]}
     seen = hand["validation"] if kind == "fedge" else np.concatenate([hand["train"], hand["validation"]])
-    logits = logits_of(TASK, layout, own, x[seen]).astype(np.float64)
+    logits = compute_logits(TASK, layout, own, x[seen]).astype(np.float64)
     if kind == "fedge":
         mixture = fedge_mixture(own, logits, x[seen], y[seen])
     else:

@@ -43,13 +43,13 @@ from plain import NETWORKS, Plan, Samples, client_update
 from script import finish, machine, parser_of, peak_mb, say, several
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.models import build
 from fedge.steps.sgd import Sgd
-from fedge.tasks import DeviceData, task_spec
+from fedge.tasks import DeviceData, load_task
 from fedge.tensors.layout import Codec, unflatten
 
 SHAPES: Final = {"small": ("digits", "mlp", (1, 8, 8), 60), "large": ("mnist", "cnn_fedavg", (1, 28, 28), 20)}
@@ -73,7 +73,7 @@ class Work:
         rng = np.random.default_rng(0)
         self.x = rng.random((n_clients, self.n_samples, *shape), np.float32)
         self.y = rng.integers(10, size=(n_clients, self.n_samples))
-        self.task = msgspec.structs.replace(task_spec(task), model=self.model, model_options={})
+        self.task = msgspec.structs.replace(load_task(task), model=self.model, model_options={})
         self.plan = Plan(rounds, self.n_samples // BATCH, BATCH, learning_rate=0.05, momentum=0.9, seed=0)
         self.n_threads = len(os.sched_getaffinity(0))
 
@@ -89,17 +89,17 @@ class Work:
             f"d{k:05}": Worker(f"d{k:05}", self.task, DeviceData(x, y, unmarked, x[:0], none), home / f"d{k:05}")
             for k, (x, y) in enumerate(self.clients)
         }
-        layout, first = build.initial(self.task, 0)
+        layout, first = build.make_initial_model(self.task, 0)
 
         def rounds_of(steps: int) -> list[float]:
             fleet = SimulatedFleet(self.task, layout, workers, seed=0)
             sgd = Sgd(steps=steps, batch_size=BATCH)
-            method = make(
+            method = make_method(
                 "fedavg", MethodSettings(rounds=self.plan.rounds, sgd=sgd, codec=Codec.FLOAT32, down="float32")
             )
             state = method.init(layout, fleet.put(unflatten(first, layout)))
             ends: list[float] = []
-            asyncio.run(run(method, state, fleet, lambda _: ends.append(time.perf_counter()), self.plan.rounds))
+            asyncio.run(run_rounds(method, state, fleet, lambda _: ends.append(time.perf_counter()), self.plan.rounds))
             return [float(s) for s in np.diff(ends)]
 
         return {name: rounds_of({"training": self.plan.steps, "idle": 0}[name]) for name in self.kinds}

@@ -43,10 +43,10 @@ from sklearn.metrics import roc_auc_score
 
 import fedge
 from coordinator.simulation.federation import partition_samples
-from deploy.inference.engines import Separate
+from deploy.inference.engines import SeparateEngine
 from deploy.inference.runtime import Runtime
-from fedge.bundle.energies import free_energy
-from fedge.bundle.formula import Formula, fuse, gate_scores
+from fedge.bundle.energies import compute_free_energy
+from fedge.bundle.formula import Formula, compute_gate_scores, fuse
 from fedge.bundle.manifest import Reference
 from fedge.data import preprocessing
 from fedge.tasks import DeviceData, Share
@@ -94,10 +94,10 @@ def kinds(device: str, shares: Mapping[str, Share], rng: np.random.Generator) ->
     return {kind: samples for kind, samples in found.items() if len(samples[1])}
 
 
-def parts_of(runtime: Runtime) -> Separate:
+def parts_of(runtime: Runtime) -> SeparateEngine:
     """Nothing else has a bundle's parts."""
     engine = runtime._engine  # noqa: SLF001
-    assert isinstance(engine, Separate)
+    assert isinstance(engine, SeparateEngine)
     return engine
 
 
@@ -105,7 +105,7 @@ def variants(runtime: Runtime, shifted: Runtime, x: np.ndarray) -> tuple[dict[st
     """Probabilities (n, C) of model inputs, with all of the mixture and with parts taken out; free energies (n,)."""
     engine = parts_of(runtime)
     how, n = engine._how, len(runtime.manifest.candidates)  # noqa: SLF001
-    logits = [engine._logits(k, x) for k in range(n)]  # noqa: SLF001
+    logits = [engine._compute_logits(k, x) for k in range(n)]  # noqa: SLF001
     share = np.array([c.weight for c in runtime.manifest.candidates])
     omega = np.log(np.maximum(share, 1e-38)).astype(np.float32)
 
@@ -119,9 +119,9 @@ def variants(runtime: Runtime, shifted: Runtime, x: np.ndarray) -> tuple[dict[st
     equal = with_weights(np.where(share > 0, np.float32(0), omega))
     in_shift = parts_of(shifted)._how  # noqa: SLF001
     formulas = (how, ungated, with_beta(how, 0), with_beta(ungated, 0), with_beta(equal, 0), in_shift)
-    found = [fuse(formula, logits, gate_scores(formula, x)) for formula in formulas]
+    found = [fuse(formula, logits, compute_gate_scores(formula, x)) for formula in formulas]
     p, weights, energies = found[0]
-    free = free_energy(weights, energies)
+    free = compute_free_energy(weights, energies)
     yardstick = runtime.manifest.reference
     bound = yardstick.outlier_above if isinstance(yardstick, Reference) else np.inf
     powers = p ** (1 / (1 + np.maximum(free - bound, 0)))[:, np.newaxis]
@@ -162,12 +162,12 @@ def measured(task: str, given: argparse.Namespace, seed: int) -> dict[tuple[str,
             )
         federation = partition_samples(done.scenario, seed)
         for number, device in enumerate(federation.shares):
-            runtime = fedge.load(done.bundle(device), engine="separate")
-            shifted = fedge.load(done.bundle(device), engine="separate", mode="shift")
+            runtime = fedge.load(done.get_bundle(device), engine="separate")
+            shifted = fedge.load(done.get_bundle(device), engine="separate", mode="shift")
             found["pooled", "beta", ""] = float(runtime.manifest.fusion.beta)
             own: dict[str, np.ndarray] = {}
             for kind, (x, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
-                by_variant, free = variants(runtime, shifted, preprocessing.apply(federation.task, x))
+                by_variant, free = variants(runtime, shifted, preprocessing.preprocess(federation.task, x))
                 for variant, p in by_variant.items():
                     probabilities[kind, variant].append((p, y))
                 strange = {"energy": free, "probability": -by_variant["as it is"].max(axis=1)}

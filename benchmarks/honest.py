@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from script import finish, markdown, parser_of, several
 
-from coordinator.methods.options import method_and_options
+from coordinator.methods.options import parse_method
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge.system.files import write_atomically
@@ -51,7 +51,7 @@ def run(method: str, setting: str, rule: str, seed: int) -> float:
     """Mean accuracy of the devices' bundles."""
     common = {"alpha": 0.5, "rounds": 20, "hardware": "none", "evaluate_every": 1000, "codec": Codec.FLOAT32}
     scenario = msgspec.convert(common | SETTINGS[setting] | {"average": rule}, Scenario)
-    name, options = method_and_options(method)
+    name, options = parse_method(method)
     with tempfile.TemporaryDirectory() as home:
         return simulate(scenario, name, options, seed, Path(home), lambda _: None, method).accuracy
 

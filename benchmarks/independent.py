@@ -38,7 +38,7 @@ from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge.data import preprocessing
-from fedge.tasks import share_data
+from fedge.tasks import make_device_data
 from fedge.tensors.layout import Codec, unflatten
 
 POINT = 1.0
@@ -66,8 +66,8 @@ class Seed:
         first = unflatten(self.federation.first, self.federation.layout)
         self.first: Weights = {name: torch.tensor(first[name]) for name in self.module.state_dict()}
         shares = self.federation.shares.values()
-        self.clients: list[Samples] = [share_data(task, share).shared for share in shares]
-        self.tests: list[Samples] = [(preprocessing.apply(task, share.x_test), share.y_test) for share in shares]
+        self.clients: list[Samples] = [make_device_data(task, share).shared for share in shares]
+        self.tests: list[Samples] = [(preprocessing.preprocess(task, share.x_test), share.y_test) for share in shares]
         self.plan = Plan(
             rounds=scenario.rounds,
             steps=scenario.local_steps,

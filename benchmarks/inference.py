@@ -38,16 +38,16 @@ from script import DIGITS, finish, parser_of, show
 
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.branch import OPSET, branch
-from export.graph import Graph, filled
-from export.parity import logits_of
-from fedge.bundle.formula import n_gate_features
-from fedge.bundle.manifest import read
-from fedge.bundle.runtime import onnxruntime, session_of, session_options
-from fedge.data.preprocessing import apply
-from fedge.data.task import INPUT, TaskSpec, gate_pool
-from fedge.models.build import build, initial
-from fedge.models.network import load as load_model
+from export.branch import OPSET, export_branch
+from export.graph import Graph, embed_parts
+from export.parity import compute_logits
+from fedge.bundle.formula import count_gate_features
+from fedge.bundle.manifest import read_bundle
+from fedge.bundle.runtime import make_session, make_session_options, onnxruntime
+from fedge.data.preprocessing import preprocess
+from fedge.data.task import INPUT, TaskSpec, choose_gate_pool
+from fedge.models.build import make_initial_model, make_network
+from fedge.models.network import load_model
 from fedge.tensors.layout import unflatten
 from fedge.wire.messages import Role
 
@@ -93,11 +93,11 @@ class Subject:
         self.task = TASKS[name]
         self.name, self.n_experts, self.folder = name, n_experts, folder
         m = n_experts + 1
-        self.layout, _ = initial(self.task, 0)
-        self.models = [initial(self.task, k)[1] for k in range(m)]
+        self.layout, _ = make_initial_model(self.task, 0)
+        self.models = [make_initial_model(self.task, k)[1] for k in range(m)]
         roles = [Role.PRIVATE, *[Role.EXPERT] * n_experts]
         rng = np.random.default_rng(0)
-        n_features = n_gate_features(self.task.input_shape)
+        n_features = count_gate_features(self.task.input_shape)
         gate = GateWeights(*(rng.normal(size=s) * 0.1 for s in ((16, n_features), (16,), (m, 16), (m,))))
         self.mixture = Mixture(
             tuple(Candidate(roles[k], f"c{k}", self.models[k], 1.4, 0.5, 2.3, 0.3, 1 / m) for k in range(m)),
@@ -110,8 +110,8 @@ class Subject:
 
     def floor(self) -> Callable[[np.ndarray], object]:
         """Gate and candidates as sessions of their own, one after the other."""
-        singles = [session_of(self.single(k), Path()) for k in range(self.n_experts + 1)]
-        gate, n_features = session_of(self._gate(), Path()), n_gate_features(self.task.input_shape)
+        singles = [make_session(self.single(k), Path()) for k in range(self.n_experts + 1)]
+        gate, n_features = make_session(self._gate(), Path()), count_gate_features(self.task.input_shape)
 
         def run(x: np.ndarray) -> list:
             features = np.ascontiguousarray(x.reshape(len(x), -1)[:, :n_features])
@@ -123,7 +123,7 @@ class Subject:
         """Candidate k's network with its weights inside."""
         from onnx import numpy_helper
 
-        graph = branch(self.task)
+        graph = export_branch(self.task)
         tensors = unflatten(self.models[k], self.layout)
         for held in graph.graph.initializer:
             if held.name in tensors:
@@ -133,16 +133,16 @@ class Subject:
 
     def fused_file(self, path: Path) -> None:
         """The skeleton with all numbers inside: what a bundle would be without parts."""
-        path.write_bytes(filled(read(self.folder)).SerializeToString())
+        path.write_bytes(embed_parts(read_bundle(self.folder)).SerializeToString())
 
     def eager(self) -> Callable[[np.ndarray], Any]:
         """The formula of the mixture in torch, as one would write it."""
         modules = []
         for model in self.models:
-            module = build(self.task).eval()
+            module = make_network(self.task).eval()
             load_model(module, model, self.layout)
             modules.append(module)
-        gate, kernel = self.mixture.gate, gate_pool(self.task.input_shape)
+        gate, kernel = self.mixture.gate, choose_gate_pool(self.task.input_shape)
         w1, b1, w2, b2 = (
             torch.from_numpy(np.float32(a))
             for a in (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias)
@@ -167,10 +167,10 @@ class Subject:
         return run
 
     def _gate(self) -> bytes:
-        graph, n_features, m = Graph(), n_gate_features(self.task.input_shape), self.n_experts + 1
-        hidden = graph.op("Gemm", INPUT, graph.hold("a", np.ones((n_features, 16), np.float32)))
-        graph.op("Gemm", graph.op("Relu", hidden), graph.hold("b", np.ones((16, m), np.float32)), out="s")
-        return graph.serialise_with((n_features,), {"s": m}, [onnx.helper.make_opsetid("", OPSET)])
+        graph, n_features, m = Graph(), count_gate_features(self.task.input_shape), self.n_experts + 1
+        hidden = graph.op("Gemm", INPUT, graph.add_array("a", np.ones((n_features, 16), np.float32)))
+        graph.op("Gemm", graph.op("Relu", hidden), graph.add_array("b", np.ones((16, m), np.float32)), out="s")
+        return graph.encode((n_features,), {"s": m}, [onnx.helper.make_opsetid("", OPSET)])
 
 
 # ------------------------------------------------------------------------------------------------- latency
@@ -228,11 +228,11 @@ begin = time.process_time()
 _LOAD = """
 import numpy as np, onnxruntime
 from pathlib import Path
-from fedge.bundle.runtime import session_options
+from fedge.bundle.runtime import make_session_options
 graph, folder, shape = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 data = open(graph, "rb").read() if graph.endswith(".bytes") else graph
 before, begin = memory()["VmRSS"], time.process_time()
-session = onnxruntime.InferenceSession(data, session_options(Path(folder), 1), providers=["CPUExecutionProvider"])
+session = onnxruntime.InferenceSession(data, make_session_options(Path(folder), 1), providers=["CPUExecutionProvider"])
 load_ms, added = (time.process_time() - begin) * 1000, memory()["VmRSS"] - before
 x = np.ones([1, *shape], np.float32)
 for _ in range(200):
@@ -261,7 +261,7 @@ def skeleton_against_file(subject: Subject, times: int, rounds: int) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         file, graph = Path(folder) / "fused.onnx", Path(folder) / "skeleton.bytes"
         subject.fused_file(file)
-        graph.write_bytes(read(subject.folder).graph)
+        graph.write_bytes(read_bundle(subject.folder).graph)
         shape = json.dumps(subject.task.input_shape)
         pairs = [
             (
@@ -270,7 +270,7 @@ def skeleton_against_file(subject: Subject, times: int, rounds: int) -> dict[str
             )
             for _ in range(times)
         ]
-        whole = session_of(file.read_bytes(), Path())
+        whole = make_session(file.read_bytes(), Path())
         parts = deploy.load(subject.folder)._engine.run  # noqa: SLF001 - without preprocessing
     x = np.random.default_rng(1).random((8, *subject.task.input_shape), dtype=np.float32)
     difference = float(np.abs(whole.run(None, {INPUT: x})[0] - parts(x)[0]).max())
@@ -291,7 +291,7 @@ def skeleton_against_file(subject: Subject, times: int, rounds: int) -> dict[str
 
 def update_share(subject: Subject) -> float:
     """Bytes that an update of one expert sends, in shares of a fair part of all weights: 1 is perfect."""
-    manifest = read(subject.folder).manifest
+    manifest = read_bundle(subject.folder).manifest
     sent = manifest.candidates[-1].part.size_bytes
     everything = sum(candidate.part.size_bytes for candidate in manifest.candidates)
     return sent / (everything / len(manifest.candidates))
@@ -332,9 +332,9 @@ def profile(subject: Subject, batch: int, runs: int = 200) -> dict[str, object]:
     x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
     raw = x.astype(np.float64)
     graph = runtime._engine.run  # noqa: SLF001
-    inputs = apply(subject.task, raw)
+    inputs = preprocess(subject.task, raw)
     whole = median(call_times(lambda: runtime.predict(raw), runs))
-    prepared = median(call_times(lambda: apply(subject.task, runtime.as_batch(raw)), runs))
+    prepared = median(call_times(lambda: preprocess(subject.task, runtime.add_batch_axis(raw)), runs))
     run = median(call_times(lambda: graph(inputs), runs))
     kinds, outside = _node_times(subject, inputs, runs)
     total = sum(kinds.values())
@@ -349,8 +349,8 @@ def profile(subject: Subject, batch: int, runs: int = 200) -> dict[str, object]:
 
 def _node_times(subject: Subject, x: np.ndarray, runs: int) -> tuple[dict[str, float], float]:
     """ONNX Runtime's own profile: time by operator, and that of all nodes that belong to no candidate."""
-    bundle = read(subject.folder)
-    options = session_options(bundle.folder, 1)
+    bundle = read_bundle(subject.folder)
+    options = make_session_options(bundle.folder, 1)
     options.enable_profiling = True
     with tempfile.TemporaryDirectory() as folder:
         options.profile_file_prefix = str(Path(folder) / "profile")
@@ -411,8 +411,8 @@ def _more(importing: dict) -> set[str]:
 
 def logit_difference(subject: Subject) -> float:
     x = np.random.default_rng(2).random((64, *subject.task.input_shape), dtype=np.float32)
-    found = session_of(subject.single(0), Path()).run(None, {INPUT: x})[0]
-    return float(np.abs(found - logits_of(subject.task, subject.layout, subject.models[:1], x)[0]).max())
+    found = make_session(subject.single(0), Path()).run(None, {INPUT: x})[0]
+    return float(np.abs(found - compute_logits(subject.task, subject.layout, subject.models[:1], x)[0]).max())
 
 
 # ------------------------------------------------------------------------------------------------- main

@@ -21,13 +21,13 @@ from script import DIGITS, digit_images, finish, parser_of, several
 from torch import nn
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.int8 import Int8Limits, Int8Report, quantise
-from fedge.bundle.formula import n_gate_features
-from fedge.bundle.manifest import read
+from export.int8 import Int8Limits, Int8Report, quantise_bundle
+from fedge.bundle.formula import count_gate_features
+from fedge.bundle.manifest import read_bundle
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation
-from fedge.models.build import build
-from fedge.models.network import dump, layout_of
+from fedge.models.build import make_network
+from fedge.models.network import dump_model, make_layout
 from fedge.models.networks import NETWORKS
 from fedge.wire.messages import Role
 
@@ -76,17 +76,17 @@ def measure(name: str, folder: Path) -> Row:
     order = np.random.default_rng(0).permutation(len(x))
     x, y = np.repeat(x[order], shape[0], axis=1), y[order]
     torch.manual_seed(0)
-    network = build(task)
-    layout, states = layout_of(network), []
+    network = make_network(task)
+    layout, states = make_layout(network), []
     for steps in (STEPS, MORE_STEPS):
         train(network, x, y, steps)
-        states.append(dump(network, layout))
+        states.append(dump_model(network, layout))
     candidates = tuple(
         Candidate(role, f"c{k}", state, 1.0, 0.0, 2.3, 1.0, 0.5)
         for k, (role, state) in enumerate(zip((Role.PRIVATE, Role.EXPERT), states, strict=True))
     )
     rng = np.random.default_rng(0)
-    sizes = ((16, n_gate_features(shape)), (16,), (2, 16), (2,))
+    sizes = ((16, count_gate_features(shape)), (16,), (2, 16), (2,))
     gate = GateWeights(*(rng.normal(size=size) * 0.1 for size in sizes))
     mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, gate)
     unseen = slice(N_TRAIN, N_TRAIN + 200)
@@ -94,7 +94,7 @@ def measure(name: str, folder: Path) -> Row:
         folder / "float32", task=task, layout=layout, mixture=mixture,
         validation=x[unseen], release=1, method="benchmark", metrics={},
     )  # fmt: skip
-    report = quantise(read(folder / "float32"), Validation(x[unseen], y[unseen]), folder / "int8", LOOSE)
+    report = quantise_bundle(read_bundle(folder / "float32"), Validation(x[unseen], y[unseen]), folder / "int8", LOOSE)
     return Row(name, layout.n_params, report)
 
 

@@ -51,7 +51,7 @@ from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.settings import Scenario
 from edge_agent.device.worker import Worker
-from edge_agent.learning.profile import sparsity_profile
+from edge_agent.learning.profile import measure_sparsity
 from fedge.bundle.formula import softmax
 from fedge.data import preprocessing
 from fedge.models.training import Network
@@ -60,7 +60,7 @@ from fedge.steps.descriptions.mean_features import FeaturesMeasured, MeanFeature
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tasks import DeviceData, share_data
+from fedge.tasks import DeviceData, make_device_data
 from fedge.tensors.layout import BASE, Codec, Model, Tensors, unflatten
 from fedge.wire.messages import BlobRef
 
@@ -325,8 +325,8 @@ def scene(scenario: Scenario, seed: int, home: Path) -> Scene:
     task = federation.task
     return Scene(
         federation=federation,
-        data={i: share_data(task, share) for i, share in federation.shares.items()},
-        tests={i: (preprocessing.apply(task, s.x_test), s.y_test) for i, s in federation.shares.items()},
+        data={i: make_device_data(task, share) for i, share in federation.shares.items()},
+        tests={i: (preprocessing.preprocess(task, s.x_test), s.y_test) for i, s in federation.shares.items()},
         known=(federation.global_test[0][:KNOWN], federation.global_test[1][:KNOWN]),
         network=Network(task),
         model=federation.first,
@@ -353,7 +353,7 @@ def _shares_in_means(at: Scene) -> dict[str, dict[str, Vectors]]:
 
     def profile(x: NDArray[np.float32]) -> Vectors:
         at.network.load(at.model)
-        return sparsity_profile(at.network.module, x).shares
+        return measure_sparsity(at.network.module, x).shares
 
     asked: dict[str, Callable[[BlobRef], Action]] = {
         "profile": lambda ref: Profile(extractor=ref),
@@ -362,7 +362,7 @@ def _shares_in_means(at: Scene) -> dict[str, dict[str, Vectors]]:
         "mean features": lambda ref: MeanFeatures(model=ref),
     }
     profiles = at.of_classes(profile)
-    features = at.of_classes(lambda x: at.network.features(at.model, x).mean(axis=0))
+    features = at.of_classes(lambda x: at.network.compute_features(at.model, x).mean(axis=0))
     return {
         name: {
             i: shares_in_mixture(own, features if name == "mean features" else profiles)
@@ -375,7 +375,7 @@ def _shares_in_means(at: Scene) -> dict[str, dict[str, Vectors]]:
 def _shares_in_updates(at: Scene) -> dict[str, dict[str, Vectors]]:
     """Of each device, from its update, or from a part of it."""
     updates, n_classes = at.updates(), at.n_classes
-    outputs = at.of_classes(lambda x: softmax(at.network.logits(at.model, x)).mean(axis=0))
+    outputs = at.of_classes(lambda x: softmax(at.network.compute_logits(at.model, x)).mean(axis=0))
     found = {"bias of the head": {i: shares_in_head(own[-n_classes:], outputs, SGD) for i, own in updates.items()}}
     rng = np.random.default_rng(at.seed)
     n_samples = int(np.mean([own.n_shared for own in at.data.values()]))
@@ -482,7 +482,7 @@ def membership(at: Scene) -> Figures:
 
 def _scores(at: Scene, change: Vectors, samples: Samples) -> dict[str, Vectors]:
     x, y = samples
-    before, after = at.network.logits(at.model, x), at.network.logits(at.moved(change), x)
+    before, after = at.network.compute_logits(at.model, x), at.network.compute_logits(at.moved(change), x)
     at.network.load(at.model)
     gradients = sample_gradients(at.network.module, samples)
     return {"loss": loss_drop(before, after, y), "gradient": alignment(gradients, change)}

@@ -52,25 +52,37 @@ from typing import Any
 import numpy as np
 from script import cpu_s, finish, machine, parser_of, peak_mb, plot, show
 
-from coordinator.service.checks import first_model
+from coordinator.service.checks import make_first_model
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.agent import session
-from edge_agent.agent.identity import capabilities
+from edge_agent.agent.identity import make_capabilities
 from edge_agent.agent.models import FETCH_PATIENCE_S
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.steps.contract import installed_steps, read_action, report_of
+from fedge.steps.contract import decode_action, load_installed_steps, make_report
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, Trained
 from fedge.system.background import Background
 from fedge.system.files import BlobFolder
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.tensors.codecs import encode as encode_tensors
 from fedge.tensors.layout import Layout, Model, unflatten
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
-from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, blobs_of, decode, encode
+from fedge.wire.messages import (
+    Ack,
+    BlobRef,
+    Context,
+    Order,
+    Presence,
+    Report,
+    Status,
+    Want,
+    decode_message,
+    encode_message,
+    iterate_blobs,
+)
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import Transport
@@ -79,7 +91,7 @@ TOPICS = Topics("load")
 PARTS = ("coordinator", "helpers", "broker", "herds")
 AT_ONCE = 100
 """Connections that one process opens at a time."""
-STEPS = installed_steps()
+STEPS = load_installed_steps()
 SAMPLES = 100
 
 
@@ -98,17 +110,17 @@ class Device:
         self._uploads: dict[str, dict[str, bytes]] = {}  # order -> digest -> bytes
         self._work: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        will = Will(TOPICS.agent(name, "status"), encode(self._status(Presence.OFFLINE)))
-        self.transport = Transport(broker, TOPICS.client_id("agent", name), will=will)
+        will = Will(TOPICS.make_agent_topic(name, "status"), encode_message(self._status(Presence.OFFLINE)))
+        self.transport = Transport(broker, TOPICS.make_client_id("agent", name), will=will)
         self._models = BlobFolder(folder / name)
         self._receiver = Receiver(self.transport, self._models, durable=False)
         self._background = Background(_failed)
 
     async def start(self) -> None:
         for topic, handle in {
-            TOPICS.agent(self._name, "orders"): self._on_order,
-            TOPICS.agent(self._name, "acks"): self._on_ack,
-            TOPICS.coordinator_wants(self._name): self._on_want,
+            TOPICS.make_agent_topic(self._name, "orders"): self._on_order,
+            TOPICS.make_agent_topic(self._name, "acks"): self._on_ack,
+            TOPICS.make_wants_topic(self._name): self._on_want,
         }.items():
             await self.transport.subscribe(topic, handle)
         self.transport.on_connect(self._on_connect)
@@ -117,32 +129,32 @@ class Device:
     def _status(self, presence: Presence) -> Status:
         return Status(
             device_id=self._name, incarnation="one", presence=presence, task_fingerprint=self._task, n_samples=SAMPLES,
-            capabilities=capabilities(trains=True, steps=STEPS),
+            capabilities=make_capabilities(trains=True, steps=STEPS),
         )  # fmt: skip
 
     async def _on_connect(self) -> None:
         self.connections += 1
         await self.transport.publish(
-            TOPICS.agent(self._name, "status"), encode(self._status(Presence.ONLINE)), retain=True
+            TOPICS.make_agent_topic(self._name, "status"), encode_message(self._status(Presence.ONLINE)), retain=True
         )
         context = Context(device_id=self._name, at=time.time(), cpu_ghz=1.5, load=0.1, free_ram_gb=1.0)
-        await self.transport.publish(TOPICS.agent(self._name, "context"), encode(context))
-        self._feed(session.Happened.CONNECTED)
+        await self.transport.publish(TOPICS.make_agent_topic(self._name, "context"), encode_message(context))
+        self._feed(session.LocalEvent.CONNECTED)
 
     async def _on_order(self, inbound: Inbound) -> None:
-        self._feed(decode(inbound.payload, Order))
+        self._feed(decode_message(inbound.payload, Order))
 
     async def _on_ack(self, inbound: Inbound) -> None:
-        self._feed(decode(inbound.payload, Ack))
+        self._feed(decode_message(inbound.payload, Ack))
 
     async def _on_want(self, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
+        want = decode_message(inbound.payload, Want)
         for found in self._uploads.values():
             if (data := found.get(want.digest)) is not None:
                 for first, last in want.ranges:
                     for start in range(first, last, self.transport.chunk_bytes):
                         chunk = data[start : min(last, start + self.transport.chunk_bytes)]
-                        topic = TOPICS.update_chunk(self._name, want.digest, start)
+                        topic = TOPICS.make_update_topic(self._name, want.digest, start)
                         self._background.spawn(self.transport.publish(topic, chunk))
 
     def _feed(self, event: session.Event) -> None:
@@ -151,17 +163,17 @@ class Device:
                 self._perform(action)
         if self._timer is not None:
             self._timer.cancel()
-        if (at := self._session.next_wakeup()) is not None:
+        if (at := self._session.find_next_wakeup()) is not None:
             delay = max(at - time.monotonic(), 0.01)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._feed, session.Happened.TICK)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._feed, session.LocalEvent.TICK)
 
     def _perform(self, action: session.Action) -> None:
         match action:
             case session.Run(order):
                 self._work = self._background.spawn(self._carry_out(order))
             case session.Publish(report):
-                topic = TOPICS.agent(self._name, "reports")
-                self._background.spawn(self.transport.publish(topic, encode(report)))
+                topic = TOPICS.make_agent_topic(self._name, "reports")
+                self._background.spawn(self.transport.publish(topic, encode_message(report)))
             case session.Acknowledge(ack):
                 self._uploads.pop(ack.order_id, None)
                 if ack.accepted:
@@ -173,21 +185,21 @@ class Device:
         try:
             report = await self._report(order)
         except asyncio.CancelledError:
-            self._feed(session.Happened.STOPPED)
+            self._feed(session.LocalEvent.STOPPED)
         else:
             self._feed(report)
 
     async def _report(self, order: Order) -> Report:
-        action = read_action(order, STEPS)
-        for ref in blobs_of(action):
+        action = decode_action(order, STEPS)
+        for ref in iterate_blobs(action):
             await self._receiver.fetch(
-                ref, chunks=TOPICS.model_chunk(ref.digest), wants=TOPICS.agent(self._name, "wants"),
+                ref, chunks=TOPICS.make_model_topic(ref.digest), wants=TOPICS.make_agent_topic(self._name, "wants"),
                 device_id=self._name, patience_s=FETCH_PATIENCE_S,
             )  # fmt: skip
-        for digest in set(self._models) - {ref.digest for ref in blobs_of(action)}:
+        for digest in set(self._models) - {ref.digest for ref in iterate_blobs(action)}:
             self._models.remove(digest)
         if not isinstance(action, Train):
-            return report_of(order, Installed(release=1), 0.0)
+            return make_report(order, Installed(release=1), 0.0)
         noise = np.random.default_rng(order.seed).normal(0, 0.01, self._layout.n_params).astype(np.float32)
         empty = np.zeros(0)
         model = Model(params=noise, buffers=empty.astype(np.float32), counters=empty.astype(np.int64))
@@ -197,7 +209,7 @@ class Device:
         result = Trained(
             update=ref, n_samples=SAMPLES, loss_before=1.0, loss_after=0.5, gradient_norm=1.0, val_accuracy=0.5
         )
-        return report_of(order, result, 0.1)
+        return make_report(order, result, 0.1)
 
 
 def _failed(error: BaseException) -> None:
@@ -293,7 +305,7 @@ class Run:
         parts += [rest[k :: self.args.processes] for k in range(self.args.processes)]
         began = time.monotonic()
         folder = self.home / "devices"
-        common = (address, self.task.fingerprint(), self.layout, folder)
+        common = (address, self.task.compute_fingerprint(), self.layout, folder)
         self.herds = [Herd(part, *common) for part in parts]
         for herd in self.herds:
             await asyncio.to_thread(herd.pipe.recv)
@@ -352,7 +364,7 @@ class Run:
 
     def _figures(self, began: float, told: list[str]) -> dict[str, Any]:
         with contextlib.closing(Store(self.home / "coordinator")) as store:
-            entries = [entry for number in self.events for entry in store.entries(number)]
+            entries = [entry for number in self.events for entry in store.get_entries(number)]
         accepted = {entry.order.id for entry in entries if entry.status is OrderStatus.ACCEPTED}
         kept = {entry.order.id for entry in entries}
         disturbed = {2} if self.args.storm or self.args.vanish else set()
@@ -408,8 +420,8 @@ def main() -> None:
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    task = task_spec("digits")
-    layout, _ = first_model(task, 0)
+    task = load_task("digits")
+    layout, _ = make_first_model(task, 0)
     rows = []
     for n in sorted(args.devices):
         with tempfile.TemporaryDirectory() as home:

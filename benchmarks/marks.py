@@ -22,14 +22,14 @@ from typing import Any, Final
 from script import finish, parser_of, show
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import Scenario
-from edge_agent.device.worker import Finished, Worker
-from edge_agent.learning.batched import Job, one_by_one, one_thread
-from fedge.tasks import share_data
+from edge_agent.device.worker import FinishedOrder, Worker
+from edge_agent.learning.batched import Job, execute_singly, use_one_thread
+from fedge.tasks import make_device_data
 from fedge.tensors.layout import unflatten
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
@@ -45,13 +45,13 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Finished]:
+    def __call__(self, jobs: Sequence[Job]) -> list[FinishedOrder]:
         """Do the jobs."""
         finished = []
-        with one_thread():
+        with use_one_thread():
             for job in jobs:
                 began = time.thread_time()
-                finished += one_by_one([job])
+                finished += execute_singly([job])
                 self.seconds[job.action.STEP] += time.thread_time() - began
         return finished
 
@@ -62,11 +62,11 @@ def seconds(setting: str, marked: float, rounds: int) -> dict[str, float]:
     federation = partition_samples(scenario, 0)
     watch, task = Stopwatch(), federation.task
     with tempfile.TemporaryDirectory() as home:
-        workers = {i: Worker(i, task, share_data(task, s), Path(home) / i) for i, s in federation.shares.items()}
+        workers = {i: Worker(i, task, make_device_data(task, s), Path(home) / i) for i, s in federation.shares.items()}
         fleet = SimulatedFleet(task, federation.layout, workers, seed=0, execute=watch)
-        method = make("fedge", scenario.for_method(0, {}), Server(task, None))
+        method = make_method("fedge", scenario.make_method_settings(0, {}), Server(task, None))
         first = fleet.put(unflatten(federation.first, federation.layout))
-        asyncio.run(run(method, method.init(federation.layout, first), fleet))
+        asyncio.run(run_rounds(method, method.init(federation.layout, first), fleet))
     return dict(watch.seconds)
 
 

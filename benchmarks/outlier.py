@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import fedge
 from coordinator.simulation.federation import partition_samples
-from fedge.bundle.energies import free_energy
+from fedge.bundle.energies import compute_free_energy
 from fedge.bundle.manifest import Reference
 
 TASKS: Final[Mapping[str, dict[str, Any]]] = {
@@ -58,7 +58,7 @@ def measured(task: str, data: Path, seed: int) -> dict[str, Any]:
         before: dict[str, list[float]] = {}
         n_validation: list[int] = []
         for device, share in partition_samples(done.scenario, seed).shares.items():
-            runtime = fedge.load(done.bundle(device))
+            runtime = fedge.load(done.get_bundle(device))
             yardstick = runtime.manifest.reference
             if not isinstance(yardstick, Reference) or not len(share.x_test):
                 continue
@@ -67,7 +67,9 @@ def measured(task: str, data: Path, seed: int) -> dict[str, Any]:
             for kind, x in kinds(share.x_test.astype(np.float64), np.random.default_rng(seed)).items():
                 said = runtime.predict(x)
                 now.setdefault(kind, []).append(float(said.outlier.mean()))
-                before.setdefault(kind, []).append(float((free_energy(said.weights, said.energies) > bound).mean()))
+                before.setdefault(kind, []).append(
+                    float((compute_free_energy(said.weights, said.energies) > bound).mean())
+                )
     return {
         "validation_samples": n_validation,
         "flagged": {kind: round(float(np.mean(found)), 3) for kind, found in now.items()},

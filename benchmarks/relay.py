@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from script import parser_of
 
-from coordinator.relay.cli import RelaySettings, relaying
+from coordinator.relay.cli import RelaySettings, open_relay
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
@@ -29,7 +29,7 @@ from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
-from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data, write_task
+from fedge.tasks import DeviceData, Partitioning, load_pool, make_device_data, partition_pool, write_task
 from fedge.tensors.layout import Codec
 from fedge.wire.connection.broker import BrokerSettings
 
@@ -74,7 +74,7 @@ async def measured(
                 site_broker=f"{broker.host}:{broker.port}",
                 site_federation=FEDERATION,
             )
-            lines.append(await stack.enter_async_context(relaying(own, lambda *_: None)))
+            lines.append(await stack.enter_async_context(open_relay(own, lambda *_: None)))
         running = devices_there + (lines if relays else [])
         async with asyncio.TaskGroup() as group:
             for each in running:
@@ -97,12 +97,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=5_333)
     parser.add_argument("--codec", type=Codec, nargs="+", default=[Codec.FLOAT32, Codec.INT8])
     given = parser.parse_args()
-    samples = pool("digits")
+    samples = load_pool("digits")
     task = msgspec.structs.replace(samples.spec, model="mlp", model_options={"hidden": given.hidden})
     for method, codec, n in ((m, c, n) for m in given.method for c in given.codec for n in given.devices):
         names = [f"{site}-{k:02d}" for site in SITES for k in range(n)]
-        shares = partition(samples, len(names), Partitioning(), seed=0)
-        devices = {i: share_data(task, share) for i, share in zip(names, shares, strict=True)}
+        shares = partition_pool(samples, len(names), Partitioning(), seed=0)
+        devices = {i: make_device_data(task, share) for i, share in zip(names, shares, strict=True)}
         settings = CoordinatorSettings(
             broker="localhost:1",
             federation=FEDERATION,

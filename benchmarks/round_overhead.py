@@ -41,13 +41,13 @@ import numpy as np
 import psutil
 from script import cpu_s, finish, parser_of, peak_mb, show
 
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.errors import FruitlessError
 from fedge.steps.contract import Action, Declined
 from fedge.steps.training.train import Train, Trained
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import Codec, Tensors, from_bytes
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import BlobRef, Order, Why
@@ -78,21 +78,21 @@ class Idle:
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
-    ) -> Finished:
+    ) -> FinishedOrder:
         from fedge.tensors.codecs import encode
 
         del stop
         if not isinstance(action, Train):
-            return Finished(Declined(why=Why.NO_TRAINING, reason="a benchmark installs nothing"))
+            return FinishedOrder(Declined(why=Why.NO_TRAINING, reason="a benchmark installs nothing"))
         if not self._update:
             model = from_bytes(fetch(action.starts[0].model))
             self._update = {n: 1e-3 * self._rng.standard_normal(t.shape, np.float32) for n, t in model.items()}
         smallest = min(self._update.values(), key=lambda tensor: tensor.size).reshape(-1)
         smallest[0] = 1e-3 * order.round  # the bytes of this round, and of this agent
         data = encode(self._update, action.codec)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=action.codec)
+        ref = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=action.codec)
         result = Trained(update=ref, n_samples=1, loss_before=1.0, loss_after=1.0, gradient_norm=0.0)
-        return Finished(result, {ref.digest: data})
+        return FinishedOrder(result, {ref.digest: data})
 
 
 async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 from script import finish, parser_of, show
 
-from coordinator.fleet.fleet import Answer, order_for
+from coordinator.fleet.fleet import Answer, make_order
 from coordinator.fleet.masked import MaskedFleet
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from edge_agent.device.encoding import send_update
@@ -34,20 +34,20 @@ from edge_agent.device.worker import Worker
 from edge_agent.steps.training import train as training
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.privacy.masked_sums import Sums, _signed
-from fedge.steps.contract import Action, Result, report_of
+from fedge.privacy.masked_sums import Sums, _is_signed
+from fedge.steps.contract import Action, Result, make_report
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.system.files import volatile
+from fedge.system.files import skip_fsync
 from fedge.tasks import DeviceData
 from fedge.tensors.layout import Codec, Model, unflatten
-from fedge.wire.messages import blobs_of, encode
+from fedge.wire.messages import encode_message, iterate_blobs
 
 
 def drawn(device: Any, action: Train) -> Result:
     """As `train`, with an update that is drawn."""
-    update = Model(device.rng().normal(0, 0.01, device.layout.n_params).astype(np.float32), np.zeros(0, np.float32),
-                   np.zeros(0, np.int64))  # fmt: skip
+    params = device.make_rng().normal(0, 0.01, device.layout.n_params).astype(np.float32)
+    update = Model(params, np.zeros(0, np.float32), np.zeros(0, np.int64))
     return Trained(update=send_update(device, update, device.layout, action.codec), n_samples=device.data.n_shared)
 
 
@@ -68,16 +68,16 @@ class Measured(SimulatedFleet):
             if action.STEP.startswith("train") and i in self.dropped:
                 answers[i] = Answer(i, None)
                 continue
-            order = order_for("run", 0, self.round, label, i, self._fingerprint, action, left_s=60.0)
-            new = {ref.digest: ref.size_bytes for ref in blobs_of(action) if ref.digest not in self.files[i]}
+            order = make_order("run", 0, self.round, label, i, self._fingerprint, action, left_s=60.0)
+            new = {ref.digest: ref.size_bytes for ref in iterate_blobs(action) if ref.digest not in self.files[i]}
             self.files[i] |= new.keys()
-            self.down[i] += len(encode(order)) + sum(new.values())
-            _signed.cache_clear()  # which others have checked before
+            self.down[i] += len(encode_message(order)) + sum(new.values())
+            _is_signed.cache_clear()  # which others have checked before
             began = time.process_time()
             finished = self.workers[i].execute(order, self.get_bytes, action=action)
             self.device_s[i] += time.process_time() - began
-            report = report_of(order, finished.result, 0.0)
-            self.up[i] += len(encode(report)) + sum(ref.size_bytes for ref in report.blobs)
+            report = make_report(order, finished.result, 0.0)
+            self.up[i] += len(encode_message(report)) + sum(ref.size_bytes for ref in report.blobs)
             self._blobs |= finished.blobs
             answers[i] = Answer(i, finished.result)
         return answers
@@ -90,7 +90,7 @@ class Measured(SimulatedFleet):
 async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, Any]:
     shape = {"input_shape": (64,), "model": "mlp", "model_options": {"hidden": hidden}}
     task = TaskSpec(name="sums", classes=tuple("0123456789"), **shape)
-    layout, first = build.initial(task, 0)
+    layout, first = build.make_initial_model(task, 0)
     x = np.zeros((20, 64), np.float32)
     data = DeviceData(x, np.zeros(20, np.int64), np.zeros(20, bool), x[:0], np.zeros(0, np.int64))
     workers = {f"d{k:04d}": Worker(f"d{k:04d}", task, data, home / str(k)) for k in range(n)}
@@ -128,7 +128,7 @@ def main() -> None:
     rows = []
     for n in options.devices:
         for share in options.dropped:
-            with tempfile.TemporaryDirectory() as home, volatile():  # processor time knows nothing of the disk
+            with tempfile.TemporaryDirectory() as home, skip_fsync():  # processor time knows nothing of the disk
                 rows.append(asyncio.run(measure(n, options.hidden, share, Path(home))))
     show(rows)
     finish(options, rows)

@@ -33,13 +33,13 @@ import torch
 from script import finish, machine
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.tasks import DeviceData, Partitioning, Pool, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, Pool, load_pool, make_device_data, partition_pool
 from fedge.tensors.layout import unflatten
 
 
@@ -52,7 +52,7 @@ def workers_of(task: TaskSpec, data: dict[str, DeviceData], home: Path) -> dict[
 
 def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[TaskSpec, dict[str, DeviceData]]:
     """Digits for any number of devices: samples drawn with replacement."""
-    samples = pool("digits")
+    samples = load_pool("digits")
     rng = np.random.default_rng(0)
     by_class = [np.flatnonzero(samples.y == label) for label in range(10)]
     data = {}
@@ -60,21 +60,21 @@ def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[Tas
         labels = rng.choice(10, n_each, p=rng.dirichlet(np.full(10, alpha)))
         own = np.array([rng.choice(by_class[label]) for label in labels])
         # groups: a third of the devices hold their camera turned
-        (share,) = partition(
+        (share,) = partition_pool(
             Pool(np.rot90(samples.x[own], i % 3, axes=(1, 2)), samples.y[own], samples.spec),
             1,
             Partitioning(sensitive=0.1),
             seed=i,
         )
-        data[f"d{i:05}"] = share_data(samples.spec, share)
+        data[f"d{i:05}"] = make_device_data(samples.spec, share)
     return samples.spec, data
 
 
 def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     task, data = resampled(args.devices)
-    layout, first = build.initial(task, 0)
+    layout, first = build.make_initial_model(task, 0)
     fleet = SimulatedFleet(task, layout, workers_of(task, data, home), seed=0)
-    method = make("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
+    method = make_method("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
     state = method.init(layout, fleet.put(unflatten(first, layout)))
     ends, cpu = [time.perf_counter()], time.process_time()
 
@@ -92,7 +92,7 @@ def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         return answers
 
     fleet.run = timed  # type: ignore[method-assign]
-    state = asyncio.run(run(method, state, fleet, on_round))
+    state = asyncio.run(run_rounds(method, state, fleet, on_round))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     total = ends[-1] - ends[0]
     return {
@@ -105,7 +105,7 @@ def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         "seconds_of_the_coordinator": round(total - sum(steps.values()), 1),
         "peak_gib": round(peak / 2**30, 3),
         "installed": len(state.installed),
-        "split": bool(method.summary(state)["split"]),
+        "split": bool(method.summarise(state)["split"]),
         "aims": {"10 minutes": total <= 600, "4 GiB": peak <= 4 * 2**30},
     }
 

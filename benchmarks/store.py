@@ -63,7 +63,7 @@ def reports_per_s(url: str | None, n: int, under_way: int) -> float:
     """How many reports a second are accepted when so many wait at a time."""
     names = [f"d{i}" for i in range(n)]
     with stores(url) as store:
-        store.begin_round(1, [], 0.0)
+        store.start_round(1, [], 0.0)
         store.write_orders(order(name, 1) for name in names)
         waiting: deque[Any] = deque()
         began = time.perf_counter()
@@ -95,7 +95,7 @@ def sizes(rounds: list[int], n_devices: int, keep: int) -> dict[int, float]:
     with stores(None) as store:
         store._writer.db.execute("PRAGMA synchronous = OFF")  # noqa: SLF001
         for number in range(1, max(rounds) + 1):
-            store.begin_round(number, there, 0.0)
+            store.start_round(number, there, 0.0)
             store.write_orders(order(device.id, number) for device in there)
             for future in [store.accept(report(device.id, number), 1.0) for device in there]:
                 future.result()

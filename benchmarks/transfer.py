@@ -50,7 +50,7 @@ from fedge.system.malloc import tune_malloc
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.connection.packet_limits import LARGE_CHUNK
 from fedge.wire.connection.window import OUT_WINDOW
-from fedge.wire.messages import BlobRef, Want, decode
+from fedge.wire.messages import BlobRef, Want, decode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transfer.sender import Sender
@@ -160,13 +160,13 @@ async def run_peer(port: int, home: str, name: str, other: str, durable: bool, p
     folder = BlobFolder(Path(home) / name)
     transport = Transport(BrokerSettings("127.0.0.1", port), name)
     receiver = Receiver(transport, folder, durable=durable)
-    async with transport, Sender(transport, folder.path) as sender:
+    async with transport, Sender(transport, folder.get_path) as sender:
 
         async def on_want(message: object) -> None:
-            want = decode(message.payload, Want)  # type: ignore[attr-defined]
-            sender.want(want.digest, want.ranges, chunks=TOPICS.update_chunk(name, want.digest))
+            want = decode_message(message.payload, Want)  # type: ignore[attr-defined]
+            sender.add_want(want.digest, want.ranges, chunks=TOPICS.make_update_topic(name, want.digest))
 
-        await transport.subscribe(TOPICS.agent(name, "wants"), on_want)
+        await transport.subscribe(TOPICS.make_agent_topic(name, "wants"), on_want)
         pipe.send("ready")
         while (order := await asyncio.to_thread(pipe.recv)) is not None:
             verb, argument = order
@@ -178,8 +178,8 @@ async def run_peer(port: int, home: str, name: str, other: str, durable: bool, p
                 began = time.monotonic()
                 await receiver.fetch(
                     argument,
-                    chunks=TOPICS.update_chunk(other, argument.digest),
-                    wants=TOPICS.agent(other, "wants"),
+                    chunks=TOPICS.make_update_topic(other, argument.digest),
+                    wants=TOPICS.make_agent_topic(other, "wants"),
                     device_id=name,
                 )
                 pipe.send(time.monotonic() - began)

@@ -35,10 +35,10 @@ import aiohttp
 from load import TOPICS, Herd
 from script import cpu_s, finish, machine, parser_of, show
 
-from coordinator.service.checks import first_model
+from coordinator.service.checks import make_first_model
 from coordinator.store.store import Store
-from fedge.commands.broker import LocalBroker, free_port
-from fedge.tasks import task_spec
+from fedge.commands.broker import LocalBroker, find_free_port
+from fedge.tasks import load_task
 from fedge.wire.connection.broker import BrokerSettings
 
 DUE_S = 0.4
@@ -124,7 +124,7 @@ async def until_begun(home: Path) -> None:
         await asyncio.sleep(0.1)
         if (home / "summary.json").exists():
             with contextlib.closing(Store(home, intake=True)) as store:
-                if store.round_seconds():
+                if store.get_round_seconds():
                     return
 
 
@@ -136,12 +136,12 @@ class Run:
         self.turns: list[dict[str, Any]] = []
 
     async def measure(self) -> dict[str, dict[str, Any]]:
-        task = task_spec("digits")
-        layout, _ = first_model(task, 0)
+        task = load_task("digits")
+        layout, _ = make_first_model(task, 0)
         server = self.home / "server"
         async with contextlib.AsyncExitStack() as stack:
             broker = await stack.enter_async_context(LocalBroker("mosquitto"))
-            own = f"127.0.0.1:{free_port('127.0.0.1')}"
+            own = f"127.0.0.1:{find_free_port('127.0.0.1')}"
             coordinator = await stack.enter_async_context(
                 program(
                     "coordinator", "--broker", f"{broker.host}:{broker.port}", "--federation", TOPICS.federation,
@@ -151,7 +151,7 @@ class Run:
             )  # fmt: skip
             names = [f"d{i:05}" for i in range(self.args.devices)]
             address = BrokerSettings(broker.host, broker.port)
-            herd = Herd(names, address, task.fingerprint(), layout, self.home / "devices")
+            herd = Herd(names, address, task.compute_fingerprint(), layout, self.home / "devices")
             stack.callback(herd.process.kill)
             await until_begun(server)
             ui = await stack.enter_async_context(program("ui", "--home", server, "--port", 0, "--json", stdout=PIPE))
@@ -182,7 +182,7 @@ class Run:
         done: dict[int, float] = {}
         with contextlib.closing(Store(server)) as store:
             after = 0
-            while events := store.events(after=after, limit=5000):
+            while events := store.get_events(after=after, limit=5000):
                 for event in events:
                     if event.name == "round_begun":
                         begun[event.round] = event.at

@@ -49,7 +49,7 @@ result  # noqa: B018 - a notebook shows it
 
 # %%
 device = result.devices[0]
-prediction = fedge.load(result.bundle(device.id)).predict(digits.images[:5])
+prediction = fedge.load(result.get_bundle(device.id)).predict(digits.images[:5])
 print(device.id, device.score.accuracy, prediction.class_name)
 
 # %% [markdown]
@@ -57,6 +57,6 @@ print(device.id, device.score.accuracy, prediction.class_name)
 
 # %%
 table = fedge.compare(methods=["local", "fedavg", "fedge"], seeds=[0], **setting)
-for row in table.rows():
+for row in table.to_rows():
     print(row["method"], round(row["accuracy"], 3), row["bytes_up"])
 table  # noqa: B018 - a notebook shows it

@@ -26,8 +26,8 @@ import numpy as np
 
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError, StoreError
-from fedge.system.files import cache_folder, write_atomically
-from fedge.system.loading import reason_of
+from fedge.system.files import get_cache_folder, write_atomically
+from fedge.system.loading import describe_error
 
 if TYPE_CHECKING:
     import onnx
@@ -45,23 +45,23 @@ _TERMINAL: Final = (1, 2)
 _known: dict[str, bytes] = {}
 
 
-def branch(task: TaskSpec) -> onnx.ModelProto:
-    """The task's network: input x (n, *input_shape) float32, output logits (n, C); weights by name only.
+def export_branch(task: TaskSpec) -> onnx.ModelProto:
+    """Return the task's network: input x (n, *input_shape) float32, logits (n, C); weights by name only.
 
-    The graph comes from memory, else from the cache folder (`cache_folder`), else from torch. If several processes need
-    the same graph, one exports it and the others wait.
+    The graph comes from memory, else from the cache folder (`get_cache_folder`), else from torch. If several processes
+    need the same graph, one exports it and the others wait.
 
     Raises:
         ConfigError: the network cannot be expressed in ONNX.
     """
     import onnx
 
-    from fedge.models.build import build
+    from fedge.models.build import make_network
 
-    module = build(task).eval()
-    key = _key(task, module)
+    module = make_network(task).eval()
+    key = _compute_key(task, module)
     if key not in _known:
-        with _cached(key) as file:
+        with _lock_cache_file(key) as file:
             data = _read(file)
             if data is None:
                 data = _export(task, module).SerializeToString(deterministic=True)
@@ -71,23 +71,27 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
     return onnx.load_from_string(_known[key])
 
 
-def _key(task: TaskSpec, module: torch.nn.Module) -> str:
-    """A key of all that the graph depends on: task, layers, their code and constants, the exporter's versions."""
+def _compute_key(task: TaskSpec, module: torch.nn.Module) -> str:
+    """Hash all that the graph depends on: task, layers, their code and constants, exporter's versions."""
     import onnx
     import torch
 
-    from fedge.models.constants import constants, digest
+    from fedge.models.constants import collect_constants, compute_digest
 
     own = {type(m) for m in module.modules() if not type(m).__module__.startswith("torch.")}
-    sources = sorted(_source(kind) for kind in own)
+    sources = sorted(_read_source(kind) for kind in own)
     # what was computed from weights (torch's older weight_norm) is computed again from others
-    held = {place: digest(v) for place, v in constants(module).items() if getattr(v, "grad_fn", None) is None}
+    held = {
+        place: compute_digest(v)
+        for place, v in collect_constants(module).items()
+        if getattr(v, "grad_fn", None) is None
+    }
     architecture = [task.model, task.model_options, task.input_shape, task.n_classes, repr(module), sources, held]
     versions = [_FORMAT, OPSET, str(torch.__version__), onnx.__version__]
     return hashlib.sha256(msgspec.json.encode([architecture, versions], order="deterministic")).hexdigest()
 
 
-def _source(kind: type) -> str:
+def _read_source(kind: type) -> str:
     try:
         return inspect.getsource(inspect.getmodule(kind) or kind)
     except (OSError, TypeError):  # defined in a shell
@@ -95,9 +99,9 @@ def _source(kind: type) -> str:
 
 
 @contextmanager
-def _cached(key: str) -> Iterator[Path]:
-    """The cache file of a graph, locked against other processes if the folder is writable."""
-    folder = cache_folder("graphs")
+def _lock_cache_file(key: str) -> Iterator[Path]:
+    """Lock a graph's cache file against other processes, if the folder is writable."""
+    folder = get_cache_folder("graphs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f"{key}.lock").open("w")
@@ -124,9 +128,9 @@ def _read(file: Path) -> bytes | None:
 def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     import torch
 
-    from fedge.models.network import aliases
+    from fedge.models.network import find_aliases
 
-    tensors, other_names = _randomise(module), aliases(module)
+    tensors, other_names = _randomise(module), find_aliases(module)
     sample = torch.zeros(2, *task.input_shape)
     faults = []
     for attempt in (_dynamo, _torchscript):
@@ -134,20 +138,20 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
             with warnings.catch_warnings(), _silence():
                 warnings.simplefilter("ignore")  # of the exporter about itself
                 model = attempt(module, sample)
-            return _under_one_name(_named(model, tensors), other_names)
+            return _merge_names(_strip_weights(model, tensors), other_names)
         except Exception as error:  # noqa: BLE001 exporters raise anything; the next one may do better
-            faults.append(f"{attempt.__name__.strip('_')}: {reason_of(_cause(error))}")
+            faults.append(f"{attempt.__name__.strip('_')}: {describe_error(_find_cause(error))}")
     raise ConfigError(f"the network of task {task.name} cannot be exported to ONNX ({'; '.join(faults)})")
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The first of a chain of errors: the exporter's own says only in which of its parts it failed."""
-    return error if error.__cause__ is None else _cause(error.__cause__)
+def _find_cause(error: BaseException) -> BaseException:
+    """Return the first of a chain of errors: the exporter's own tells only which part failed."""
+    return error if error.__cause__ is None else _find_cause(error.__cause__)
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing reaches the terminal: an exporter that fails prints pages of its graph, past Python's own streams.
+    """Silence the terminal: an exporter that fails prints pages, past Python's own streams.
 
     The streams are the process's, so one thread at a time exports.
     """
@@ -182,11 +186,11 @@ def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
     assert program is not None
-    return _simplified(program.model_proto, set(module.state_dict()))
+    return _simplify(program.model_proto, set(module.state_dict()))
 
 
-def _simplified(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
-    """The graph without whatever can be computed from other things than its weights, by name."""
+def _simplify(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
+    """Remove from the graph what can be computed without its weights, which are named."""
     import onnx
     from onnxscript import optimizer
 
@@ -201,7 +205,7 @@ def _simplified(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
 
 
 def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
-    """The older exporter, which needs no onnxscript; kept from folding BatchNorm by "preserve"."""
+    """Export by the older exporter, without onnxscript; "preserve" keeps BatchNorm unfolded."""
     import onnx
     import torch
 
@@ -234,7 +238,7 @@ def _randomise(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.ModelProto:
+def _strip_weights(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.ModelProto:
     """Take the weights out of the graph, along with traces of the exporting machine (paths, stack traces)."""
     import onnx
     from onnx import numpy_helper
@@ -249,20 +253,20 @@ def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.Model
         raise ValueError(f"the exporter folded {changed}")
     shape = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim[1:]]
     clean = onnx.helper.make_graph(
-        [_stripped(node) for node in model.graph.node],
+        [_strip_node(node) for node in model.graph.node],
         "branch",
         [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *shape])],
         [onnx.helper.make_tensor_value_info(LOGITS, onnx.TensorProto.FLOAT, None)],
         [
-            _weight(i) if i.name in tensors else numpy_helper.from_array(numpy_helper.to_array(i), i.name)
+            _make_weight(i) if i.name in tensors else numpy_helper.from_array(numpy_helper.to_array(i), i.name)
             for i in model.graph.initializer
         ],
     )
     return onnx.helper.make_model(clean, opset_imports=list(model.opset_import), ir_version=IR_VERSION)
 
 
-def _under_one_name(model: onnx.ModelProto, other_names: Mapping[str, str]) -> onnx.ModelProto:
-    """The graph with each tensor of several names under the one that a model has it by."""
+def _merge_names(model: onnx.ModelProto, other_names: Mapping[str, str]) -> onnx.ModelProto:
+    """Give each tensor of several names the one by which a model has it."""
     used = [i for i in model.graph.initializer if i.name in other_names]
     there = {i.name for i in model.graph.initializer}
     for initializer in used:
@@ -283,7 +287,7 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
                 _rename(inner, names)
 
 
-def _stripped(node: onnx.NodeProto) -> onnx.NodeProto:
+def _strip_node(node: onnx.NodeProto) -> onnx.NodeProto:
     import onnx
 
     node.ClearField("metadata_props")
@@ -293,12 +297,12 @@ def _stripped(node: onnx.NodeProto) -> onnx.NodeProto:
             for graph in (attribute.g, *attribute.graphs):
                 graph.ClearField("value_info")
                 for inner in graph.node:
-                    _stripped(inner)
+                    _strip_node(inner)
     return node
 
 
-def _weight(initializer: onnx.TensorProto) -> onnx.TensorProto:
-    """The tensor's name, type and shape, marked as stored elsewhere."""
+def _make_weight(initializer: onnx.TensorProto) -> onnx.TensorProto:
+    """Return the tensor's name, type and shape, marked as stored elsewhere."""
     import onnx
 
     return onnx.TensorProto(

@@ -15,11 +15,11 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from export import parity
-from export.graph import gate_tensors, single, skeleton
+from export.graph import encode_branch, encode_skeleton, make_gate_tensors
 from export.mixture import Mixture
-from export.pool import Pool, expected, pool_parts, pool_skeleton
-from fedge.bundle.energies import reference
-from fedge.bundle.formula import n_gate_features
+from export.pool import Pool, compute_expected, encode_pool_parts, encode_pool_skeleton
+from fedge.bundle.energies import compute_reference
+from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import (
     BRANCH,
     MANIFEST,
@@ -33,13 +33,13 @@ from fedge.bundle.manifest import (
     Part,
     PoolInfo,
     Reference,
-    encode,
-    read,
-    with_parts,
+    encode_manifest,
+    insert_file_names,
+    read_bundle,
 )
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, StoreError, failing_as
-from fedge.system.files import digest_of, whole_folder, write_atomically
+from fedge.errors import ConfigError, StoreError, raise_as
+from fedge.system.files import compute_digest, fill_folder, write_atomically
 from fedge.tensors.layout import Layout, to_bytes, unflatten
 from fedge.wire.messages import Role
 
@@ -56,7 +56,7 @@ def write_bundle(
     metrics: Mapping[str, float],
     compared: NDArray[np.floating] | None = None,
 ) -> Manifest:
-    """Write a mixture as a bundle; returns its manifest. Equal arguments give equal bytes; an older one is replaced.
+    """Write a mixture as a bundle, replacing an older one; equal arguments give equal bytes.
 
     Parts that a bundle beside `folder` already holds are linked, not written again.
 
@@ -80,29 +80,31 @@ def write_bundle(
     if not all(map(math.isfinite, metrics.values())):
         raise ValueError("a metric is not finite")
     if isinstance(mixture, Pool):
-        parts = pool_parts(mixture, layout)
-        graph, alone = pool_skeleton(task, layout, mixture, parts), None
+        parts = encode_pool_parts(mixture, layout)
+        graph, alone = encode_pool_skeleton(task, layout, mixture, parts), None
     else:
-        _check(task, mixture)
+        _require_consistent(task, mixture)
         parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
-        parts.append(to_bytes(gate_tensors(mixture)))
-        graph, alone = skeleton(task, mixture, parts[0], parts[-1]), single(task, parts[0])
-    names = [_part(data) for data in parts]
-    with failing_as(StoreError, f"cannot write bundle {folder}"), whole_folder(folder) as unfinished:
+        parts.append(to_bytes(make_gate_tensors(mixture)))
+        graph, alone = encode_skeleton(task, mixture, parts[0], parts[-1]), encode_branch(task, parts[0])
+    names = [_make_part(data) for data in parts]
+    with raise_as(StoreError, f"cannot write bundle {folder}"), fill_folder(folder) as unfinished:
         for part, data in zip(names, parts, strict=True):
             _put(unfinished / part.file_name, data, part)
         graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
         for name, data in graphs.items():
             write_atomically(unfinished / name, data)
-        found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation, compared)
-        manifest = _manifest(task, mixture, names, graphs, release, method, metrics, found)
-        write_atomically(unfinished / MANIFEST, encode(manifest))
+        found = _measure_parity(
+            task, layout, mixture, insert_file_names(graph, names), unfinished, validation, compared
+        )
+        manifest = _make_manifest(task, mixture, names, graphs, release, method, metrics, found)
+        write_atomically(unfinished / MANIFEST, encode_manifest(manifest))
     return manifest
 
 
 @contextmanager
-def packed(bundle: Bundle, target: Path) -> Iterator[Path]:
-    """Copy the files that the manifest names, and only those; the context may change the copy, which is then verified.
+def pack_bundle(bundle: Bundle, target: Path) -> Iterator[Path]:
+    """Copy the files that the manifest names, alone; the context may change the copy, which is then verified.
 
     Raises:
         ConfigError: `target` exists.
@@ -111,18 +113,18 @@ def packed(bundle: Bundle, target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise ConfigError(f"{target} exists already: name a new folder")
-    with failing_as(StoreError, f"cannot write {target}"), whole_folder(target) as copy:
+    with raise_as(StoreError, f"cannot write {target}"), fill_folder(target) as copy:
         for name in (MANIFEST, *bundle.manifest.files):
             shutil.copyfile(bundle.folder / name, copy / name)
         yield copy
-        read(copy)
+        read_bundle(copy)
 
 
-def _part(data: bytes) -> Part:
-    return Part(digest=digest_of(data), size_bytes=len(data))
+def _make_part(data: bytes) -> Part:
+    return Part(digest=compute_digest(data), size_bytes=len(data))
 
 
-def _check(task: TaskSpec, mixture: Mixture) -> None:
+def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
     gate, m = mixture.gate, len(mixture.candidates)
     hidden, features = np.shape(gate.hidden_weight)
     shapes = {
@@ -134,7 +136,7 @@ def _check(task: TaskSpec, mixture: Mixture) -> None:
     for name, (array, shape) in shapes.items():
         if np.shape(array) != shape:
             raise ValueError(f"{name} has shape {np.shape(array)}, expected {shape}")
-    if features != (given := n_gate_features(task.input_shape)):
+    if features != (given := count_gate_features(task.input_shape)):
         raise ValueError(f"the gate takes {features} inputs, the task gives {given}")
     for candidate in mixture.candidates:
         numbers = (candidate.temperature, candidate.kappa, candidate.energy_mean, candidate.energy_std)
@@ -149,7 +151,7 @@ def _put(path: Path, data: bytes, part: Part) -> None:
     """Link the part from a neighbouring bundle, else write it."""
     for other in path.parent.parent.glob(f"*/{part.file_name}"):
         try:
-            if digest_of(other.read_bytes()) == part.digest:
+            if compute_digest(other.read_bytes()) == part.digest:
                 os.link(other, path)
                 return
         except OSError:  # gone meanwhile, or no links on this file system
@@ -158,15 +160,15 @@ def _put(path: Path, data: bytes, part: Part) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The largest difference to torch; the outputs, and (M,) the largest energies, on the validation samples."""
+class _ParityResult:
+    """The largest difference to torch, the reference, and the largest energies (M,) on validation samples."""
 
     difference: float
     yardstick: tuple[Reference, float] | None
     energy_max: NDArray[np.floating] | None
 
 
-def _parity(
+def _measure_parity(
     task: TaskSpec,
     layout: Layout,
     mixture: Mixture | Pool,
@@ -174,24 +176,26 @@ def _parity(
     folder: Path,
     validation: NDArray[np.floating],
     compared: NDArray[np.floating] | None,
-) -> _Found:
-    x = parity.samples(task, validation if compared is None else compared)
-    found = parity.run(graph, folder, x)
+) -> _ParityResult:
+    x = parity.select_samples(task, validation if compared is None else compared)
+    found = parity.run_graph(graph, folder, x)
 
-    def wanted(lean: float) -> NDArray[np.floating]:
+    def compute_wanted(lean: float) -> NDArray[np.floating]:
         if isinstance(mixture, Pool):
-            return expected(task, layout, mixture, x, found, lean)
-        return parity.expected(task, layout, mixture, x, found, lean)[0]
+            return compute_expected(task, layout, mixture, x, found, lean)
+        return parity.compute_expected(task, layout, mixture, x, found, lean)[0]
 
-    difference = parity.check(found[0], wanted)
+    difference = parity.require_parity(found[0], compute_wanted)
     if not len(validation):
-        return _Found(difference, None, None)
-    _, weights, energies = found if compared is None else parity.run(graph, folder, parity.samples(task, validation))
+        return _ParityResult(difference, None, None)
+    _, weights, energies = (
+        found if compared is None else parity.run_graph(graph, folder, parity.select_samples(task, validation))
+    )
     highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
-    return _Found(difference, reference(weights, energies), highest)
+    return _ParityResult(difference, compute_reference(weights, energies), highest)
 
 
-def _manifest(
+def _make_manifest(
     task: TaskSpec,
     mixture: Mixture | Pool,
     parts: list[Part],
@@ -199,17 +203,19 @@ def _manifest(
     release: int,
     method: str,
     metrics: Mapping[str, float],
-    found: _Found,
+    found: _ParityResult,
 ) -> Manifest:
     candidates, fusion, pool = (
-        _described_pool(mixture, parts) if isinstance(mixture, Pool) else _described(mixture, parts, found.energy_max)
+        _make_pool_description(mixture, parts)
+        if isinstance(mixture, Pool)
+        else _make_description(mixture, parts, found.energy_max)
     )
     return Manifest(
         task=task,
         method=method,
         release=release,
-        skeleton=_part(graphs[SKELETON]),
-        branch=_part(graphs[BRANCH]) if BRANCH in graphs else UNSET,
+        skeleton=_make_part(graphs[SKELETON]),
+        branch=_make_part(graphs[BRANCH]) if BRANCH in graphs else UNSET,
         gate=parts[len(candidates)],
         candidates=candidates,
         fusion=fusion,
@@ -224,7 +230,7 @@ def _manifest(
 _Description = tuple[tuple[CandidateInfo, ...], Fusion, PoolInfo | None]
 
 
-def _described(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.floating] | None) -> _Description:
+def _make_description(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.floating] | None) -> _Description:
     guard = None
     if mixture.guard is not None:
         temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
@@ -252,7 +258,7 @@ def _described(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.float
     return candidates, fusion, None
 
 
-def _described_pool(pool: Pool, parts: list[Part]) -> _Description:
+def _make_pool_description(pool: Pool, parts: list[Part]) -> _Description:
     m = len(pool.modules)
     candidates = tuple(
         CandidateInfo(

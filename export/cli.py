@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 from export import parity
-from export.bundle import packed
-from export.int8 import Int8Limits, Int8Report, quantise
-from fedge.bundle.manifest import MANIFEST, Bundle, look, read
+from export.bundle import pack_bundle
+from export.int8 import Int8Limits, Int8Report, quantise_bundle
+from fedge.bundle.manifest import MANIFEST, Bundle, read_bundle, read_manifest
 from fedge.data.validation import load_validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.system.help import Command, json_lines, option
+from fedge.system.help import Command, json_lines_option, option
 from fedge.system.text import Heading
 
 
@@ -57,7 +57,7 @@ from fedge.system.text import Heading
     show_default=True,
     help="The graph in 8 bits may take at most this time per sample on this machine, relative to float32.",
 )
-@json_lines("home")
+@json_lines_option("home")
 def export(
     homes: tuple[Path, ...],
     out: Path | None,
@@ -86,45 +86,45 @@ def export(
     if int8 and out is None:
         raise ConfigError("--int8 makes a copy: name a folder for it with --out")
     for home in homes:
-        bundle = newest(home)
+        bundle = find_newest_bundle(home)
         _run_once(bundle)
         target = None if out is None else out / home.resolve().name if len(homes) > 1 else out
-        record = _record(home, bundle, target)
+        record = _make_record(home, bundle, target)
         if target is not None and int8:
             validation = load_validation(home, bundle.manifest.task)
             limits = Int8Limits(
                 accuracy_drop=int8_accuracy_drop, agreement=int8_agreement, latency_ratio=int8_latency_ratio
             )
-            record["int8"] = quantise(bundle, validation, target, limits)
+            record["int8"] = quantise_bundle(bundle, validation, target, limits)
         elif target is not None:
-            with packed(bundle, target):
+            with pack_bundle(bundle, target):
                 pass
-        click.echo(msgspec.json.encode(record).decode() if as_json else _text(record))
+        click.echo(msgspec.json.encode(record).decode() if as_json else _format_record(record))
 
 
-def newest(home: Path) -> Bundle:
-    """The bundle with the highest release in HOME/bundles, or that in HOME itself, verified.
+def find_newest_bundle(home: Path) -> Bundle:
+    """Return the bundle of highest release in HOME/bundles, or that in HOME itself, verified.
 
     Raises:
         ConfigError: there is none.
         UpdateRejected: it is not what its manifest says.
     """
     if (home / MANIFEST).exists():
-        return read(home)
+        return read_bundle(home)
     found = [path.parent for path in sorted(home.glob(f"bundles/[!.]*/{MANIFEST}"))]
     if not found:
         raise ConfigError(f"no bundle in {home / 'bundles'}: an agent writes one at the end of a federation")
-    return read(max(found, key=lambda folder: look(folder)[0].release))
+    return read_bundle(max(found, key=lambda folder: read_manifest(folder)[0].release))
 
 
 def _run_once(bundle: Bundle) -> None:
     x = np.random.default_rng(0).random((2, *bundle.manifest.task.input_shape), dtype=np.float32)
-    probabilities = parity.run(bundle.graph, bundle.folder, x)[0]
+    probabilities = parity.run_graph(bundle.graph, bundle.folder, x)[0]
     if not np.allclose(probabilities.sum(axis=1), 1, atol=1e-5):
         raise UpdateRejected(f"{bundle.folder}: its probabilities do not sum to 1")
 
 
-def _record(home: Path, bundle: Bundle, target: Path | None) -> dict[str, Any]:
+def _make_record(home: Path, bundle: Bundle, target: Path | None) -> dict[str, Any]:
     manifest = bundle.manifest
     return {
         "home": str(home),
@@ -141,7 +141,7 @@ def _record(home: Path, bundle: Bundle, target: Path | None) -> dict[str, Any]:
     }
 
 
-def _text(record: dict[str, Any]) -> str:
+def _format_record(record: dict[str, Any]) -> str:
     shares = ", ".join(f"{c['name']} {c['weight']:.2f}" for c in record["candidates"])
     copied = f" -> {record['out']}" if record["out"] else ""
     small = ""

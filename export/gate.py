@@ -21,8 +21,8 @@ POOLED: Final = 4
 """Rows and columns that are left of an image before the first linear layer (section 4)."""
 
 
-def gate_onnx(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int, ...]) -> bytes:
-    """The gate as a file: x (n, *input_shape) float32 -> p (n, K), rows on the simplex.
+def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int, ...]) -> bytes:
+    """Serialise the gate as a file: x (n, *input_shape) float32 -> p (n, K), rows on the simplex.
 
     Args:
         tensors: conv1.weight (8, channels, 3, 3), conv1.bias, conv2.weight (16, 8, 3, 3), conv2.bias for images (a gate
@@ -33,27 +33,27 @@ def gate_onnx(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int
 
     graph = Graph()
     for name, tensor in sorted(tensors.items()):
-        graph.hold(name, np.asarray(tensor, np.float32))
+        graph.add_array(name, np.asarray(tensor, np.float32))
     h = INPUT
     if "conv1.weight" in tensors:
         for layer in ("conv1", "conv2"):
             convolved = graph.op("Conv", h, f"{layer}.weight", f"{layer}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
             h = graph.op("MaxPool", graph.op("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
         rows, columns = (extent // 2 // 2 for extent in input_shape[1:])
-        left = graph.op("MatMul", graph.hold("rows", pooling(rows, POOLED)), h)
-        h = graph.op("MatMul", left, graph.hold("columns", pooling(columns, POOLED).T))
+        left = graph.op("MatMul", graph.add_array("rows", make_pooling_matrix(rows, POOLED)), h)
+        h = graph.op("MatMul", left, graph.add_array("columns", make_pooling_matrix(columns, POOLED).T))
     hidden = graph.op("Gemm", graph.op("Flatten", h), "hidden.weight", "hidden.bias", transB=1)
     scores = graph.op("Gemm", graph.op("Relu", hidden), "out.weight", transB=1)
     graph.op("Softmax", scores, axis=1, out=SHARES)
     n_experts = len(tensors["out.weight"])
-    return graph.serialise_with(input_shape, {SHARES: n_experts}, [onnx.helper.make_opsetid("", OPSET)])
+    return graph.encode(input_shape, {SHARES: n_experts}, [onnx.helper.make_opsetid("", OPSET)])
 
 
-def pooling(n_in: int, n_out: int) -> NDArray[np.float32]:
-    """Adaptive average pooling of a line as a matrix (n_out, n_in): row o averages [floor(o n / m), ceil((o+1) n / m)).
+def make_pooling_matrix(n_in: int, n_out: int) -> NDArray[np.float32]:
+    """Return adaptive average pooling as (n_out, n_in): row o averages [floor(o n / m), ceil((o+1) n / m)).
 
     Example:
-        >>> pooling(3, 2).tolist()
+        >>> make_pooling_matrix(3, 2).tolist()
         [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
     """
     matrix = np.zeros((n_out, n_in), np.float32)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import IR_VERSION, branch
+from export.branch import IR_VERSION, export_branch
 from export.mixture import Mixture
-from fedge.bundle.formula import LOWEST, MIN_ENERGY_STD, log_weights
-from fedge.bundle.manifest import OUTPUTS, Bundle, slot
-from fedge.data.task import INPUT, LOGITS, TaskSpec, gate_pool
-from fedge.tensors.layout import Place, places_in
+from fedge.bundle.formula import LOWEST, MIN_ENERGY_STD, compute_log_weights
+from fedge.bundle.manifest import OUTPUTS, Bundle, format_slot
+from fedge.data.task import INPUT, LOGITS, TaskSpec, choose_gate_pool
+from fedge.tensors.layout import Place, read_places
 
 if TYPE_CHECKING:
     import onnx
@@ -32,14 +32,14 @@ LARGE: Final = 1024
 """Bytes of a constant that all branches share."""
 
 
-def gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dict[str, NDArray[np.generic]]:
-    """The tensors of the gate's part, floats as `dtype`: everything of a device except its candidates' weights.
+def make_gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dict[str, NDArray[np.generic]]:
+    """Return the tensors of the gate's part, floats as `dtype`: all but the candidates' weights.
 
     The last row of `scale` and `prior`, the last entry of `order` and `guard.share` belong to the guard's alternative:
     the candidate's logits again with another calibration, and its share of the output, ½ or 0.
     """
     candidates, gate, guard = mixture.candidates, mixture.gate, mixture.guard
-    log_weight = log_weights(np.array([c.weight for c in candidates]))
+    log_weight = compute_log_weights(np.array([c.weight for c in candidates]))
     temperature = [c.temperature for c in candidates] + [guard.temperature if guard else 1.0]
     kappa = [c.kappa for c in candidates] + [guard.kappa if guard else 0.0]
     std = [max(c.energy_std, MIN_ENERGY_STD) for c in candidates]
@@ -62,7 +62,7 @@ def gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dic
     return tensors
 
 
-def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part: bytes) -> bytes:
+def encode_skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part: bytes) -> bytes:
     """Serialise the graph: input x (n, *input_shape) -> probabilities (n, C), weights (n, M), energies (n, M).
 
     Args:
@@ -71,22 +71,22 @@ def skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gate_part:
         candidate_part: a candidate's safetensors file, for its layout.
         gate_part: the gate's.
     """
-    model, m = branch(task), len(mixture.candidates)
+    model, m = export_branch(task), len(mixture.candidates)
     graph = Graph()
     for k in range(m):
         graph.add_branch(model, f"c{k}/", k, candidate_part)
     graph.add_part(m, gate_part)
     add_gate(graph, task)
     add_fusion(graph, task.n_classes, mixture)
-    return graph.serialise(task, m, model.opset_import)
+    return graph.encode_mixture(task, m, model.opset_import)
 
 
-def single(task: TaskSpec, candidate_part: bytes) -> bytes:
+def encode_branch(task: TaskSpec, candidate_part: bytes) -> bytes:
     """Serialise one candidate's network alone: input x (n, *input_shape) -> logits (n, C), weights in slot 0."""
-    model = branch(task)
+    model = export_branch(task)
     graph = Graph()
     graph.add_branch(model, "", 0, candidate_part)
-    return graph.serialise_with(task.input_shape, {LOGITS: task.n_classes}, model.opset_import)
+    return graph.encode(task.input_shape, {LOGITS: task.n_classes}, model.opset_import)
 
 
 class Graph:
@@ -104,7 +104,7 @@ class Graph:
         """
         import onnx
 
-        places = tensor_places(part)
+        places = find_tensor_places(part)
         renamed = onnx.compose.add_prefix(model, prefix, rename_inputs=False).graph if prefix else model.graph
         large = [i.name for i in model.graph.initializer if len(i.raw_data) >= LARGE]
         shared, there = {prefix + name: name for name in large}, {i.name for i in self._initializers}
@@ -122,45 +122,45 @@ class Graph:
         """Declare the tensors of part number `index`, each named `prefix` plus its own name."""
         import onnx
 
-        for name, place in tensor_places(part).items():
+        for name, place in find_tensor_places(part).items():
             held = onnx.TensorProto(name=prefix + name, dims=place.shape, data_location=onnx.TensorProto.EXTERNAL)
             held.data_type = onnx.TensorProto.INT64 if place.dtype == np.int64 else onnx.TensorProto.FLOAT
             _point(held, index, place)
             self._initializers.append(held)
 
-    def hold(self, name: str, array: NDArray[np.generic]) -> str:
-        """Store an array in the graph; returns its name."""
+    def add_array(self, name: str, array: NDArray[np.generic]) -> str:
+        """Store an array in the graph, and return its name."""
         import onnx
 
         self._initializers.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
     def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        """Add a node with one output; returns its name."""
+        """Add a node with one output, and return its name."""
         (name,) = self.ops(kind, 1, *inputs, out=out, **attributes)
         return name
 
     def ops(self, kind: str, n_outputs: int, *inputs: str, out: str = "", **attributes: Any) -> tuple[str, ...]:
-        """Add a node with several outputs; returns their names. `out`: name of the first."""
+        """Add a node with several outputs, and return their names; `out` is that of the first."""
         import onnx
 
-        names = [out or self._name(), *(self._name() for _ in range(n_outputs - 1))]
+        names = [out or self._make_name(), *(self._make_name() for _ in range(n_outputs - 1))]
         self._nodes.append(onnx.helper.make_node(kind, list(inputs), names, name=f"{kind}:{names[0]}", **attributes))
         return tuple(names)
 
     def const(self, value: object) -> str:
-        """A small constant inside the graph; equal ones are shared."""
+        """Return the name of a small constant in the graph; equal ones are shared."""
         array = np.array(value)
         name = f"const:{array.dtype}:{array.tolist()}"
-        return name if any(i.name == name for i in self._initializers) else self.hold(name, array)
+        return name if any(i.name == name for i in self._initializers) else self.add_array(name, array)
 
-    def serialise(self, task: TaskSpec, n_candidates: int, opset: Any) -> bytes:
-        """The bytes of a mixture's model; equal graphs give equal bytes."""
+    def encode_mixture(self, task: TaskSpec, n_candidates: int, opset: Any) -> bytes:
+        """Serialise a mixture's model; equal graphs give equal bytes."""
         sizes = (task.n_classes, n_candidates, n_candidates)
-        return self.serialise_with(task.input_shape, dict(zip(OUTPUTS, sizes, strict=True)), opset)
+        return self.encode(task.input_shape, dict(zip(OUTPUTS, sizes, strict=True)), opset)
 
-    def serialise_with(self, input_shape: tuple[int, ...], outputs: Mapping[str, int], opset: Any) -> bytes:
-        """The model's bytes, with input (n, *input_shape) and outputs (n, k) by name and k."""
+    def encode(self, input_shape: tuple[int, ...], outputs: Mapping[str, int], opset: Any) -> bytes:
+        """Serialise the model, with input (n, *input_shape) and outputs (n, k) by name and k."""
         import onnx
 
         float32 = onnx.TensorProto.FLOAT
@@ -175,25 +175,25 @@ class Graph:
         data: bytes = whole.SerializeToString(deterministic=True)
         return data
 
-    def _name(self) -> str:
+    def _make_name(self) -> str:
         self._names += 1
         return f"f{self._names}"
 
 
 def add_gate(graph: Graph, task: TaskSpec) -> None:
-    """Residual gate with log ω in its last bias: gate (n, M)."""
-    kernel = gate_pool(task.input_shape)
+    """Add the residual gate with log ω in its last bias: gate (n, M)."""
+    kernel = choose_gate_pool(task.input_shape)
     seen, weight = INPUT, "gate.hidden.weight"
     if 1 < math.prod(kernel) <= SMALL_WINDOW:
-        weight = _over_pixels(graph, weight, task.input_shape, kernel)
+        weight = _expand_weights(graph, weight, task.input_shape, kernel)
     elif kernel != (1, 1):
         seen = graph.op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)
     hidden = graph.op("Gemm", graph.op("Flatten", seen), weight, "gate.hidden.bias", transB=1)
     graph.op("Gemm", graph.op("Relu", hidden), "gate.out.weight", "gate.out.bias", transB=1, out="gate")
 
 
-def _over_pixels(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tuple[int, int]) -> str:
-    """Weights (H, F) of window means as weights (H, pixels); ONNX Runtime computes them once."""
+def _expand_weights(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tuple[int, int]) -> str:
+    """Expand weights (H, F) of window means to (H, pixels); ONNX Runtime computes them once."""
     (channels, height, width), (rows, columns) = shape, kernel
     down, across = height // rows, width // columns
     split = graph.op("Reshape", weight, graph.const([-1, channels, down, 1, across, 1]))
@@ -207,7 +207,7 @@ def _over_pixels(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tupl
 
 
 def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
-    """From c{k}/logits and gate to the outputs."""
+    """Add what leads from c{k}/logits and gate to the outputs."""
     m = len(mixture.candidates)
     flat = graph.op("Concat", *(f"c{k}/{LOGITS}" for k in range(m)), axis=1)
     logits = graph.op("Reshape", flat, graph.const([-1, m, n_classes]))
@@ -225,7 +225,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     score = graph.op("Where", usable, score, graph.const(LOWEST))
     graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out="energies")
     if len(mixture.experts) > mixture.top:
-        score = _select(graph, m, score, mixture.experts, mixture.top)
+        score = _select_top(graph, m, score, mixture.experts, mixture.top)
     alpha = graph.op("Softmax", score, axis=1)
     graph.op("Where", usable, alpha, graph.const(np.float32(0)), out="weights")
 
@@ -245,7 +245,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     graph.op("ReduceSum", graph.op("Mul", weights, q), graph.const([1]), keepdims=0, out="probabilities")
 
 
-def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int) -> str:
+def _select_top(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int) -> str:
     """Keep the `top` best experts, the lower index on a tie; the others get the score of a dropped candidate."""
     expert = graph.const(np.isin(np.arange(m), experts))
     # Candidates outside the contest are put below even the dropped ones, so that TopK never returns them.
@@ -255,8 +255,8 @@ def _select(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int
     return graph.op("ScatterElements", others, where, best, axis=1)
 
 
-def filled(bundle: Bundle) -> onnx.ModelProto:
-    """A bundle's graph with its parts' tensors inside: one model without external files."""
+def embed_parts(bundle: Bundle) -> onnx.ModelProto:
+    """Return a bundle's graph with its parts' tensors inside, as one model without other files."""
     import onnx
 
     model = onnx.load_from_string(bundle.graph)
@@ -271,13 +271,13 @@ def filled(bundle: Bundle) -> onnx.ModelProto:
     return model
 
 
-def tensor_places(part: bytes) -> dict[str, Place]:
-    """The tensors of a safetensors file, by name."""
-    return dict(sorted(places_in(io.BytesIO(part)).items()))
+def find_tensor_places(part: bytes) -> dict[str, Place]:
+    """Return the tensors' places in a safetensors file, by name."""
+    return dict(sorted(read_places(io.BytesIO(part)).items()))
 
 
 def _point(tensor: onnx.TensorProto, index: int, place: Place) -> None:
     """Make an initializer refer to its bytes in part number `index`."""
     assert tuple(tensor.dims) == place.shape, tensor.name
-    for key, value in (("location", slot(index)), ("offset", place.start), ("length", place.stop - place.start)):
+    for key, value in (("location", format_slot(index)), ("offset", place.start), ("length", place.stop - place.start)):
         tensor.external_data.add(key=key, value=str(value))

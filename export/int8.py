@@ -26,15 +26,15 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from export.bundle import packed
-from export.graph import filled
-from export.parity import run
-from fedge.bundle.manifest import INT8, MANIFEST, Bundle, Part, encode
+from export.bundle import pack_bundle
+from export.graph import embed_parts
+from export.parity import run_graph
+from fedge.bundle.manifest import INT8, MANIFEST, Bundle, Part, encode_manifest
 from fedge.data.task import INPUT
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.system.files import digest_of, write_atomically
-from fedge.system.logs import at_level
+from fedge.system.files import compute_digest, write_atomically
+from fedge.system.logs import set_level
 from fedge.wire.messages import NonNegative, Share
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _IN_FLOAT: Final = frozenset({"InstanceNormalization"})
 
 
 class Int8Limits(Struct, frozen=True, kw_only=True):
-    """How much worse than float32 the 8 bits may be on samples not used for calibration, and how much slower."""
+    """Limits on how much worse and slower than float32 the 8 bits may be, on samples not for calibration."""
 
     accuracy_drop: NonNegative = 0.02  # of the personalised accuracy; needs labels
     agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose predicted class stays the same
@@ -61,7 +61,7 @@ class Int8Limits(Struct, frozen=True, kw_only=True):
 
 
 class Int8Report(Struct, frozen=True, kw_only=True):
-    """The result of the check: `n` samples; accuracies None without labels; p99 of the differences of probabilities.
+    """The result of the check on `n` samples; accuracies are None without labels.
 
     Latencies are medians of single samples on one thread of this machine.
     """
@@ -76,7 +76,9 @@ class Int8Report(Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8Limits | None = None) -> Int8Report:
+def quantise_bundle(
+    bundle: Bundle, validation: Validation, target: Path, limits: Int8Limits | None = None
+) -> Int8Report:
     """Write a copy of a bundle at `target` that engine int8 can run, too.
 
     Every other validation sample calibrates, the rest decide.
@@ -93,24 +95,24 @@ def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8L
         raise ConfigError(
             f"{len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
         )
-    with packed(bundle, target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
-        graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
-        report = _checked(bundle, graph, validation, limits or Int8Limits())
+    with pack_bundle(bundle, target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
+        graph = _quantise_graph(embed_parts(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
+        report = _evaluate_int8(bundle, graph, validation, limits or Int8Limits())
         write_atomically(copy / INT8, graph)
-        write_atomically(copy / MANIFEST, _manifest(bundle, graph, report))
+        write_atomically(copy / MANIFEST, _encode_manifest(bundle, graph, report))
     return report
 
 
-def _manifest(bundle: Bundle, graph: bytes, report: Int8Report) -> bytes:
+def _encode_manifest(bundle: Bundle, graph: bytes, report: Int8Report) -> bytes:
     metrics = bundle.manifest.metrics | {"int8_agreement": report.agreement}
     if report.accuracy_int8 is not None:
         metrics["int8_validation_accuracy"] = report.accuracy_int8
-    part = Part(digest=digest_of(graph), size_bytes=len(graph))
-    return encode(msgspec.structs.replace(bundle.manifest, int8=part, metrics=metrics))
+    part = Part(digest=compute_digest(graph), size_bytes=len(graph))
+    return encode_manifest(msgspec.structs.replace(bundle.manifest, int8=part, metrics=metrics))
 
 
-def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) -> bytes:
-    """The graph with its networks' nodes in 8 bits, except those that compute the logits."""
+def _quantise_graph(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) -> bytes:
+    """Quantise the graph's networks to 8 bits, except the nodes that compute the logits."""
     import onnx
 
     from fedge.bundle.runtime import onnxruntime
@@ -135,7 +137,7 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     folded = onnx.load(scratch / "folded.onnx")
     try:
         # the quantiser advises pre-processing on the root logger; channels of zeros have no range
-        with at_level("", logging.ERROR), np.errstate(all="ignore"):
+        with set_level("", logging.ERROR), np.errstate(all="ignore"):
             quantize_static(
                 folded,
                 scratch / INT8,
@@ -145,7 +147,7 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
                 weight_type=QuantType.QInt8,
                 per_channel=True,
                 reduce_range=True,  # weights from -64 to 64
-                nodes_to_quantize=_in_8_bits(folded),
+                nodes_to_quantize=_select_nodes(folded),
             )
     except (ValueError, RuntimeError) as error:
         raise UpdateRejected(f"ONNX Runtime cannot quantise this network ({error}): no bundle written") from error
@@ -156,8 +158,8 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     return data
 
 
-def _in_8_bits(model: onnx.ModelProto) -> list[str]:
-    """Names of the networks' nodes that 8 bits can take, without the last layer of each candidate."""
+def _select_nodes(model: onnx.ModelProto) -> list[str]:
+    """Return the networks' nodes that 8 bits can take, without each candidate's last layer."""
     names: list[str] = []
     last: dict[str, str] = {}
     for node in model.graph.node:
@@ -169,14 +171,14 @@ def _in_8_bits(model: onnx.ModelProto) -> list[str]:
     return [name for name in names if name not in last.values()]
 
 
-def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8Limits) -> Int8Report:
+def _evaluate_int8(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8Limits) -> Int8Report:
     """Compare with float32 on the samples not used for calibration."""
     x = np.ascontiguousarray(validation.x[1::2])
     y = None if validation.y is None else validation.y[1::2]
-    wanted = run(bundle.graph, bundle.folder, x)[0]
-    found = run(graph, bundle.folder, x)[0]
+    wanted = run_graph(bundle.graph, bundle.folder, x)[0]
+    found = run_graph(graph, bundle.folder, x)[0]
     classes, classes_int8 = wanted.argmax(axis=1), found.argmax(axis=1)
-    latency_ms, latency_int8_ms = _latencies_ms((bundle.graph, graph), bundle.folder, x)
+    latency_ms, latency_int8_ms = _measure_latencies_ms((bundle.graph, graph), bundle.folder, x)
     report = Int8Report(
         n=len(x),
         accuracy=None if y is None else float((classes == y).mean()),
@@ -209,11 +211,11 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
     return report
 
 
-def _latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
-    """Median latencies of single samples for each graph, measured in turns."""
-    from fedge.bundle.runtime import session_of
+def _measure_latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
+    """Measure the median latency of single samples for each graph, in ms, in turns."""
+    from fedge.bundle.runtime import make_session
 
-    sessions = [session_of(graph, folder) for graph in graphs]
+    sessions = [make_session(graph, folder) for graph in graphs]
     taken: list[list[float]] = [[] for _ in graphs]
     for i in range(-len(x[:10]), N_TIMED):  # negative: warm-up
         sample = {INPUT: x[i % len(x)][np.newaxis]}

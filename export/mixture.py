@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle.formula import ENERGY_CLIP, n_gate_features
+from fedge.bundle.formula import ENERGY_CLIP, count_gate_features
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
 
@@ -50,10 +50,10 @@ class GateWeights:
     out_bias: NDArray[np.floating]
 
     @classmethod
-    def untrained(cls, input_shape: tuple[int, ...], n_candidates: int) -> GateWeights:
-        """The gate before training: r = 0 for every sample."""
+    def make_untrained(cls, input_shape: tuple[int, ...], n_candidates: int) -> GateWeights:
+        """Make the gate before training, r = 0 for every sample."""
         return cls(
-            hidden_weight=np.zeros((GATE_HIDDEN, n_gate_features(input_shape))),
+            hidden_weight=np.zeros((GATE_HIDDEN, count_gate_features(input_shape))),
             hidden_bias=np.zeros(GATE_HIDDEN),
             out_weight=np.zeros((n_candidates, GATE_HIDDEN)),
             out_bias=np.zeros(n_candidates),
@@ -62,7 +62,7 @@ class GateWeights:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Output ½ mixture + ½ softmax(l/T + κπ) of the candidate with this index (fedge.md section 11)."""
+    """The alternative of output ½ mixture + ½ softmax(l/T + κπ), by its candidate's index (fedge.md section 11)."""
 
     candidate: int
     temperature: float = 1.0

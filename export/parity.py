@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from export.graph import gate_tensors
+from export.graph import make_gate_tensors
 from export.mixture import Mixture
-from fedge.bundle.formula import Array, Floats, Formula, fuse, gate_scores, prepared
+from fedge.bundle.formula import Array, Floats, Formula, compute_gate_scores, fuse, prepare_formula
 from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import UpdateRejected
 from fedge.tensors.layout import Layout, Model
@@ -27,66 +27,66 @@ LEVEL: Final = 1e-5
 MAX_SAMPLES: Final = 256
 
 
-def samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
-    """Samples to compare on: at most 256 of the device's validation samples; without any, 8 random inputs."""
+def select_samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
+    """Return samples to compare on: at most 256 for validation or, without any, 8 random inputs."""
     if len(validation) == 0:
         return np.random.default_rng(0).random((8, *task.input_shape), dtype=np.float32)
     return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
 
 
-def leaning(module: torch.nn.Module, lean: float) -> AbstractContextManager[None]:
-    """Routers inside a network (submodules named `router`) favour later routes (1) or earlier ones (-1) by rounding."""
+def favour_routes(module: torch.nn.Module, lean: float) -> AbstractContextManager[None]:
+    """Have routers in a network (submodules `router`) favour later routes (1) or earlier (-1) by rounding."""
     import torch
 
-    from fedge.models.network import listening
+    from fedge.models.network import listen_to_layers
 
-    def favour(_module: torch.nn.Module, _inputs: object, scores: torch.Tensor) -> torch.Tensor:
+    def on_scores(_module: torch.nn.Module, _inputs: object, scores: torch.Tensor) -> torch.Tensor:
         return scores + lean * LEVEL * (1 + scores.abs().amax(-1, keepdim=True)) * torch.arange(scores.shape[-1])
 
     routers = [router for name, router in module.named_modules() if name.rpartition(".")[2] == "router"]
-    return listening(routers if lean else [], favour)
+    return listen_to_layers(routers if lean else [], on_scores)
 
 
-def logits_of(
+def compute_logits(
     task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArray[np.float32], lean: float = 0
 ) -> NDArray[np.float32]:
-    """Logits of each model by torch, (M, n, C). `lean`: see `leaning`."""
+    """Compute logits of each model by torch, (M, n, C). `lean`: see `favour_routes`."""
     import torch
 
-    from fedge.models.build import build
-    from fedge.models.network import load
+    from fedge.models.build import make_network
+    from fedge.models.network import load_model
 
-    module = build(task).eval()
+    module = make_network(task).eval()
     logits = []
-    with torch.inference_mode(), leaning(module, lean):
+    with torch.inference_mode(), favour_routes(module, lean):
         for model in models:
-            load(module, model, layout)
+            load_model(module, model, layout)
             logits.append(module(torch.from_numpy(x)).numpy())
     return np.stack(logits)
 
 
-def features_of(
+def compute_features(
     task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.float32], lean: float = 0
 ) -> tuple[Array, Array]:
-    """Features (n, D) and logits (n, C) of a model by torch. `lean`: see `leaning`."""
+    """Compute features (n, D) and logits (n, C) of a model by torch. `lean`: see `favour_routes`."""
     import torch
 
-    from fedge.models.build import build
-    from fedge.models.network import features_and_logits, load
+    from fedge.models.build import make_network
+    from fedge.models.network import compute_features_and_logits, load_model
 
-    module = build(task).eval()
-    load(module, model, layout)
-    with torch.inference_mode(), leaning(module, lean):
-        f, logits = features_and_logits(module, torch.from_numpy(x), layout)
+    module = make_network(task).eval()
+    load_model(module, model, layout)
+    with torch.inference_mode(), favour_routes(module, lean):
+        f, logits = compute_features_and_logits(module, torch.from_numpy(x), layout)
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 
-def formula(mixture: Mixture) -> Formula:
-    """The mixture's formula in float64."""
-    return prepared(gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
+def make_formula(mixture: Mixture) -> Formula:
+    """Return the mixture's formula in float64."""
+    return prepare_formula(make_gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
 
 
-def expected(
+def compute_expected(
     task: TaskSpec,
     layout: Layout,
     mixture: Mixture,
@@ -94,34 +94,34 @@ def expected(
     found: Sequence[Floats] = (),
     lean: float = 0,
 ) -> list[Floats]:
-    """Probabilities, weights and energies by torch and the formula in float64.
+    """Compute probabilities, weights and energies by torch and the formula in float64.
 
-    `lean`: 0, or as `leaning` has it for routers; then the candidates that have a weight in `found`, the graph's
+    `lean`: 0, or as `favour_routes` has it for routers; then the candidates that have a weight in `found`, the graph's
     outputs, are favoured by rounding, too.
     """
-    how = formula(mixture)
-    logits = logits_of(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
-    scores = gate_scores(how, x.astype(np.float64))
+    how = make_formula(mixture)
+    logits = compute_logits(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
+    scores = compute_gate_scores(how, x.astype(np.float64))
     if lean:
-        scores = scores + favour(found[1], np.nan_to_num(found[2]))
+        scores = scores + compute_favour(found[1], np.nan_to_num(found[2]))
     return fuse(how, list(logits), scores)
 
 
-def favour(weights: Floats, scores: Floats) -> Array:
-    """What rounding may add to the scores, (n, M), of those that have a weight."""
+def compute_favour(weights: Floats, scores: Floats) -> Array:
+    """Return what rounding may add to the scores, (n, M), of those that have a weight."""
     return np.where(weights > 0, LEVEL * (1 + np.abs(scores).max(axis=1, keepdims=True)), 0.0)
 
 
-def run(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    """The graph's outputs by ONNX Runtime; its parts lie in `folder`."""
-    from fedge.bundle.runtime import session_of
+def run_graph(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    """Run the graph by ONNX Runtime, and return its outputs; its parts lie in `folder`."""
+    from fedge.bundle.runtime import make_session
 
-    outputs: list[NDArray[np.float32]] = session_of(graph, folder).run(None, {INPUT: x})
+    outputs: list[NDArray[np.float32]] = make_session(graph, folder).run(None, {INPUT: x})
     return outputs
 
 
-def difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
-    """Largest difference between the values (n, C) of two computations of n >= 1 samples.
+def compute_difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
+    """Return the largest difference between values (n, C) of two computations, n >= 1.
 
     Where a route or an expert wins by less than rounding, both winners are right: a sample that is not as `wanted(0)`
     may be as `wanted(1)` or `wanted(-1)`, which favour one of those that are level.
@@ -133,13 +133,13 @@ def difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
     return float(each.max())
 
 
-def check(found: Floats, wanted: Callable[[float], Floats]) -> float:
-    """The `difference` between two computations of probabilities.
+def require_parity(found: Floats, wanted: Callable[[float], Floats]) -> float:
+    """Require two computations of probabilities to agree, and return their `compute_difference`.
 
     Raises:
         UpdateRejected: it exceeds `TOLERANCE`, or is NaN.
     """
-    largest = difference(found, wanted)
+    largest = compute_difference(found, wanted)
     if not largest <= TOLERANCE:
         raise UpdateRejected(f"ONNX Runtime and torch disagree by {largest:.3g} in probability: no bundle written")
     return largest

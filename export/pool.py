@@ -22,9 +22,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import branch
+from export.branch import export_branch
 from export.graph import Graph
-from export.parity import favour, features_of, logits_of
+from export.parity import compute_favour, compute_features, compute_logits
 from fedge.bundle.formula import LOWEST, Array, softmax
 from fedge.bundle.manifest import OUTPUTS
 from fedge.data.task import INPUT, LOGITS, TaskSpec
@@ -55,7 +55,7 @@ class PoolGate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Everything that determines a prediction.
+    """All that determines a prediction of a pool of modules.
 
     Attributes:
         kind: whether the modules are heads or bases.
@@ -83,8 +83,8 @@ class Pool:
 # ---------------------------------------------------------------------------------------------------- the formula
 
 
-def gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
-    """Z (n, M) of the gate's inputs g (n, F), in float64."""
+def compute_gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
+    """Compute z (n, M) of the gate's inputs g (n, F), in float64."""
     h = (np.asarray(g, np.float64) - gate.mean) / gate.scale
     *hidden, last = zip(gate.weights, gate.biases, strict=True)
     for weight, bias in hidden:
@@ -93,15 +93,17 @@ def gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
     return np.asarray(h @ np.asarray(last[0], np.float64).T + last[1])
 
 
-def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray[np.bool_] | None = None) -> Array:
-    """Weights w (n, M) of the `top` largest alpha, the lower index on a tie (section 5).
+def select_top_weights(
+    alpha: Array, top: int, *, own: int | None = None, keep: NDArray[np.bool_] | None = None
+) -> Array:
+    """Return weights w (n, M) of the `top` largest alpha, the lower index on a tie (section 5).
 
     `own` None: preset "paper", unchanged. Otherwise "anchored": the own module displaces the weakest of them, and the
     weights are renormalised. `keep`: modules outside it are never selected.
 
     Example:
         >>> alpha = np.array([[0.1, 0.3, 0.3, 0.05, 0.25]])
-        >>> top_weights(alpha, 2).tolist(), top_weights(alpha, 2, own=4).round(6).tolist()
+        >>> select_top_weights(alpha, 2).tolist(), select_top_weights(alpha, 2, own=4).round(6).tolist()
         ([[0.0, 0.3, 0.3, 0.0, 0.0]], [[0.0, 0.545455, 0.0, 0.0, 0.454545]])
     """
     key = alpha.copy() if keep is None else np.where(keep, alpha, -1.0)
@@ -113,29 +115,29 @@ def top_weights(alpha: Array, top: int, *, own: int | None = None, keep: NDArray
     return w if own is None else w / w.sum(axis=1, keepdims=True)
 
 
-def usable(modules: Array) -> NDArray[np.bool_]:
-    """(n, M) whether a module's contribution, (n, M, C), is finite in float32, in which the graph computes."""
+def find_usable(modules: Array) -> NDArray[np.bool_]:
+    """Return (n, M) whether a module's contribution, (n, M, C), is finite in the graph's float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         found: NDArray[np.bool_] = np.abs(modules.astype(np.float32)).sum(axis=2) < np.inf
     return found
 
 
-def pool_reference(
+def compute_pool_reference(
     pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating], favoured: NDArray[np.floating] | None = None
 ) -> tuple[Array, Array]:
-    """Probabilities (n, C) and weights (n, M) by the formula, from contributions (n, M, C) and rest (n, C).
+    """Compute probabilities (n, C), weights (n, M) of contributions (n, M, C) and rest (n, C).
 
     A module whose output is not finite for a sample is dropped there, like one removed by the denoising. `favoured`:
     weights (n, M) whose modules win where they are level with others up to rounding.
     """
-    fit, z = usable(modules), gate_logits(pool.gate, g)
-    z = np.where(pool.keep & fit, z if favoured is None else z + favour(favoured, z), LOWEST)
-    w = top_weights(softmax(z), pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
+    fit, z = find_usable(modules), compute_gate_logits(pool.gate, g)
+    z = np.where(pool.keep & fit, z if favoured is None else z + compute_favour(favoured, z), LOWEST)
+    w = select_top_weights(softmax(z), pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
     logits = rest + np.einsum("nm,nmc->nc", w, np.where(fit[:, :, None], modules, 0.0))
     return softmax(logits), w
 
 
-def expected(
+def compute_expected(
     task: TaskSpec,
     layout: Layout,
     pool: Pool,
@@ -143,33 +145,35 @@ def expected(
     found: Sequence[NDArray[np.floating]] = (),
     lean: float = 0,
 ) -> Array:
-    """Probabilities (n, C) by torch and the float64 formula. `found`, `lean`: as in `export.parity.expected`."""
+    """Compute probabilities (n, C) by torch and float64. `found`, `lean`: see `export.parity.compute_expected`."""
     favoured = found[1] if lean else None
     if pool.trunk is None:
         models = [module for module in pool.modules if isinstance(module, Model)]
-        logits = logits_of(task, layout, models, x, lean).astype(np.float64)
+        logits = compute_logits(task, layout, models, x, lean).astype(np.float64)
         rest = np.broadcast_to(np.asarray(pool.rest, np.float64), logits.shape[1:])
-        return pool_reference(pool, (logits - rest).transpose(1, 0, 2), rest, x.reshape(len(x), -1), favoured)[0]
-    f, rest = features_of(task, layout, pool.trunk, x, lean)
+        return compute_pool_reference(pool, (logits - rest).transpose(1, 0, 2), rest, x.reshape(len(x), -1), favoured)[
+            0
+        ]
+    f, rest = compute_features(task, layout, pool.trunk, x, lean)
     heads = [module for module in pool.modules if not isinstance(module, Model)]
     modules = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
-    return pool_reference(pool, modules, rest, f, favoured)[0]
+    return compute_pool_reference(pool, modules, rest, f, favoured)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
 
 
-def pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
-    """The files of a pool in the order of their slots: one per module, the gate, and the trunk if there is one."""
+def encode_pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
+    """Serialise a pool's parts in the order of slots: modules, gate, and the trunk if there is one."""
     parts = [to_bytes(unflatten(m, layout) if isinstance(m, Model) else m) for m in pool.modules]
-    parts.append(to_bytes(_gate_tensors(pool)))
+    parts.append(to_bytes(_make_gate_tensors(pool)))
     if pool.trunk is not None:
         parts.append(to_bytes(unflatten(pool.trunk, layout)))
     return parts
 
 
-def _gate_tensors(pool: Pool) -> Tensors:
-    """Gate, survivors and the own module as tensors, so that all devices of a pool share one graph."""
+def _make_gate_tensors(pool: Pool) -> Tensors:
+    """Return gate, survivors and own module as tensors: all devices of a pool share one graph."""
     tensors: Tensors = {
         "gate.mean": np.asarray(pool.gate.mean, np.float32),
         "gate.inverse_scale": (1 / np.asarray(pool.gate.scale, np.float64)).astype(np.float32),
@@ -183,13 +187,13 @@ def _gate_tensors(pool: Pool) -> Tensors:
     return tensors
 
 
-def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]) -> bytes:
+def encode_pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]) -> bytes:
     """Serialise the graph: input x (n, *input_shape) -> probabilities (n, C), weights (n, M), energies (n, M).
 
     Raises:
         ConfigError: modules are heads, and the network's graph does not end in a linear layer.
     """
-    model, m = branch(task), len(pool.modules)
+    model, m = export_branch(task), len(pool.modules)
     graph = Graph()
     if pool.trunk is None:
         for k in range(m):
@@ -198,7 +202,7 @@ def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]
         own = [f"c{k}/{LOGITS}" for k in range(m)]
     else:
         graph.add_branch(model, "trunk/", m + 1, parts[m + 1])
-        g = f"trunk/{_features(model, layout)}"
+        g = f"trunk/{_find_features(model, layout)}"
         for k in range(m):
             graph.add_part(k, parts[k], f"c{k}/")
         own = [graph.op("Gemm", g, f"c{k}/{WEIGHT}", f"c{k}/{BIAS}", transB=1) for k in range(m)]
@@ -240,11 +244,11 @@ def pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list[bytes]
     )
     energy = graph.op("ReduceLogSumExp", alone, graph.const([2]), keepdims=0)
     graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out=OUTPUTS[2])
-    return graph.serialise(task, m, model.opset_import)
+    return graph.encode_mixture(task, m, model.opset_import)
 
 
-def _features(model: Any, layout: Layout) -> str:
-    """Name of the head's input tensor in the network's graph."""
+def _find_features(model: Any, layout: Layout) -> str:
+    """Return the name of the head's input tensor in the network's graph."""
     weight = layout.select(HEAD).tensors[0].name
     for node in model.graph.node:
         if node.op_type == "Gemm" and len(node.input) > 1 and node.input[1] == weight and node.output[0] == LOGITS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from export.cli import newest
+from export.cli import find_newest_bundle
 from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError
 from fedge.system.help import CommandGroup, json_option, option
@@ -50,7 +50,7 @@ def init(repo: Path, *, as_json: bool) -> None:
 
     Exit codes: 0 done, 2 REPO is not empty, 4 it cannot be written.
     """
-    _tell(repo, Repository.create(repo), as_json=as_json)
+    _print_state(repo, Repository.make(repo), as_json=as_json)
 
 
 @release.command()
@@ -86,7 +86,7 @@ def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: boo
     """
     if not bundle.is_dir():
         raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
-    target = Repository(repo).add(newest(bundle).folder, name, number=number)
+    target = Repository(repo).add(find_newest_bundle(bundle).folder, name, number=number)
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
 
@@ -107,7 +107,7 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
     """
     repository = Repository(repo)
     repository.rotate(role)
-    _tell(repo, repository, as_json=as_json)
+    _print_state(repo, repository, as_json=as_json)
 
 
 @release.command()
@@ -126,7 +126,7 @@ def renew(repo: Path, *, as_json: bool) -> None:
     """
     repository = Repository(repo)
     repository.renew()
-    _tell(repo, repository, as_json=as_json)
+    _print_state(repo, repository, as_json=as_json)
 
 
 @release.command()
@@ -140,15 +140,15 @@ def show(repo: Path, *, as_json: bool) -> None:
 
     Exit codes: 0 done, 2 no repository there.
     """
-    _tell(repo, Repository(repo), as_json=as_json)
+    _print_state(repo, Repository(repo), as_json=as_json)
 
 
-def _tell(repo: Path, repository: Repository, *, as_json: bool) -> None:
+def _print_state(repo: Path, repository: Repository, *, as_json: bool) -> None:
     record: dict[str, Any] = {
         "repo": str(repo),
         "root": str(repo / "metadata" / "1.root.json"),
-        "targets": repository.targets(),
-        "expires": {role: date.isoformat() for role, date in repository.expiries().items()},
+        "targets": repository.list_targets(),
+        "expires": {role: date.isoformat() for role, date in repository.get_expiries().items()},
     }
     if as_json:
         click.echo(json.dumps(record))

@@ -21,12 +21,11 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
-from fedge.bundle.manifest import MANIFEST, read
-from fedge.bundle.manifest import encode as encode_manifest
-from fedge.errors import ConfigError, StoreError, failing_as
-from fedge.system.files import BlobFolder, digest_of, write_atomically
-from fedge.wire.messages import MAX_ROOTS, Announcement, Rollout, encode
-from fedge.wire.rollout import signed_bytes
+from fedge.bundle.manifest import MANIFEST, encode_manifest, read_bundle
+from fedge.errors import ConfigError, StoreError, raise_as
+from fedge.system.files import BlobFolder, compute_digest, write_atomically
+from fedge.wire.messages import MAX_ROOTS, Announcement, Rollout, encode_message
+from fedge.wire.rollout import make_signed_bytes
 
 ROLES: Final = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
 LIFETIMES: Final = {
@@ -44,10 +43,10 @@ class Repository:
     """A repository on disk; every change is signed at once. One process at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it.
+        """Open a repository.
 
         Raises:
-            ConfigError: there is none; make one with `create`.
+            ConfigError: there is none; make one with `make`.
         """
         self._folder = folder
         if not (folder / "metadata" / "1.root.json").is_file():
@@ -55,7 +54,7 @@ class Repository:
         self.parts = BlobFolder(folder / "parts")
 
     @classmethod
-    def create(cls, folder: Path) -> Repository:
+    def make(cls, folder: Path) -> Repository:
         """Make keys and an empty repository.
 
         Raises:
@@ -64,13 +63,13 @@ class Repository:
         """
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: name a new folder")
-        root = Root(consistent_snapshot=True, expires=_expiry(Root.type))
+        root = Root(consistent_snapshot=True, expires=_compute_expiry(Root.type))
         for role in ROLES:
-            root.add_key(_new_key(folder, role), role)
-        _write(folder, "1.root.json", root, [_signer(folder, Root.type, root)])
+            root.add_key(_make_key(folder, role), role)
+        _write(folder, "1.root.json", root, [_load_signer(folder, Root.type, root)])
         (folder / "parts").mkdir()
         repository = cls(folder)
-        repository._publish(Targets(expires=_expiry(Targets.type)))
+        repository._publish(Targets(expires=_compute_expiry(Targets.type)))
         return repository
 
     # ------------------------------------------------------------------------------------------------- releasing
@@ -88,21 +87,21 @@ class Repository:
             ConfigError: that target exists with another content: releases are never changed, count up.
             StoreError: the disk is full or broken.
         """
-        manifest = read(bundle).manifest
+        manifest = read_bundle(bundle).manifest
         data = (bundle / MANIFEST).read_bytes()
         if number is not None and number != manifest.release:
             manifest = msgspec.structs.replace(manifest, release=number)
             data = encode_manifest(manifest)
         path = f"{manifest.release}/{name}.json"
-        targets = self._current(Targets)
+        targets = self._load_current(Targets)
         found = TargetFile.from_data(path, data, ["sha256"])
         if path in targets.targets and targets.targets[path].hashes != found.hashes:
             raise ConfigError(f"{path} is released already with another content: count the release up")
-        with failing_as(StoreError, f"cannot read {bundle}"):
+        with raise_as(StoreError, f"cannot read {bundle}"):
             for file, part in manifest.files.items():
                 if part.digest not in self.parts:
                     self.parts.put((bundle / file).read_bytes())
-        write_atomically(self._target(path, digest_of(data)), data)
+        write_atomically(self._get_target_path(path, compute_digest(data)), data)
         targets.targets[path] = found
         self._publish(targets)
         return path
@@ -116,7 +115,7 @@ class Repository:
             ConfigError: a required key is missing. Snapshot and timestamp are renewed all the same.
         """
         self._publish(None)
-        root, targets = self._current(Root), self._current(Targets)
+        root, targets = self._load_current(Root), self._load_current(Targets)
         if _is_old(targets):
             self._publish(targets)
         if _is_old(root):
@@ -132,13 +131,13 @@ class Repository:
         """
         if role not in ROLES:
             raise ConfigError(f"no role {role!r}: one of {', '.join(ROLES)}")
-        old = self._current(Root)
-        new = self._current(Root)
+        old = self._load_current(Root)
+        new = self._load_current(Root)
         for keyid in old.roles[role].keyids:
             new.revoke_key(keyid, role)
-        new.add_key(_new_key(self._folder, role), role)
+        new.add_key(_make_key(self._folder, role), role)
         self._publish_root(new, old=old)
-        self._publish(self._current(Targets) if role == Targets.type else None)
+        self._publish(self._load_current(Targets) if role == Targets.type else None)
 
     def announce(self, rollout: Rollout, federation: str) -> Announcement:
         """Sign an announcement to a federation's devices.
@@ -146,53 +145,58 @@ class Repository:
         Raises:
             ConfigError: the timestamp key is missing.
         """
-        root, data = self._current(Root), encode(rollout)
-        signature = _signer(self._folder, Timestamp.type, root).sign(signed_bytes(federation, data))
+        root, data = self._load_current(Root), encode_message(rollout)
+        signature = _load_signer(self._folder, Timestamp.type, root).sign(make_signed_bytes(federation, data))
         names = [f"{version}.root.json" for version in range(2, root.version + 1)][-MAX_ROOTS:]
         roots = {name: (self._folder / "metadata" / name).read_bytes() for name in names}
         return Announcement(rollout=data, signatures={signature.keyid: signature.signature}, roots=roots)
 
     # ------------------------------------------------------------------------------------------------- serving
 
-    def root(self) -> bytes:
-        """The first root, to be installed on devices."""
+    def read_root(self) -> bytes:
+        """Read the first root, to be installed on devices."""
         return (self._folder / "metadata" / "1.root.json").read_bytes()
 
-    def files(self, target: str) -> dict[str, Path]:
-        """What a device needs to trust a target: metadata and manifest under the names used by `deploy.updates.trust`.
+    def find_files(self, target: str) -> dict[str, Path]:
+        """Return what a device needs to trust a target, under the names of `deploy.updates.trust`.
 
         Raises:
             ConfigError: there is no such target.
         """
-        targets = self._current(Targets)
+        targets = self._load_current(Targets)
         if target not in targets.targets:
             known = ", ".join(sorted(targets.targets)) or "none"
             raise ConfigError(f"no target {target}: there are {known}")
         metadata = self._folder / "metadata"
         digest = targets.targets[target].hashes["sha256"]
-        path = self._target(target, digest)
-        names = [f"{version}.root.json" for version in range(1, self._current(Root).version + 1)]
-        names += [f"{self._current(Snapshot).version}.snapshot.json", f"{targets.version}.targets.json"]
+        path = self._get_target_path(target, digest)
+        names = [f"{version}.root.json" for version in range(1, self._load_current(Root).version + 1)]
+        names += [f"{self._load_current(Snapshot).version}.snapshot.json", f"{targets.version}.targets.json"]
         files = {name: metadata / name for name in (*names, "timestamp.json")}
         return files | {path.relative_to(self._folder / "targets").as_posix(): path}
 
-    def targets(self) -> list[str]:
-        """Paths of all releases."""
-        return sorted(self._current(Targets).targets)
+    def list_targets(self) -> list[str]:
+        """Return the paths of all releases."""
+        return sorted(self._load_current(Targets).targets)
 
-    def releases(self) -> list[int]:
-        """Numbers of all releases."""
-        return [int(path.partition("/")[0]) for path in self.targets()]
+    def list_releases(self) -> list[int]:
+        """Return the numbers of all releases."""
+        return [int(path.partition("/")[0]) for path in self.list_targets()]
 
-    def expiries(self) -> dict[str, datetime]:
-        """Expiry of each role's newest signature."""
-        roles = (self._current(Root), self._current(Targets), self._current(Snapshot), self._current(Timestamp))
+    def get_expiries(self) -> dict[str, datetime]:
+        """Return the expiry of each role's newest signature."""
+        roles = (
+            self._load_current(Root),
+            self._load_current(Targets),
+            self._load_current(Snapshot),
+            self._load_current(Timestamp),
+        )
         return {signed.type: signed.expires for signed in roles}
 
     # ------------------------------------------------------------------------------------------------- within
 
-    def _current(self, kind: type[S]) -> S:
-        """The newest published state of a role, to be read or changed."""
+    def _load_current(self, kind: type[S]) -> S:
+        """Load the newest published state of a role, to be read or changed."""
         folder = self._folder / "metadata"
         if kind is Root:
             version = max(int(path.name.split(".")[0]) for path in folder.glob("*.root.json"))
@@ -200,43 +204,43 @@ class Repository:
         elif kind is Timestamp:
             path = folder / "timestamp.json"
         elif kind is Snapshot:
-            path = folder / f"{self._current(Timestamp).snapshot_meta.version}.snapshot.json"
+            path = folder / f"{self._load_current(Timestamp).snapshot_meta.version}.snapshot.json"
         else:
-            path = folder / f"{self._current(Snapshot).meta['targets.json'].version}.targets.json"
-        with failing_as(StoreError, f"cannot read {path}", on=(RepositoryError, OSError, ValueError)):
+            path = folder / f"{self._load_current(Snapshot).meta['targets.json'].version}.targets.json"
+        with raise_as(StoreError, f"cannot read {path}", on=(RepositoryError, OSError, ValueError)):
             metadata = Metadata[S].from_file(str(path))
         assert isinstance(metadata.signed, kind)
         return metadata.signed
 
     def _publish(self, targets: Targets | None) -> None:
-        """Write targets (None: unchanged), snapshot and timestamp: nothing has changed until the last is written."""
-        root = self._current(Root)
+        """Write targets unless None, snapshot and timestamp: nothing has changed before the last is written."""
+        root = self._load_current(Root)
         first = not (self._folder / "metadata" / "timestamp.json").exists()
-        n = 1 if first else self._current(Timestamp).version + 1
+        n = 1 if first else self._load_current(Timestamp).version + 1
         if targets is None:
-            listed = self._current(Snapshot).meta["targets.json"].version
+            listed = self._load_current(Snapshot).meta["targets.json"].version
         else:
             listed = targets.version = n
-            targets.expires = _expiry(Targets.type)
-        snapshot = Snapshot(version=n, expires=_expiry(Snapshot.type), meta={"targets.json": MetaFile(listed)})
-        timestamp = Timestamp(version=n, expires=_expiry(Timestamp.type), snapshot_meta=MetaFile(n))
+            targets.expires = _compute_expiry(Targets.type)
+        snapshot = Snapshot(version=n, expires=_compute_expiry(Snapshot.type), meta={"targets.json": MetaFile(listed)})
+        timestamp = Timestamp(version=n, expires=_compute_expiry(Timestamp.type), snapshot_meta=MetaFile(n))
         if targets is not None:
-            _write(self._folder, f"{n}.targets.json", targets, [_signer(self._folder, Targets.type, root)])
-        _write(self._folder, f"{n}.snapshot.json", snapshot, [_signer(self._folder, Snapshot.type, root)])
-        _write(self._folder, "timestamp.json", timestamp, [_signer(self._folder, Timestamp.type, root)])
+            _write(self._folder, f"{n}.targets.json", targets, [_load_signer(self._folder, Targets.type, root)])
+        _write(self._folder, f"{n}.snapshot.json", snapshot, [_load_signer(self._folder, Snapshot.type, root)])
+        _write(self._folder, "timestamp.json", timestamp, [_load_signer(self._folder, Timestamp.type, root)])
 
     def _publish_root(self, new: Root, *, old: Root) -> None:
         """Publish a root signed by its own key and by the old root's, which devices know."""
-        new.version, new.expires = old.version + 1, _expiry(Root.type)
-        signers = {root.roles[Root.type].keyids[0]: _signer(self._folder, Root.type, root) for root in (old, new)}
+        new.version, new.expires = old.version + 1, _compute_expiry(Root.type)
+        signers = {root.roles[Root.type].keyids[0]: _load_signer(self._folder, Root.type, root) for root in (old, new)}
         _write(self._folder, f"{new.version}.root.json", new, list(signers.values()))
 
-    def _target(self, path: str, digest: str) -> Path:
+    def _get_target_path(self, path: str, digest: str) -> Path:
         folder, _, name = path.rpartition("/")
         return self._folder / "targets" / folder / f"{digest}.{name}"
 
 
-def _expiry(role: str) -> datetime:
+def _compute_expiry(role: str) -> datetime:
     return (datetime.now(UTC) + LIFETIMES[role]).replace(microsecond=0)
 
 
@@ -244,22 +248,22 @@ def _is_old(signed: Root | Targets) -> bool:
     return signed.expires - datetime.now(UTC) < LIFETIMES[signed.type] / 2
 
 
-def _new_key(folder: Path, role: str) -> SSlibKey:
+def _make_key(folder: Path, role: str) -> SSlibKey:
     signer = CryptoSigner.generate_ed25519()
-    path = _key_file(folder, role, signer.public_key.keyid)
+    path = _get_key_path(folder, role, signer.public_key.keyid)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(path, signer.private_bytes)  # mode 0600, as all files written so
     return signer.public_key
 
 
-def _key_file(folder: Path, role: str, keyid: str) -> Path:
+def _get_key_path(folder: Path, role: str, keyid: str) -> Path:
     return folder / "keys" / f"{role}.{keyid[:16]}.pem"
 
 
-def _signer(folder: Path, role: str, root: Root) -> CryptoSigner:
-    """The signer that `root` names for a role, if its private key is here."""
+def _load_signer(folder: Path, role: str, root: Root) -> CryptoSigner:
+    """Load the signer that `root` names for a role; its private key must be here."""
     (keyid,) = root.roles[role].keyids
-    path = _key_file(folder, role, keyid)
+    path = _get_key_path(folder, role, keyid)
     public = root.keys[keyid]
     assert isinstance(public, SSlibKey)
     try:

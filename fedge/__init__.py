@@ -32,7 +32,7 @@ _INTERFACE = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the Python interface, imported on first use.
+    """Return a name of the Python interface, which is imported on first use.
 
     Raises:
         AttributeError: no such name.

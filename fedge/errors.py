@@ -74,7 +74,7 @@ class UpdateRejected(FedgeError):  # noqa: N818 - what it is, not that it is an 
 
 
 @contextmanager
-def failing_as(
+def raise_as(
     kind: Callable[[str], Exception], what: str, on: type[Exception] | tuple[type[Exception], ...] = OSError
 ) -> Iterator[None]:
     """Turn the errors `on` that the block raises into one of this kind: `what`, a colon, and their text.

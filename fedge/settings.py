@@ -29,8 +29,8 @@ from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 from fedge.system.help import Option, option
-from fedge.system.loading import code_in, require_allowed
-from fedge.system.text import Heading, nearest
+from fedge.system.loading import find_code, require_allowed
+from fedge.system.text import Heading, suggest_nearest
 
 S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,7 +98,7 @@ ClientPrefix = Annotated[
 
 
 class Secret(str):
-    """A setting that is never shown: it is masked in its repr and in the repr of its settings."""
+    """A setting that is never shown: its repr and that of its settings mask it."""
 
     __slots__ = ()
 
@@ -123,17 +123,17 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """For example --deadline-s."""
+        """The flag of the command line, such as --deadline-s."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def environment(self) -> str:
-        """For example FEDGE_COORDINATOR_DEADLINE_S."""
-        return f"{_prefix(self.section)}{self.name.upper()}"
+        """The environment variable, such as FEDGE_COORDINATOR_DEADLINE_S."""
+        return f"{_format_prefix(self.section)}{self.name.upper()}"
 
 
-def describe(settings: type[Struct], section: str) -> tuple[Setting, ...]:
-    """All settings of a struct in order; those of a base shared by commands come last.
+def describe_settings(settings: type[Struct], section: str) -> tuple[Setting, ...]:
+    """Return all settings of a struct in order, those of a base that commands share last.
 
     Raises:
         TypeError: a field's type cannot be written as one flag.
@@ -141,20 +141,20 @@ def describe(settings: type[Struct], section: str) -> tuple[Setting, ...]:
     hints = get_type_hints(settings, include_extras=True)
     own = vars(settings).get("__annotations__", {})
     fields = sorted(msgspec.structs.fields(settings), key=lambda field: field.name not in own)
-    return tuple(_setting(field, hints[field.name], section) for field in fields)
+    return tuple(_make_setting(field, hints[field.name], section) for field in fields)
 
 
 def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
-    """Decorator of a click command: one flag per field, and --config.
+    """Decorate a click command with one flag per field, and --config.
 
     The command gets `config: Path | None` and, per field, a keyword that is None unless the flag was given; hand them
     to `resolve` as they are: `resolve(Settings, section, config, flags)`.
     """
 
     def decorate(command: F) -> F:
-        for setting in reversed(describe(settings, section)):
-            command = _option(setting)(command)
-        example = describe(settings, section)[0].environment
+        for setting in reversed(describe_settings(settings, section)):
+            command = _make_option(setting)(command)
+        example = describe_settings(settings, section)[0].environment
         config = option(
             "--config",
             heading=Heading.GENERAL,
@@ -169,19 +169,21 @@ def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
 
 
 def resolve(settings: type[S], section: str, config_file: Path | None, flags: Mapping[str, object]) -> S:
-    """Settings from the file, overridden by the environment, overridden by the flags that are not None.
+    """Read settings from the file, then the environment, then flags that are not None; later ones win.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the nearest right one is named), a value has the wrong
             type or range, a setting without default is missing, or the file names code that neither a flag nor the
             environment names.
     """
-    known = {setting.name: setting for setting in describe(settings, section)}
-    from_file = section_of(config_file, section)
+    known = {setting.name: setting for setting in describe_settings(settings, section)}
+    from_file = read_section(config_file, section)
     _refuse_unknown(from_file, known, f"[{section}] of {config_file}")
-    variables = _environment_of(section, known)
+    variables = _read_environment(section, known)
     by_owner = variables | {name: value for name, value in flags.items() if value is not None}
-    trusted = {path for name, setting in known.items() if setting.code for path in code_in(str(by_owner.get(name, "")))}
+    trusted = {
+        path for name, setting in known.items() if setting.code for path in find_code(str(by_owner.get(name, "")))
+    }
     values: dict[str, object] = {}
     for name, setting in known.items():
         if flags.get(name) is not None:
@@ -192,7 +194,7 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
             source = f"{name} in [{section}] of {config_file}"
             values[name] = _convert(setting, from_file[name], source)
             if setting.code:
-                require_allowed(source, code_in(str(from_file[name])), trusted, setting.flag)
+                require_allowed(source, find_code(str(from_file[name])), trusted, setting.flag)
         elif setting.default is msgspec.NODEFAULT:
             raise ConfigError(
                 f"{name} is missing: give {setting.flag}, set {setting.environment}, or write it into [{section}] of "
@@ -201,14 +203,14 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
     return settings(**values)
 
 
-def given(settings: type[S], values: Mapping[str, object]) -> S:
-    """Settings given in Python: as `resolve`, without file and environment.
+def resolve_given(settings: type[S], values: Mapping[str, object]) -> S:
+    """Return settings given in Python, as `resolve` without file and environment.
 
     Raises:
         ConfigError: a name is unknown (the nearest one is named), a value has the wrong type or range, or a setting
             without default is missing.
     """
-    known = {setting.name: setting for setting in describe(settings, "")}
+    known = {setting.name: setting for setting in describe_settings(settings, "")}
     _refuse_unknown(values, known, "the arguments")
     if missing := [n for n, setting in known.items() if setting.default is msgspec.NODEFAULT and n not in values]:
         raise ConfigError(f"{missing[0]} is missing")
@@ -216,8 +218,8 @@ def given(settings: type[S], values: Mapping[str, object]) -> S:
     return settings(**{name: _convert(known[name], value, name) for name, value in passed.items()})
 
 
-def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
-    """One section of the TOML file, unparsed; empty without a file or section.
+def read_section(config_file: Path | None, section: str) -> dict[str, Any]:
+    """Return one section of the TOML file, unparsed, or {} without file or section.
 
     Raises:
         ConfigError: the file cannot be read, or has a section that no command knows.
@@ -235,31 +237,33 @@ def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
     return content
 
 
-def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
-    found = metas_of(hint)
+def _make_setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
+    found = get_annotations(hint)
     help_text = next((each for each in found if isinstance(each, str)), "")
     heading = next((each for each in found if isinstance(each, Heading)), Heading.GENERAL)
     extra = {name: text for each in found if isinstance(each, Meta) for name, text in (each.extra or {}).items()}
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    told = extra.get("unit", ""), extra.get("words", "")
-    return Setting(field.name, section, hint, _base(hint), help_text, heading, *told, default, "code" in extra)
+    notes = extra.get("unit", ""), extra.get("words", "")
+    return Setting(
+        field.name, section, hint, _get_base_type(hint), help_text, heading, *notes, default, "code" in extra
+    )
 
 
-def metas_of(hint: Any) -> list[Any]:
-    """Annotations of a type, including those inside `X | None`."""
+def get_annotations(hint: Any) -> list[Any]:
+    """Return the annotations of a type, including those inside `X | None`."""
     if get_origin(hint) is Annotated:
-        return [*hint.__metadata__, *metas_of(hint.__origin__)]
-    return [meta for argument in get_args(hint) for meta in metas_of(argument)]
+        return [*hint.__metadata__, *get_annotations(hint.__origin__)]
+    return [meta for argument in get_args(hint) for meta in get_annotations(argument)]
 
 
-def _base(hint: Any) -> type:
-    """The one plain type inside `Annotated` and `| None`; an Enum for a Literal of strings."""
+def _get_base_type(hint: Any) -> type:
+    """Return the one plain type inside `Annotated` and `| None`; for a Literal, an Enum."""
     if get_origin(hint) is Annotated:
-        return _base(hint.__origin__)
+        return _get_base_type(hint.__origin__)
     if get_origin(hint) in (Union, UnionType):
         inner = [argument for argument in get_args(hint) if argument is not NoneType]
         if len(inner) == 1:
-            return _base(inner[0])
+            return _get_base_type(inner[0])
     if get_origin(hint) is Literal:
         return cast(type, Enum("Literal", {value: value for value in get_args(hint)}))
     if isinstance(hint, type) and issubclass(hint, bool | int | float | str | Path | Enum):
@@ -267,7 +271,7 @@ def _base(hint: Any) -> type:
     raise TypeError(f"a setting cannot have the type {hint}")
 
 
-def _option(setting: Setting) -> Callable[[F], F]:
+def _make_option(setting: Setting) -> Callable[[F], F]:
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.base is bool else setting.flag
     return click.option(
         flag,
@@ -275,13 +279,13 @@ def _option(setting: Setting) -> Callable[[F], F]:
         cls=Option,
         heading=setting.heading,
         setting=True,
-        type=_click_type(setting.base),
+        type=_get_click_type(setting.base),
         default=None,
-        help=_help(setting),
+        help=_format_help(setting),
     )
 
 
-def _click_type(base: type) -> click.ParamType[Any]:
+def _get_click_type(base: type) -> click.ParamType[Any]:
     if issubclass(base, Enum):
         return click.Choice([str(member.value) for member in base])
     if issubclass(base, Path):
@@ -290,7 +294,7 @@ def _click_type(base: type) -> click.ParamType[Any]:
     return plain.get(base, click.STRING)
 
 
-def _help(setting: Setting) -> str:
+def _format_help(setting: Setting) -> str:
     notes = [f"unit: {setting.unit}"] if setting.unit else []
     if setting.default is msgspec.NODEFAULT:
         notes.append("required")
@@ -300,12 +304,12 @@ def _help(setting: Setting) -> str:
     return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
 
 
-def _prefix(section: str) -> str:
+def _format_prefix(section: str) -> str:
     return f"FEDGE_{section.upper()}_"
 
 
-def _environment_of(section: str, known: Mapping[str, Setting]) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name.startswith(_prefix(section))}
+def _read_environment(section: str, known: Mapping[str, Setting]) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name.startswith(_format_prefix(section))}
     names = {setting.environment: name for name, setting in known.items()}
     _refuse_unknown(found, names, "the environment")
     return {names[variable]: value for variable, value in found.items()}
@@ -317,12 +321,12 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> N
         if key not in right and (why := NO_SETTINGS.get(key.lower())):
             raise ConfigError(f"unknown key {key} in {where}: {why}")
         if key not in right:
-            raise ConfigError(f"unknown key {key} in {where}{nearest(key, right)}")
+            raise ConfigError(f"unknown key {key} in {where}{suggest_nearest(key, right)}")
 
 
 def _convert(setting: Setting, value: object, source: str, *, strict: bool = True) -> object:
     try:
-        found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
+        found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_convert_custom)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         shown = "" if setting.base is Secret else f", got {value!r}"
         wrong = f"expected {setting.words}" if setting.words and "regex" in str(error) else str(error)
@@ -332,7 +336,7 @@ def _convert(setting: Setting, value: object, source: str, *, strict: bool = Tru
     return found
 
 
-def _custom(kind: type, value: object) -> object:
+def _convert_custom(kind: type, value: object) -> object:
     """Convert what msgspec cannot: Path and Secret, from a string."""
     if not isinstance(value, str | Path):
         raise TypeError(f"expected a string, got {type(value).__name__}")

@@ -11,9 +11,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # machine is told to do otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import faulthandler
 import functools
 import logging
 import sys
+import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ import hypothesis
 import psutil
 import pytest
 
-from fedge.commands.broker import LocalBroker, mosquitto_path
+from fedge.commands.broker import LocalBroker, find_mosquitto
 from tests.deploy.faults import forced, free_disk, not_installed, python_at
 from tests.support.broker import BROKERS, local_broker
 from tests.support.bucket import new_bucket, s3
@@ -37,6 +39,8 @@ sys.dont_write_bytecode = False
 hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("fedge")
 
+HANGS_S = 180.0
+"""Time for a test that was stopped to clean up."""
 KINDS = ("unit", "broker", "process", "statistical")
 BROKER_FIXTURES = {"broker", "one_broker", "mosquitto", "mosquitto_program"}
 PROCESS_FOLDERS = ("benchmarks", "faults", "integration")
@@ -60,25 +64,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
-class FailuresAtOnce:
-    """Writes which test failed, and with what, as soon as it did: a run that is cut off still says so."""
+class Progress:
+    """Writes which test failed, and with what, as soon as it did; of a run that is cut off, what was under way."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        self._under_way: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Called when a test begins, in the process that the user sees, like the others."""
+        self._under_way[nodeid] = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for each phase of each test, in the process that the user sees."""
+        """Called for each phase of each test."""
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else report.longreprtext
             self._writer.line(f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s): {message[:300]}")
 
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Called when a test has ended."""
+        self._under_way.pop(nodeid, None)
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Called before the summary of a run that is cut off."""
+        for nodeid, began in self._under_way.items():
+            self._writer.line(f"\n{nodeid} was under way for {time.monotonic() - began:.0f} s")
+
 
 @pytest.hookimpl(trylast=True)  # after the terminal
 def pytest_configure(config: pytest.Config) -> None:
-    """Write failures at once, in the process that has the terminal."""
+    """Write progress in the process that has the terminal."""
     if config.pluginmanager.has_plugin("terminalreporter"):
-        config.pluginmanager.register(FailuresAtOnce(config.get_terminal_writer()))
+        config.pluginmanager.register(Progress(config.get_terminal_writer()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End this process if a test hangs beyond its timeout, as one can that cleans up: pytest-timeout acts once."""
+    marked = item.get_closest_marker("timeout")
+    seconds = marked.args[0] if marked else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + HANGS_S, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +143,7 @@ async def one_broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
 @pytest.fixture
 def mosquitto_program() -> str:
     """Where Mosquitto is, for tests that start it in their own way; skipped where it is not installed."""
-    program = mosquitto_path()
+    program = find_mosquitto()
     if program is None:
         pytest.skip("mosquitto is not installed")
     return program
@@ -201,11 +231,11 @@ def fails_on_sevens(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime fails on the samples all of whose values are 7."""
     import export.parity
 
-    real = export.parity.run
+    real = export.parity.run_graph
 
     def spoiled(graph: bytes, folder: Path, x: Any) -> Any:
         p, *others = real(graph, folder, x)
         p[(x == 7).reshape(len(x), -1).all(axis=1)] = float("nan")
         return [p, *others]
 
-    monkeypatch.setattr(export.parity, "run", spoiled)
+    monkeypatch.setattr(export.parity, "run_graph", spoiled)

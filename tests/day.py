@@ -82,13 +82,13 @@ class Day(Programs):
 def entries(home: Path, number: int) -> dict[str, tuple[OrderStatus, str]]:
     """By device: how the order of a round stands, and its id."""
     with closing(Store(home, intake=True)) as store:
-        return {entry.order.device_id: (entry.status, entry.order.id) for entry in store.entries(number)}
+        return {entry.order.device_id: (entry.status, entry.order.id) for entry in store.get_entries(number)}
 
 
 def under_way(home: Path) -> int:
     """The round after the last one that ended."""
     with closing(Store(home, intake=True)) as store:
-        return max(store.round_seconds(), default=0) + 1
+        return max(store.get_round_seconds(), default=0) + 1
 
 
 async def a_device_falls_ill(day: Day) -> None:
@@ -146,7 +146,7 @@ async def a_device_is_retired(day: Day) -> None:
 
 
 async def an_old_agent_meets_a_new_coordinator(day: Day) -> None:
-    topic = Topics("shop").agent("cam0", "reports")
+    topic = Topics("shop").make_agent_topic("cam0", "reports")
     async with transport(day.broker, "fedge-agent-shop-cam0") as old:
         await old.publish(topic, OLD_REPORT.read_bytes())
         say(f"fedge status: {await day.sees('update fedge on cam0', 'status', '--home', day.shop)}")

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.service.proof import proven
+from coordinator.service.proof import prove_round
 from coordinator.simulation.commands.simulate import simulate
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
@@ -41,7 +41,7 @@ def test_the_method_learns_and_ends_in_bundles(package: str, tmp_path: Path) -> 
 
 def test_it_says_what_it_heeds_before_that_is_set(package: str) -> None:
     with pytest.raises(ConfigError, match="fedmedian does not heed --participation"):
-        make(package, MethodSettings(participation=0.25))
+        make_method(package, MethodSettings(participation=0.25))
 
 
 async def test_it_trains_a_cohort_and_keeps_its_promises(package: str, tmp_path: Path) -> None:
@@ -50,10 +50,10 @@ async def test_it_trains_a_cohort_and_keeps_its_promises(package: str, tmp_path:
     (tmp_path / "my_methods" / "heeding.py").write_text(code.replace("    name =", f"    {heeds}\n    name ="))
     package = "my_methods.heeding:FedMedian"
     fleet, layout, first, _ = digits(tmp_path, n=8, limit=240)
-    method = make(package, MethodSettings(participation=0.25, min_reports=3, sgd=Sgd(steps=1)))
+    method = make_method(package, MethodSettings(participation=0.25, min_reports=3, sgd=Sgd(steps=1)))
     fleet.round = 1
-    state = await proven(method, method.init(layout, first), fleet)
+    state = await prove_round(method, method.init(layout, first), fleet)
     assert len(fleet.asked) == 2, "a quarter of 8"
     assert state.model == first, "2 updates are too few"
     with pytest.raises(ConfigError, match="fedmedian does not heed --average"):
-        make(package, MethodSettings(protection=Protection(average="median")))
+        make_method(package, MethodSettings(protection=Protection(average="median")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,9 +15,9 @@ import pytest
 from msgspec import Struct
 
 import fedge.errors
-from coordinator.methods.option_values import code_of
-from coordinator.methods.options import check, method_and_options, parsed
-from fedge.steps.contract import Result, installed_steps
+from coordinator.methods.option_values import list_code
+from coordinator.methods.options import parse_method, parse_pairs, require_method_options
+from fedge.steps.contract import Result, load_installed_steps
 from fedge.wire.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
 from tests.support import floors_reference, method_reference, step_reference
 from tests.support.cli_reference import commands, reference
@@ -104,10 +106,12 @@ def test_every_example_is_a_command_that_there_is() -> None:
         context = known[name].make_context(name, words[len(name.split()) :])  # raises for what it does not know
         methods = context.params.get("methods") or context.params.get("method") or ""
         for text in filter(None, methods.split(",")):
-            method, options = method_and_options(text)
+            method, options = parse_method(text)
             if ":" not in method:  # otherwise the reader's own
-                given = options | parsed(context.params.get("options") or ())
-                check(method, {option: value for option, value in given.items() if not code_of({option: value})})
+                given = options | parse_pairs(context.params.get("options") or ())
+                require_method_options(
+                    method, {option: value for option, value in given.items() if not list_code({option: value})}
+                )
         seen.add(name)
     assert seen == {name for name, found in known.items() if not isinstance(found, click.Group)}
 
@@ -144,7 +148,7 @@ def test_every_message_is_in_the_protocol_with_its_version() -> None:
 def test_every_step_is_in_the_protocol_with_its_version_and_result_and_no_other() -> None:
     table = PROTOCOL.partition("| step | version | result |")[2].partition("\n\n")[0]
     rows = set(re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)` \|", table, re.MULTILINE))
-    assert rows == {(name, str(kind.VERSION), kind.RESULT.__name__) for name, kind in installed_steps().items()}
+    assert rows == {(name, str(kind.VERSION), kind.RESULT.__name__) for name, kind in load_installed_steps().items()}
 
 
 @pytest.mark.parametrize("outcome", Outcome)
@@ -189,3 +193,17 @@ def test_links_and_named_tests_are_there(document: Path) -> None:
         assert f"def {name}" in (ROOT / file).read_text()
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests] == []
+
+
+def modules_with_examples() -> list[str]:
+    files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
+    return [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in files
+        if re.search(r"^ *>>> ", file.read_text(), re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_give_what_they_say(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0

@@ -15,16 +15,16 @@ import pytest
 
 import deploy
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.state import load
+from coordinator.methods.state import decode_state
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.agent.outbox import Outbox
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError
-from fedge.steps.contract import installed_steps, read_action
+from fedge.steps.contract import decode_action, load_installed_steps
 from fedge.steps.training.train import Train
-from fedge.system.files import highest_release
-from fedge.wire.messages import BlobRef, blobs_of
+from fedge.system.files import find_highest_release
+from fedge.wire.messages import BlobRef, iterate_blobs
 from tests.deploy.serve_process import process
 from tests.deploy.served import body
 from tests.homes.make import DEVICES, prepare, started
@@ -92,7 +92,7 @@ def test_an_agent_s_home_of_fedge_0_1_without_work_is_migrated_and_its_log_says_
     caplog.clear()
     with caplog.at_level(logging.INFO, "fedge"), Outbox(home / "outbox"):
         assert caplog.text == ""
-    assert highest_release(home) == 1
+    assert find_highest_release(home) == 1
 
 
 def test_an_outbox_of_a_newer_fedge_is_refused(tmp_path: Path) -> None:
@@ -120,14 +120,14 @@ async def test_the_bundle_in_a_home_goes_on_answering(copied: Path) -> None:
 @pytest.mark.parametrize("copied", GOES_ON, indirect=True)
 def test_a_home_holds_what_it_is_said_to_hold(copied: Path) -> None:
     with contextlib.closing(Store(copied / "mid_round" / "coordinator")) as store:
-        entries = store.entries(1)
+        entries = store.get_entries(1)
     assert [entry.status for entry in entries] == [OrderStatus.OPEN] * 2
-    assert all(isinstance(read_action(entry.order, installed_steps()), Train) for entry in entries)
+    assert all(isinstance(decode_action(entry.order, load_installed_steps()), Train) for entry in entries)
     orders = {entry.order.device_id: entry.order for entry in entries}
     for device, n_reports in (("cam0", 1), ("cam1", 0)):
         with Outbox(copied / "mid_round" / device / "outbox") as outbox:
-            assert [order.id for order in outbox.orders()] == [orders[device].id]
-            assert len(outbox.reports()) == n_reports
+            assert [order.id for order in outbox.load_orders()] == [orders[device].id]
+            assert len(outbox.load_reports()) == n_reports
 
 
 @pytest.mark.parametrize("copied", GOES_ON, indirect=True)
@@ -144,12 +144,14 @@ def test_a_store_is_migrated_to_that_of_a_new_home_and_holds_what_it_held(
         with contextlib.closing(Store(home)) as store, contextlib.closing(Store(tmp_path / "new")) as new:
             assert store._read(made) == new._read(made)
             assert {table: store._read(f"SELECT * FROM {table}") for table in held} == held
-            state = store.state()
+            state = store.get_state()
             assert (state is None) == (name == "mid_round")
             known = (
-                blobs_of(load(state, FedAvgState)) if state else [BlobRef(digest=i, size_bytes=1) for i in store.blobs]
+                iterate_blobs(decode_state(state, FedAvgState))
+                if state
+                else [BlobRef(digest=i, size_bytes=1) for i in store.blobs]
             )
-            store.require({ref.digest for ref in known})
+            store.require_tensors({ref.digest for ref in known})
 
 
 @pytest.mark.process

@@ -22,9 +22,9 @@ def greedy_batch(
     seconds: Vectors,
     budget_s: float,
 ) -> list[int]:
-    """As `greedy`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts.
+    """As `select_greedily`: the largest mean_i + sqrt(beta cov_ii), cov is conditioned on it; spreads over contexts.
 
-    Cost: as `greedy`, and O(size * n) memory.
+    Cost: as `select_greedily`, and O(size * n) memory.
     """
     chosen: list[int] = []
     factors = np.zeros((max(size, len(first)), len(mean)))  # outer products that sum to the reduction of cov

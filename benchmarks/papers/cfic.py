@@ -31,7 +31,7 @@ import numpy as np
 from table import Runs, beyond, chosen, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
-from coordinator.aggregation.correction import Vector, mean_direction
+from coordinator.aggregation.correction import Vector, compute_mean_direction
 from coordinator.methods.papers.cfic import Cfic
 from coordinator.simulation.reports.outcome import RunOutcome
 from fedge.data.task import TaskSpec
@@ -100,19 +100,19 @@ SPEC: dict[str, tuple[float | None, ...]] = {
 class PerTensor(Cfic):
     """A norm of each tensor instead of one of the whole vector."""
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
-        ends = np.cumsum([info.size for info in layout.of_kind("param")])[:-1]
+    def compute_direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
+        ends = np.cumsum([info.size for info in layout.select_kind("param")])[:-1]
         parts = zip(*(np.split(change, ends) for change in changes), strict=True)
-        return np.concatenate([mean_direction(part, sizes) for part in parts])
+        return np.concatenate([compute_mean_direction(part, sizes) for part in parts])
 
 
 class Relative(Cfic):
     """The correction's length is beta times the mean length of the clusters' changes."""
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
+    def compute_direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:
         n = sum(sizes)
         length = sum(size / n * float(np.linalg.norm(change)) for change, size in zip(changes, sizes, strict=True))
-        return super().direction(changes, sizes, layout) * length
+        return super().compute_direction(changes, sizes, layout) * length
 
 
 def narrow(task: TaskSpec) -> nn.Module:

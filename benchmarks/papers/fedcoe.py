@@ -55,20 +55,20 @@ from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.methods.server.learning import ServerData
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run as run_rounds
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data.task import Preprocessing, TaskSpec
-from fedge.models.build import initial
-from fedge.models.training import Network, Trainer, torch_device
+from fedge.models.build import make_initial_model
+from fedge.models.training import Network, Trainer, get_torch_device
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train, Trained
 from fedge.system.hardware import Processor
-from fedge.tasks import DeviceData, pool
+from fedge.tasks import DeviceData, load_pool
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -90,23 +90,23 @@ class NoGate(FedCoE):
 
     TOP = 5
 
-    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:  # noqa: ARG002
-        gate = super().trained_gate(experts, None, epochs=0, seed=seed)
+    def train_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:  # noqa: ARG002
+        gate = super().train_gate(experts, None, epochs=0, seed=seed)
         return {name: np.zeros_like(value) for name, value in gate.items()}
 
 
 class Refreshed(FedCoE):
     """The gate is trained again every ten rounds."""
 
-    def parameters(self) -> Preset:
-        return msgspec.structs.replace(super().parameters(), refresh_every=10)
+    def make_parameters(self) -> Preset:
+        return msgspec.structs.replace(super().make_parameters(), refresh_every=10)
 
 
 class NoPrior(FedCoE):
     """Without the profile prior."""
 
-    def parameters(self) -> Preset:
-        return msgspec.structs.replace(super().parameters(), profile_prior=False)
+    def make_parameters(self) -> Preset:
+        return msgspec.structs.replace(super().make_parameters(), profile_prior=False)
 
 
 class Vector(FedCoE):
@@ -221,7 +221,7 @@ class Split:
 
 def images(setting: Setting, data: Path) -> Samples:
     if setting is MNIST:
-        whole = pool("mnist", data)
+        whole = load_pool("mnist", data)
         x = whole.x[-10_000:].reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4), dtype=np.float32)[:, None] / 255
         return x, whole.y[-10_000:]
     return cifar(data, pooled=32 // setting.input_shape[1], every=10 if setting is CIFAR else 1)
@@ -292,14 +292,14 @@ class Trial:
         self, setting: Setting, data: Path, alpha: float, seed: int, rounds: int, home: Path, train_on: Processor
     ) -> None:
         self.setting, self.task, self.sgd = setting, setting.task, setting.sgd
-        self.train_on, self.processor = train_on, torch_device(train_on)
+        self.train_on, self.processor = train_on, get_torch_device(train_on)
         self.split, self.seed, self.rounds, self.home = split(setting, data, alpha, seed), seed, rounds, home
-        self.layout, self.first = initial(self.task, seed)
+        self.layout, self.first = make_initial_model(self.task, seed)
         self.server = ServerData(self.task, *self.split.server_data, self.processor)
         self.network = Network(self.task, self.processor)
 
     def accuracy(self, model: Model, samples: Samples, log_prior: NDArray[np.float64] | float = 0.0) -> float:
-        logits = self.network.logits(model, samples[0]) + log_prior
+        logits = self.network.compute_logits(model, samples[0]) + log_prior
         return float((logits.argmax(axis=1) == samples[1]).mean())
 
     def mean_personal(self, models: list[Model]) -> float:
@@ -322,7 +322,7 @@ class Trial:
 
     def server_model(self) -> Model:
         """D_s alone: 30 epochs on the server data."""
-        return self.server.pretrained(self.first, [0] * 10, 1, epochs=30, sgd=self.sgd, seed=self.seed)[0]
+        return self.server.pretrain(self.first, [0] * 10, 1, epochs=30, sgd=self.sgd, seed=self.seed)[0]
 
     async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, Any, Fleet]:
         """All rounds of training, without the installation at the end."""
@@ -337,7 +337,7 @@ class Trial:
             rounds=self.rounds, sgd=sgd, codec=codec, protection=Protection(average="mean"), seed=self.seed,
             train_on=self.train_on, options=options,
         )  # fmt: skip
-        method = make(name, settings, Server(self.task, self.split.server_data))
+        method = make_method(name, settings, Server(self.task, self.split.server_data))
         state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
         return method, await run_rounds(method, state, fleet, rounds=self.rounds), fleet
 
@@ -369,12 +369,12 @@ class Trial:
         """Section 7 for each new client: profile, assembled model, labels for scoring alone."""
         experts = [fleet.get(ref, self.layout) for ref in state.experts]
         gate, found = fleet.get_tensors(state.gate), []
-        groups = correlation.class_groups(10, len(experts))
+        groups = correlation.assign_classes(10, len(experts))
         for samples in self.split.new:
-            rho = method.server_data.routing(gate, samples[0]).mean(axis=0)
-            typical = method.server_data.routing(gate).mean(axis=0)
-            t = correlation.profile_prior(rho, typical, groups, 0.02) if prior else 0.0
-            found.append(self.accuracy(method.assembled(experts, rho / rho.sum()), samples, t))
+            rho = method.server_data.compute_routing(gate, samples[0]).mean(axis=0)
+            typical = method.server_data.compute_routing(gate).mean(axis=0)
+            t = correlation.compute_profile_prior(rho, typical, groups, 0.02) if prior else 0.0
+            found.append(self.accuracy(method.assemble(experts, rho / rho.sum()), samples, t))
         return found
 
     async def everything(self) -> dict[str, Figures]:

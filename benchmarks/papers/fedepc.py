@@ -49,22 +49,22 @@ from coordinator.clustering import aidc
 from coordinator.clustering.rivals import agglomerative, kmeans
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.papers.fedepc import FedEpc, FedEpcState
 from coordinator.methods.parts.grouping import Description
-from coordinator.methods.server.extractor_training import trained
+from coordinator.methods.server.extractor_training import train_network
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import State
 from coordinator.selection import ccmab
-from coordinator.simulation.rounds import run as run_rounds
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
-from edge_agent.learning.profile import sparsity_profile
+from edge_agent.learning.profile import measure_sparsity
 from fedge.data.task import TaskSpec
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
-from fedge.tasks import DeviceData, Partitioning, partition, pool
+from fedge.tasks import DeviceData, Partitioning, load_pool, partition_pool
 from fedge.tensors.layout import Codec, unflatten
 
 N_SERVER_DATA, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
@@ -80,22 +80,22 @@ class Digits:
     """Test, server's and devices' images (n, 1, 8, 8) in [0, 1] with labels, and the server's extractor."""
 
     def __init__(self, seed: int) -> None:
-        whole = pool("digits")
+        whole = load_pool("digits")
         self.spec = msgspec.structs.replace(whole.spec, model="mlp", model_options={"hidden": 64})
         order = np.random.default_rng(seed).permutation(len(whole.y))
         n_test = round(TEST_SHARE * len(order))
         self.test, self.server_data, self.rest = (
-            whole.take(part) for part in np.split(order, [n_test, n_test + N_SERVER_DATA])
+            whole.select(part) for part in np.split(order, [n_test, n_test + N_SERVER_DATA])
         )
         task = msgspec.structs.replace(self.spec, model=f"{Path(__file__).stem}:extractor_of_8", model_options={})
-        self.extractor = trained(
+        self.extractor = train_network(
             task, np.float32(self.server_data.x[:, None] / 16), self.server_data.y, seed=seed
         ).module
         by_class = [self.profile(self.server_data.x[self.server_data.y == c])[0] for c in range(CLASSES)]
-        self.unit = aidc.class_unit(np.stack(by_class))
+        self.unit = aidc.compute_class_unit(np.stack(by_class))
 
     def profile(self, x: np.ndarray) -> tuple[np.ndarray, float]:
-        found = sparsity_profile(self.extractor, np.float32(x[:, None] / 16))
+        found = measure_sparsity(self.extractor, np.float32(x[:, None] / 16))
         return found.shares, found.halves or 0.0
 
 
@@ -148,8 +148,8 @@ def clusterings(
         "default": lambda: of_aidc(unit),
         "thresholds 0.20/0.23": lambda: of_aidc(unit, 0.20, 0.23),
         "thresholds 0.10/0.12": lambda: of_aidc(unit, 0.10, 0.12),
-        "split_half unit": lambda: of_aidc(aidc.split_half_unit(halves)),
-        "average linkage 0.15": lambda: agglomerative(aidc.divergence_matrix(profiles, unit=unit), threshold=0.15),
+        "split_half unit": lambda: of_aidc(aidc.compute_halves_unit(halves)),
+        "average linkage 0.15": lambda: agglomerative(aidc.compute_divergences(profiles, unit=unit), threshold=0.15),
         "k-means, true K": lambda: kmeans(profiles, n_clusters=k, rng=np.random.default_rng(0)),
     }
 
@@ -215,7 +215,7 @@ class Federation:
         between: tuple[int, int] | None = None,
     ) -> None:
         self.digits = digits
-        shares = partition(digits.rest, N_DEVICES, Partitioning(min_samples=FEWEST, **how), seed=seed)
+        shares = partition_pool(digits.rest, N_DEVICES, Partitioning(min_samples=FEWEST, **how), seed=seed)
         self.ids = [f"d{i:03d}" for i in range(N_DEVICES)]
         self.group = {i: share.group for i, share in zip(self.ids, shares, strict=True)}
         rotated = how["partition"] == "groups" and how.get("groups") != "labels"
@@ -245,7 +245,7 @@ class Federation:
                 self.x[i], self.y[i] = x[part], y[part]
 
     def fleet(self) -> SimulatedFleet:
-        layout, _ = initial(self.digits.spec, self.seed)
+        layout, _ = make_initial_model(self.digits.spec, self.seed)
         workers = {}
         for i in self.ids:
             x = np.float32(self.x[i][:, None] / 16)
@@ -267,11 +267,11 @@ class Federation:
         known: dict[tuple[str, int], np.ndarray] = {}
         accuracy = []
         for i in self.ids:
-            ref = method.serves(state, i)
+            ref = method.get_model(state, i)
             key = (ref.digest, self.turns[i])
             if key not in known:
                 x = np.rot90(self.digits.test.x, self.turns[i], axes=(1, 2))
-                logits = self.network.logits(fleet.get(ref, state.layout), np.float32(x[:, None] / 16))
+                logits = self.network.compute_logits(fleet.get(ref, state.layout), np.float32(x[:, None] / 16))
                 right = logits.argmax(axis=1) == self.digits.test.y
                 known[key] = np.array([right[self.digits.test.y == c].mean() for c in range(CLASSES)])
             accuracy.append(self.share[i] @ known[key])
@@ -287,8 +287,8 @@ async def learn(
 ) -> tuple[list[tuple[float, float]], State]:
     """(simulated seconds, personal accuracy) after each round, and the last state before the installation."""
     fleet = federation.fleet()
-    method = make(name, settings)
-    layout, first = initial(federation.digits.spec, federation.seed)
+    method = make_method(name, settings)
+    layout, first = make_initial_model(federation.digits.spec, federation.seed)
     state = method.init(layout, fleet.put(unflatten(first, layout)))
     if described is not None:
         assert isinstance(state, FedEpcState)
@@ -395,15 +395,15 @@ async def accuracies(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
 class Unfair(FedEpc):
     """Overdue devices are asked only if they are fast enough (5.5)."""
 
-    def bandit(self) -> ccmab.Settings:
-        return replace(super().bandit(), fairness=False)
+    def make_bandit_settings(self) -> ccmab.Settings:
+        return replace(super().make_bandit_settings(), fairness=False)
 
 
 class Batch(FedEpc):
     """The bandit searches devices one by one (5.4)."""
 
-    def bandit(self) -> ccmab.Settings:
-        return replace(super().bandit(), search=greedy_batch)
+    def make_bandit_settings(self) -> ccmab.Settings:
+        return replace(super().make_bandit_settings(), search=greedy_batch)
 
 
 class UnfairBatch(Unfair, Batch):

@@ -11,8 +11,8 @@ from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState
 def predict(method: FedCoE, state: FedCoEState, fleet: Fleet, x: np.ndarray) -> np.ndarray:
     """Class probabilities (n, C) of gate and best experts."""
     experts = [fleet.get(expert, state.layout) for expert in state.experts]
-    probabilities = np.stack([method.server_data.probabilities(expert, x) for expert in experts])
-    return routed(method.server_data.routing(fleet.get_tensors(state.gate), x), probabilities, method.TOP)
+    probabilities = np.stack([method.server_data.compute_probabilities(expert, x) for expert in experts])
+    return routed(method.server_data.compute_routing(fleet.get_tensors(state.gate), x), probabilities, method.TOP)
 
 
 def routed(p: np.ndarray, probabilities: np.ndarray, top: int) -> np.ndarray:

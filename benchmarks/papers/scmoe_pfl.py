@@ -68,11 +68,11 @@ class Variant(ScmoePfl):
     ORDER: ClassVar[dict[str, Any]] = {}
     steps = (FitAblatedMixture,)
 
-    def parameters(self) -> Parameters:
-        return msgspec.structs.replace(super().parameters(), **self.PARAMETERS)
+    def make_parameters(self) -> Parameters:
+        return msgspec.structs.replace(super().make_parameters(), **self.PARAMETERS)
 
-    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
-        order = super().mixture(state, device_id)
+    def make_mixture_order(self, state: ScmoeState, device_id: str) -> FitMixture:
+        order = super().make_mixture_order(state, device_id)
         return ablated(FitAblatedMixture, order, **{"learns": order.gate, "offset": order.energy_offset} | self.ORDER)
 
 
@@ -161,9 +161,9 @@ class Centred(Variant):
 
     ORDER: ClassVar[dict[str, Any]] = {"alone": "best"}
 
-    def embedding(self, directions: Floats) -> NDArray[np.float64]:
+    def compute_embedding(self, directions: Floats) -> NDArray[np.float64]:
         centring = np.eye(len(directions)) - 1 / len(directions)
-        return geometry.embed(centring @ geometry.gram(directions) @ centring)
+        return geometry.embed_gram(centring @ geometry.compute_gram(directions) @ centring)
 
 
 CLUSTERINGS = {

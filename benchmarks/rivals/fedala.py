@@ -36,7 +36,7 @@ class TrainAla(Train, frozen=True, kw_only=True):
     DEVICE: ClassVar = __name__
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
         """Both as vectors, as long as the head."""
         del personal
         shape = (layout.select(HEAD).n_params,)
@@ -50,7 +50,7 @@ class FedAla(PersonalLayers[PersonalState]):
     steps = (TrainAla,)
     needs_head = True
 
-    def step(self, state: PersonalState, **common: Any) -> TrainAla:  # noqa: ARG002 - the same in all rounds
+    def make_step(self, state: PersonalState, **common: Any) -> TrainAla:  # noqa: ARG002 - the same in all rounds
         """What a device does in a round."""
         return TrainAla(**common)
 
@@ -68,10 +68,10 @@ def learn(device: Device, action: TrainAla, w: Model, mine: Layers | None) -> Le
     from fedge.models.training import Trainer
 
     network, (x, y), sgd = device.network, device.data.shared, action.sgd
-    head = network.slice_of("head")
+    head = network.get_slice("head")
     mix = np.full_like(w.params[head], FRESH) if mine is None else mixture(device, action, w, mine)
     network.load(w if mine is None else mixed(w, mine[OWN], mix, head))
-    Trainer(network, x, y, sgd, device.rng()).run(sgd.steps_for(len(y)), device.stop)
+    Trainer(network, x, y, sgd, device.make_rng()).run(sgd.count_steps(len(y)), device.stop)
     trained = network.dump()
     kept = np.concatenate([mix, trained.params[head]])
     return Learned(trained, Model(kept, trained.buffers[:0], trained.counters[:0]))
@@ -81,10 +81,10 @@ def mixture(device: Device, action: TrainAla, w: Model, mine: Layers) -> np.ndar
     """W, learned from where it was, at first from ones."""
     import torch
 
-    from fedge.models.training import cross_entropy, tensor
+    from fedge.models.training import cross_entropy, to_tensor
 
-    network, (x, y), rng = device.network, device.data.shared, device.rng(1)
-    head = network.slice_of("head")
+    network, (x, y), rng = device.network, device.data.shared, device.make_rng(1)
+    head = network.get_slice("head")
     own = mine[OWN]
     first = bool((mine[MIX] == FRESH).all())
     mix = np.ones_like(own) if first else mine[MIX].copy()
@@ -94,7 +94,7 @@ def mixture(device: Device, action: TrainAla, w: Model, mine: Layers) -> np.ndar
         for batch in np.array_split(chosen, max(1, len(chosen) // action.sgd.batch_size)):
             network.load(mixed(w, own, mix, head))
             network.gradient.zero_()
-            inputs, labels = (tensor(each[batch], network.processor) for each in (x, y))
+            inputs, labels = (to_tensor(each[batch], network.processor) for each in (x, y))
             network.backward(cross_entropy, inputs, labels)
             gradient = network.gradient[head].cpu().numpy()
             mix = np.clip(mix - RATE * gradient * (w.params[head] - own), 0, 1)

@@ -31,7 +31,7 @@ from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import round_done
+from coordinator.methods.rounds import finish_round
 from fedge.steps.contract import Result, Reveals
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import BASE, HEAD, Layout, Model, TensorInfo, unflatten
@@ -103,7 +103,7 @@ class FedPac(Method[PacState]):
         """The state before round 1."""
         return PacState(round=0, layout=layout, model=model)
 
-    def serves(self, state: PacState, device_id: str) -> BlobRef:
+    def get_model(self, state: PacState, device_id: str) -> BlobRef:
         """The device's own model, or the mean of all."""
         return state.own.get(device_id, state.model)
 
@@ -112,17 +112,17 @@ class FedPac(Method[PacState]):
         layout, n_base = state.layout, state.layout.select(BASE).n_params
 
         def order(device_id: str) -> TrainPac:
-            start = Start(model=self.serves(state, device_id))
+            start = Start(model=self.get_model(state, device_id))
             sgd, codec, pull = self.settings.sgd, self.settings.codec, self.options.pull
             return TrainPac(starts=(start,), sgd=sgd, codec=codec, means=state.means, pull=pull)
 
         state, asked, updates = await train_cohort(self, state, fleet, state.model, order)
         if len(updates) < self.settings.min_reports:
-            return round_done(state, asked, updates)
+            return finish_round(state, asked, updates)
         mean = await average(self, fleet, updates, layout)
         assert mean is not None
-        shared = mean.added_to(fleet.get(state.model, layout))
-        starts = {i: fleet.get(self.serves(state, i), layout).params[n_base:] for i in {*state.own, *updates}}
+        shared = mean.add_to(fleet.get(state.model, layout))
+        starts = {i: fleet.get(self.get_model(state, i), layout).params[n_base:] for i in {*state.own, *updates}}
         trained = [starts[i] + fleet.get(u.update, layout).params[n_base:] for i, u in updates.items()]
         told = [fleet.get_tensors(u.statistics) for u in updates.values() if isinstance(u, TrainedPac)]
         h, v = (np.stack([own[name] for own in told]).astype(np.float64) for name in ("h", "v"))
@@ -134,7 +134,7 @@ class FedPac(Method[PacState]):
             params = np.concatenate([shared.params[:n_base], head])
             return fleet.put(unflatten(Model(params, shared.buffers, shared.counters), layout))
 
-        return round_done(
+        return finish_round(
             state,
             asked,
             updates,
@@ -167,7 +167,7 @@ def run(device: Device, action: TrainPac) -> Result:
     """The device half: the head alone, the base alone, and what the server is told."""
     import torch
 
-    from edge_agent.learning.evaluation import Look
+    from edge_agent.learning.evaluation import Evaluation
     from edge_agent.learning.frame import Begun, Learned, begin, finish
     from fedge.models import network as models
     from fedge.models.training import Trainer, cross_entropy
@@ -177,21 +177,21 @@ def run(device: Device, action: TrainPac) -> Result:
     begun = begin(device, action)
     if not isinstance(begun, Begun):
         return begun
-    (x, y), network, sgd, rng = device.data.shared, device.network, action.sgd, device.rng()
+    (x, y), network, sgd, rng = device.data.shared, device.network, action.sgd, device.make_rng()
     start = begun.start
-    h, v, _, _ = statistics(network.features(start, x), y, device.task.n_classes)
-    Trainer(network, x, y, sgd, rng, moves="head").run(msgspec.structs.replace(sgd, epochs=1).steps_for(len(y)))
-    head = models.head_of(network.module, network.layout)
+    h, v, _, _ = statistics(network.compute_features(start, x), y, device.task.n_classes)
+    Trainer(network, x, y, sgd, rng, moves="head").run(msgspec.structs.replace(sgd, epochs=1).count_steps(len(y)))
+    head = models.get_head(network.module, network.layout)
     unknown = (float("nan"),) * head.in_features
     with near_class_means(head, action.pull) as near:
         means = torch.tensor([own or unknown for own in action.means], device=network.processor)
         loss = partial(near, means=means) if action.means else cross_entropy
-        Trainer(network, x, y, sgd, rng, loss=loss, moves="base").run(sgd.steps_for(len(y)), device.stop)
+        Trainer(network, x, y, sgd, rng, loss=loss, moves="base").run(sgd.count_steps(len(y)), device.stop)
     trained = network.dump()
-    _, _, own, counts = statistics(network.features(trained, x), y, device.task.n_classes)
+    _, _, own, counts = statistics(network.compute_features(trained, x), y, device.task.n_classes)
     told = {"h": h, "v": v, "means": own, "counts": counts}
     data = codec.encode({name: array.astype(np.float32) for name, array in told.items()}, Codec.FLOAT32)
-    return finish(begun, Learned(trained, told={"statistics": device.send(data)}), Look(None), None)
+    return finish(begun, Learned(trained, report={"statistics": device.send(data)}), Evaluation(None), None)
 
 
 @contextmanager

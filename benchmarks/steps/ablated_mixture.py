@@ -39,26 +39,26 @@ class FitAblatedMixture(FitMixture, frozen=True, kw_only=True):
 
 
 def run(device: Device, action: FitAblatedMixture) -> Installed:
-    experts = fit_mixture.experts_of(device, action)
+    experts = fit_mixture.fetch_experts(device, action)
     if action.alone in {"average", "best"} and experts:
         average = action.alone == "average"
-        one = private_model.mean_model(experts) if average else fit_mixture.best(device, experts)
+        one = private_model.average_models(experts) if average else fit_mixture.choose_best(device, experts)
         return write_alone(device, action, one, Role.EXPERT)
     private = fit_mixture.fit_private(device, action, experts)
     if action.alone == "private" and private:
         return write_alone(device, action, private, Role.PRIVATE)
-    models, roles = fit_mixture.candidates(private, experts)
+    models, roles = fit_mixture.make_candidates(private, experts)
     samples = gate_data(device.data, action.learns)
     levelled = action.offset == "always" or (action.offset == "untrained" and len(samples[1]) < gate.MIN_SAMPLES)
-    offsets = fit_mixture.mean_energies(device, models) if levelled else np.zeros(len(models))
+    offsets = fit_mixture.compute_mean_energies(device, models) if levelled else np.zeros(len(models))
     weights = fit_mixture.fit_gate(device, models, roles, samples, offsets, action.top, energy=action.energy)
     energy = action.energy and action.learns != "uniform"
-    return fit_mixture.write(device, models, roles, weights, offsets, action.top, energy=energy)
+    return fit_mixture.write_mixture(device, models, roles, weights, offsets, action.top, energy=energy)
 
 
 def write_alone(device: Device, action: FitAblatedMixture, model: Model, role: Role) -> Installed:
-    untrained = GateWeights.untrained(device.task.input_shape, 1)
-    return fit_mixture.write(device, [model], (role,), untrained, np.zeros(1), action.top)
+    untrained = GateWeights.make_untrained(device.task.input_shape, 1)
+    return fit_mixture.write_mixture(device, [model], (role,), untrained, np.zeros(1), action.top)
 
 
 def gate_data(data: DeviceData, what: Learns) -> Samples:

@@ -22,15 +22,15 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Corrected:
-    """A model and its memory after a step, both (d,) float32. `diverged`: see `correction_step`."""
+class CorrectedModel:
+    """A model and its memory after a step, both (d,) float32. `diverged`: see `apply_correction`."""
 
     w: Floats
     h: Floats
     diverged: bool = False
 
 
-def correction_step(
+def apply_correction(
     w: Floats,
     h: Floats | None,
     mean: Vector,
@@ -38,14 +38,14 @@ def correction_step(
     *,
     alpha: float,
     beta: float,
-) -> Corrected:
+) -> CorrectedModel:
     """Move the global model: h <- alpha h - beta dir;  w <- avg - h.
 
     Args:
         w: model, (d,) float32, finite.
         h: memory, (d,); None is zero. -h is a velocity.
         mean: avg - w, (d,): mean change of all clients of the round, weighted by samples.
-        direction: dir, (d,), of `mean_direction`.
+        direction: dir, (d,), of `compute_mean_direction`.
         alpha: memory, in [0, 1). alpha = beta = 0 is FedAvg.
         beta: length of the correction, >= 0.
 
@@ -65,12 +65,12 @@ def correction_step(
         memory = alpha * memory - beta * direction
         new, kept = (w + mean - memory).astype(np.float32), memory.astype(np.float32)
     if not (np.isfinite(new).all() and np.isfinite(kept).all()):
-        return Corrected(w, np.zeros_like(w), diverged=True)
-    return Corrected(new, kept)
+        return CorrectedModel(w, np.zeros_like(w), diverged=True)
+    return CorrectedModel(new, kept)
 
 
-def mean_direction(changes: Sequence[Vector], sizes: Sequence[float]) -> Vector:
-    """Mean of the clusters' unit directions, dir = sum_i (n_i/n) d_i/|d_i|, (d,), |dir| <= 1.
+def compute_mean_direction(changes: Sequence[Vector], sizes: Sequence[float]) -> Vector:
+    """Compute the mean of the clusters' unit directions, dir = sum_i (n_i/n) d_i/|d_i|, (d,), |dir| <= 1.
 
     A cluster with |d_i| <= 1e-12 contributes 0.
 
@@ -81,7 +81,7 @@ def mean_direction(changes: Sequence[Vector], sizes: Sequence[float]) -> Vector:
     Cost: O(number of clusters * d).
 
     Example:
-        >>> mean_direction([np.array([3.0, 4.0]), np.array([0.0, 2.0])], [10, 30])
+        >>> compute_mean_direction([np.array([3.0, 4.0]), np.array([0.0, 2.0])], [10, 30])
         array([0.15, 0.95])
     """
     n = sum(sizes)

@@ -27,18 +27,18 @@ ON_THE_SIMPLEX: Final = 1e-3
 """How far the sum of a profile may be from 1 (section 11)."""
 
 
-def class_groups(n_classes: int, n_experts: int) -> tuple[int, ...]:
-    """The expert of each class, floor(c K / C) (section 3); with K > C some experts have none.
+def assign_classes(n_classes: int, n_experts: int) -> tuple[int, ...]:
+    """Assign an expert to each class, floor(c K / C) (section 3); with K > C some experts have no class.
 
     Example:
-        >>> class_groups(10, 4)
+        >>> assign_classes(10, 4)
         (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
     """
     return tuple(c * n_experts // n_classes for c in range(n_classes))
 
 
-def suitability(q: Array, temperature: float) -> Array:
-    """Eq. 1: the gate's target, softmax of q / T_s over the experts.
+def compute_suitability(q: Array, temperature: float) -> Array:
+    """Compute the gate's target, the softmax of q / T_s over the experts (Eq. 1).
 
     Args:
         q: (n, K) probability that each expert gives to the true class of a sample.
@@ -50,48 +50,48 @@ def suitability(q: Array, temperature: float) -> Array:
     return softmax(q, temperature)
 
 
-def correlation(p: Array, a: Array) -> Array:
-    """Eq. 7: M = sum over samples of p(x) a(x)^T, (K, N), from the routing (n, K) and the clients' scores (n, N)."""
+def compute_correlation(p: Array, a: Array) -> Array:
+    """Compute M = sum over samples of p(x) a(x)^T, (K, N), from routing (n, K) and scores (n, N) (Eq. 7)."""
     m: Array = p.T @ a
     return m
 
 
-def by_expert(m: Array) -> Array:
-    """Eq. 8, M_E: each row of M (K, N) divided by its sum; a row of zeros stays one."""
-    return _shares(m, axis=1)
+def normalise_rows(m: Array) -> Array:
+    """Divide each row of M (K, N) by its sum (Eq. 8, M_E); a row of zeros stays zero."""
+    return _divide_by_sums(m, axis=1)
 
 
-def by_client(m: Array) -> Array:
-    """Eq. 8, M_C: each column of M (K, N) divided by its sum: which share of a client goes to which expert.
+def normalise_columns(m: Array) -> Array:
+    """Divide each column of M (K, N) by its sum (Eq. 8, M_C): the share of a client in each expert.
 
     A column of zeros stays one.
     """
-    return _shares(m, axis=0)
+    return _divide_by_sums(m, axis=0)
 
 
-def _shares(m: Array, axis: int) -> Array:
-    """M divided by its sums, without the paper's epsilon: no result may depend on the scale of M."""
+def _divide_by_sums(m: Array, axis: int) -> Array:
+    """Divide M by its sums, without the paper's epsilon: no result may depend on the scale of M."""
     sums = m.sum(axis=axis, keepdims=True)
     shares: Array = np.divide(m, sums, out=np.zeros_like(m), where=sums > 0)
     return shares
 
 
-def select(ranking: Array, n_top: int) -> tuple[Indices, ...]:
-    """S_j for each expert: the clients with the largest R[j, :], the lower index first on a tie.
+def select_clients(ranking: Array, n_top: int) -> tuple[Indices, ...]:
+    """Select S_j for each expert: the clients with the largest R[j, :], the lower index first on a tie.
 
     Args:
         ranking: R (K, N): M_E ("raw", as printed) or M_C ("affinity", repaired).
         n_top: N_top >= 1; where there are fewer, all are taken.
 
     Example:
-        >>> select(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
+        >>> select_clients(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
         ((0, 2), (1, 2))
     """
     return tuple(map(tuple, np.argsort(-np.round(ranking, TIED), axis=1, kind="stable")[:, :n_top].tolist()))
 
 
-def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
-    """Eq. 10: W (K, N), the share of each selected client in the next expert; other clients have 0.
+def compute_expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
+    """Compute W (K, N), the share of each selected client in the next expert; others have 0 (Eq. 10).
 
     Args:
         m: M, (K, N), >= 0.
@@ -100,7 +100,7 @@ def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
     Returns:
         W, whose rows sum to 1; uniform over S_j where the row of M is all zero.
     """
-    shares = by_expert(m)
+    shares = normalise_rows(m)
     weights = np.zeros_like(m)
     for j, clients in enumerate(selected):
         if clients:
@@ -109,8 +109,8 @@ def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
     return weights
 
 
-def mixed(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
-    """Weighted sums of models in float64: the sums of Eq. 9, 11 and 13.
+def mix_models(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
+    """Compute weighted sums of models in float64: the sums of Eq. 9, 11 and 13.
 
     Args:
         models: each is read once.
@@ -143,22 +143,22 @@ def mixed(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
 
 
 def interpolate(model: Model, towards: Model | None, tau: float) -> Model:
-    """(1 - tau) model + tau towards: the smoothing of Eq. 9 and 11. `towards` None: the model as it is.
+    """Return (1 - tau) model + tau towards, the smoothing of Eq. 9 and 11; without `towards` the model as it is.
 
     Counters are those of the one with the larger weight, `model` on a tie.
     """
     if towards is None or tau == 0:
         return model
 
-    def between(old: NDArray[np.float32], new: NDArray[np.float32]) -> NDArray[np.float32]:
+    def mix_arrays(old: NDArray[np.float32], new: NDArray[np.float32]) -> NDArray[np.float32]:
         return ((1 - tau) * old.astype(np.float64) + tau * new.astype(np.float64)).astype(np.float32)
 
     counters = towards.counters if tau > 0.5 else model.counters
-    return Model(between(model.params, towards.params), between(model.buffers, towards.buffers), counters)
+    return Model(mix_arrays(model.params, towards.params), mix_arrays(model.buffers, towards.buffers), counters)
 
 
-def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: float) -> Array:
-    """t_c = ln((rho_g(c) + delta) / (mean rho_g(c) + delta)), added to the logits of class c (section 7).
+def compute_profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: float) -> Array:
+    """Compute t_c = ln((rho_g(c) + delta) / (mean rho_g(c) + delta)), added to class c's logits (section 7).
 
     Args:
         profile: rho (K,), of the new client.
@@ -170,7 +170,7 @@ def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: 
         (C,).
 
     Example:
-        >>> profile_prior(np.array([0.7, 0.3]), np.array([0.5, 0.5]), (0, 1), 0.02).round(6).tolist()
+        >>> compute_profile_prior(np.array([0.7, 0.3]), np.array([0.5, 0.5]), (0, 1), 0.02).round(6).tolist()
         [0.325422, -0.485508]
     """
     t: Array = np.log((profile + delta) / (typical + delta))[list(groups)]
@@ -178,7 +178,7 @@ def profile_prior(profile: Array, typical: Array, groups: Sequence[int], delta: 
 
 
 def is_profile(shares: Sequence[float], n_experts: int) -> bool:
-    """Whether a device's numbers are a profile: one per expert, on the simplex up to rounding."""
+    """Return whether a device's numbers are a profile: one per expert, on the simplex up to rounding."""
     rho = np.asarray(shares, np.float64)
     return rho.shape == (n_experts,) and bool((rho >= 0).all()) and abs(float(rho.sum()) - 1) <= ON_THE_SIMPLEX
 
@@ -186,14 +186,14 @@ def is_profile(shares: Sequence[float], n_experts: int) -> bool:
 # ---------------------------------------------------------------------------------------------------- diagnostics
 
 
-def overlap(selected: Sequence[Indices]) -> float:
-    """Mean over pairs of experts of |S_i and S_j in common| / |S_i|, in [0, 1]; 0 with one expert (section 13)."""
+def compute_overlap(selected: Sequence[Indices]) -> float:
+    """Compute the mean over pairs of experts of |S_i & S_j| / |S_i|, in [0, 1]; 0 with one expert (section 13)."""
     pairs = [(a, b) for k, a in enumerate(selected) for b in selected[k + 1 :] if a]
     return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in pairs])) if pairs else 0.0
 
 
-def spread(experts: Sequence[Model]) -> float:
-    """Mean over experts of ||theta_j - mean|| / ||mean|| (section 13); 0 when all are zero."""
+def compute_spread(experts: Sequence[Model]) -> float:
+    """Compute the mean over experts of ||theta_j - mean|| / ||mean|| (section 13); 0 when all are zero."""
     stacked = np.stack([expert.params for expert in experts]).astype(np.float64)
     mean = stacked.mean(axis=0)
     norm = float(np.linalg.norm(mean))

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from coordinator.aggregation import rules
-from coordinator.aggregation.mean import Average, Share, Shares, cluster_averages
+from coordinator.aggregation.mean import Average, Share, Shares, average_clusters
 from coordinator.aggregation.protection import SUMMABLE, Protection
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Layout, Model
 
 
-def guarded_averages(
+def average_by_rule(
     changes: Iterable[Model],
     norms: Sequence[Norms],
     sizes: Sequence[float],
@@ -30,34 +30,34 @@ def guarded_averages(
     Args:
         changes: updates by ascending client id; finite; each is read once.
         norms: of each of them.
-        sizes: as in `cluster_averages`; unverified claims, which `clipped` limits to twice the median of a cluster.
+        sizes: as in `average_clusters`; unverified claims, which `clipped` limits to twice the median of a cluster.
         members: for each cluster the positions of its members.
         layout: of the updates.
         protection: the rule. In a cluster of fewer than three members every rule is the mean.
 
     Raises:
-        ValueError: as `cluster_averages`.
+        ValueError: as `average_clusters`.
     """
     if protection.average in SUMMABLE:
-        return cluster_averages(changes, sizes, members, layout, shares(norms, sizes, members, protection))
+        return average_clusters(changes, sizes, members, layout, compute_shares(norms, sizes, members, protection))
     rows = list(changes)
-    return tuple(_robust([rows[i] for i in own], layout, protection) for own in members)
+    return tuple(_average_robustly([rows[i] for i in own], layout, protection) for own in members)
 
 
-def believed(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
-    """The weights of a cluster's members: their samples, those limited to twice the median, or one, by the rule."""
+def limit_sizes(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
+    """Return the members' weights in a cluster by the rule: samples, those limited to twice the median, or one."""
     if protection.average not in SUMMABLE:
         return [1.0] * len(sizes)
     if protection.average != "clipped":
         return sizes
-    most = rules.FACTOR * rules.usual([size for size in sizes if size > 0])
+    most = rules.FACTOR * rules.compute_typical([size for size in sizes if size > 0])
     return [min(size, most) for size in sizes]
 
 
-def shares(
+def compute_shares(
     norms: Sequence[Norms], sizes: Sequence[float], members: Sequence[Sequence[int]], protection: Protection
 ) -> Shares:
-    """How updates count that a rule makes lighter or shorter, in each cluster by its own members.
+    """Compute how updates count that a rule makes lighter or shorter, in each cluster by its own members.
 
     `norm-clipped` bounds norms by twice their median. `clipped` bounds weights so, and weight times norm; a mean of
     equal updates is that update: twice the median of weight times norm is then no less than what twice the median
@@ -68,10 +68,10 @@ def shares(
     found: dict[tuple[int, int], Share] = {}
     for k, members_of_k in enumerate(members):
         own = [i for i in members_of_k if sizes[i] > 0]
-        weights = believed([sizes[i] for i in own], protection)
+        weights = limit_sizes([sizes[i] for i in own], protection)
         moved = weights if protection.average == "clipped" else [1.0] * len(own)
         of_parts = [
-            rules.factors([weight * norms[i][part] for i, weight in zip(own, moved, strict=True)], zeros=True)
+            rules.compute_factors([weight * norms[i][part] for i, weight in zip(own, moved, strict=True)], zeros=True)
             for part in range(2)
         ]
         for i, share in zip(own, map(Share, weights, *of_parts), strict=True):
@@ -80,12 +80,12 @@ def shares(
     return found
 
 
-def _robust(rows: Sequence[Model], layout: Layout, protection: Protection) -> Average | None:
-    """The robust average of one cluster."""
+def _average_robustly(rows: Sequence[Model], layout: Layout, protection: Protection) -> Average | None:
+    """Compute the robust average of one cluster."""
     n = len(rows)
-    f = rules.n_hostile(n, protection.hostile)
+    f = rules.count_hostile(n, protection.hostile)
     if n < rules.FEWEST:
-        (average,) = cluster_averages(rows, [1] * n, [range(n)], layout)
+        (average,) = average_clusters(rows, [1] * n, [range(n)], layout)
         return average
     params = [row.params for row in rows]
     match protection.average:
@@ -94,7 +94,7 @@ def _robust(rows: Sequence[Model], layout: Layout, protection: Protection) -> Av
         case "trimmed-mean":
             found = rules.trimmed_mean(params, f)
         case "multi-krum":
-            (chosen,) = cluster_averages(rows, [1] * n, [rules.multi_krum(params, f)], layout)
+            (chosen,) = average_clusters(rows, [1] * n, [rules.multi_krum(params, f)], layout)
             assert chosen is not None
             found = chosen.params
         case _:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.tensors.layout import Layout, Model
-from fedge.tensors.rounding import blockwise, threads
+from fedge.tensors.rounding import get_threads, map_blocks
 
 BLOCK = 262_144
 """Elements of a vector that are worked on at a time, so that they stay in the CPU's cache from one step to the next.
@@ -75,20 +75,20 @@ class WeightedSums:
                     else:
                         target[...] = scaled
 
-        others = [threads().submit(add_share, *share) for share in self._shares[1:]]
+        others = [get_threads().submit(add_share, *share) for share in self._shares[1:]]
         add_share(*self._shares[0])
         for other in others:
             other.result()
 
-    def means(self) -> tuple[NDArray[np.float64] | None, ...]:
-        """The mean of each cluster, (d,); None where nothing was added. Divides in place: call it once, at the end."""
+    def compute_means(self) -> tuple[NDArray[np.float64] | None, ...]:
+        """Compute the mean of each cluster, (d,), or None without addends; divides in place: call it once, last."""
 
         def divide(block: slice) -> None:
             np.divide(row[block], total, out=row[block])
 
         for total, row in zip(self._totals, self._sums, strict=True):
             if total > 0:
-                blockwise(len(row), divide, threaded=True)
+                map_blocks(len(row), divide, threaded=True)
         return tuple(row if total > 0 else None for total, row in zip(self._totals, self._sums, strict=True))
 
 
@@ -101,17 +101,17 @@ class Average:
     counters: NDArray[np.int64]
     n_samples: float
 
-    def as_model(self) -> Model:
-        """The mean, when models were averaged."""
+    def to_model(self) -> Model:
+        """Return the mean as a model, when models were averaged."""
         return Model(self.params.astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
-    def added_to(self, start: Model) -> Model:
-        """`start` plus the mean change, if updates were averaged; buffers and counters are the mean's own."""
+    def add_to(self, start: Model) -> Model:
+        """Return `start` plus the mean change, if updates were averaged; buffers, counters are the mean's own."""
         return Model((start.params + self.params).astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
 
 class Share(NamedTuple):
-    """How a model counts in a cluster: its weight, and by what its parameters and its buffers are multiplied."""
+    """The way a model counts in a cluster: its weight, and the factors of its parameters and its buffers."""
 
     weight: float
     params: float = 1.0
@@ -122,7 +122,7 @@ Shares = Mapping[tuple[int, int], Share]
 """By (cluster, model); those not there have the weight of their size, and are multiplied by 1."""
 
 
-def cluster_averages(
+def average_clusters(
     models: Iterable[Model | Average],
     sizes: Sequence[float],
     members: Sequence[Collection[int]],
@@ -151,7 +151,7 @@ def cluster_averages(
     for k, of_cluster in enumerate(members):
         for i in set(of_cluster):
             clusters_of[i].append(k)
-    n_buffers, n_counters = (sum(t.size for t in layout.of_kind(kind)) for kind in ("buffer", "counter"))
+    n_buffers, n_counters = (sum(t.size for t in layout.select_kind(kind)) for kind in ("buffer", "counter"))
     params = WeightedSums(len(members), layout.n_params)
     buffers = WeightedSums(len(members), n_buffers)
     counters = np.full((len(members), n_counters), np.iinfo(np.int64).min)
@@ -163,7 +163,7 @@ def cluster_averages(
         if model.counters.shape != (n_counters,):
             raise ValueError(f"model {i}: counters have shape {model.counters.shape}, expected {(n_counters,)}")
         try:
-            for share, together in _by_share(i, size, clusters, shares):
+            for share, together in _group_by_share(i, size, clusters, shares):
                 params.add(model.params, share.weight, together, share.params)
                 buffers.add(model.buffers, share.weight, together, share.buffers)
                 for k in together if share.weight else ():
@@ -176,20 +176,20 @@ def cluster_averages(
     totals = [sum(shares.get((k, i), Share(sizes[i])).weight for i in own) for k, own in enumerate(members)]
     return tuple(
         None if p is None or b is None else Average(p, b, c, n)
-        for p, b, c, n in zip(params.means(), buffers.means(), counters, totals, strict=True)
+        for p, b, c, n in zip(params.compute_means(), buffers.compute_means(), counters, totals, strict=True)
     )
 
 
-def _by_share(i: int, size: float, clusters: list[int], shares: Shares) -> list[tuple[Share, list[int]]]:
-    """The clusters of a model, grouped by equal shares."""
+def _group_by_share(i: int, size: float, clusters: list[int], shares: Shares) -> list[tuple[Share, list[int]]]:
+    """Group the clusters of a model by equal shares."""
     found: dict[Share, list[int]] = {}
     for k in clusters:
         found.setdefault(shares.get((k, i), Share(size)), []).append(k)
     return list(found.items())
 
 
-def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) -> Average:
-    """Average models (or updates) over all clients: FedAvg's mean. Arguments as in `cluster_averages`.
+def average_all(models: Iterable[Model], sizes: Sequence[float], layout: Layout) -> Average:
+    """Average models (or updates) over all clients: FedAvg's mean. Arguments as in `average_clusters`.
 
     Raises:
         ValueError: the sizes sum to 0, or a model does not fit.
@@ -199,10 +199,10 @@ def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) ->
         >>> layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
         >>> models = [Model(np.float32([1, 2]), np.zeros(0, np.float32), np.zeros(0, np.int64)),
         ...           Model(np.float32([3, 6]), np.zeros(0, np.float32), np.zeros(0, np.int64))]
-        >>> averaged(models, [1, 3], layout).params
+        >>> average_all(models, [1, 3], layout).params
         array([2.5, 5. ])
     """
-    (average,) = cluster_averages(models, sizes, [range(len(sizes))], layout)
+    (average,) = average_clusters(models, sizes, [range(len(sizes))], layout)
     if average is None:
         raise ValueError("the weights sum to 0: there is nothing to average")
     return average

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.tensors.layout import Floats
-from fedge.tensors.rounding import blockwise
+from fedge.tensors.rounding import map_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A model and its velocity after a step, both (d,) float32; None: no momentum. `diverged`: see `server_step`."""
+class ServerStep:
+    """A model and its velocity (None: no momentum) after a step, (d,) float32. `diverged`: see `apply_momentum`."""
 
     w: Floats
     v: Floats | None
     diverged: bool = False
 
 
-def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating], *, gamma: float) -> Step:
+def apply_momentum(w: Floats, v: Floats | None, change: NDArray[np.floating], *, gamma: float) -> ServerStep:
     """Move the global model or an expert: v <- gamma v + change;  w <- w + v.
 
     Args:
@@ -53,6 +53,6 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating], *, ga
             kept[block] = moved
         return bool(np.isfinite(new[block]).all() and (kept is None or np.isfinite(kept[block]).all()))
 
-    if not all(blockwise(len(w), move, threaded=True)):
-        return Step(w, np.zeros_like(w), diverged=True)
-    return Step(new, kept)
+    if not all(map_blocks(len(w), move, threaded=True)):
+        return ServerStep(w, np.zeros_like(w), diverged=True)
+    return ServerStep(new, kept)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coordinator.aggregation.rules import FEWEST, bounded, factors
+from coordinator.aggregation.rules import FEWEST, bound_sizes, compute_factors
 
 K = TypeVar("K")
 
@@ -26,42 +26,42 @@ ENOUGH_DEVICES = 4
 Z, ETA_0, SLOPE = 1.0, 0.70, 20.0  # section 13
 
 
-def trial_statistic(deltas: Sequence[float]) -> float | None:
-    """Trial statistic t = mean(delta) / (sd(delta)/sqrt(n) + 1e-9), sd with n - 1, of bounded deltas (`within`).
+def compute_trial_statistic(deltas: Sequence[float]) -> float | None:
+    """Compute t = mean(delta) / (sd(delta)/sqrt(n) + 1e-9), sd with n - 1, of bounded deltas (`clip_outliers`).
 
     `deltas`: loss(G) - loss(E_k) of each device that has validation samples, finite, by ascending device id. None for
     fewer than two devices.
 
     Example:
-        >>> round(trial_statistic([0.3, 0.2, 0.0, 0.3]), 6)
+        >>> round(compute_trial_statistic([0.3, 0.2, 0.0, 0.3]), 6)
         2.828427
     """
     if len(deltas) < 2:
         return None
-    deltas = within(deltas)
+    deltas = clip_outliers(deltas)
     spread = float(np.std(deltas, ddof=1)) / math.sqrt(len(deltas))
     return float(np.mean(deltas)) / (spread + 1e-9)
 
 
-def within(deltas: Sequence[float]) -> Sequence[float]:
-    """The deltas, with outliers moved to 6 median deviations from the median; three or fewer stay unchanged.
+def clip_outliers(deltas: Sequence[float]) -> Sequence[float]:
+    """Move outliers to 6 median deviations from the median; three or fewer deltas stay unchanged.
 
     6 median deviations are 4 standard deviations of a normal sample. Where most deltas are equal, none is moved.
 
     Example:
-        >>> within([1.0, 2.0, 3.0, 2.0, 50.0])
+        >>> clip_outliers([1.0, 2.0, 3.0, 2.0, 50.0])
         [1.0, 2.0, 3.0, 2.0, 8.0]
     """
-    told = np.asarray(deltas, np.float64)
-    middle = float(np.median(told))
-    reach = 6 * float(np.median(np.abs(told - middle)))
-    if len(told) < ENOUGH_DEVICES or not reach:
+    values = np.asarray(deltas, np.float64)
+    middle = float(np.median(values))
+    reach = 6 * float(np.median(np.abs(values - middle)))
+    if len(values) < ENOUGH_DEVICES or not reach:
         return deltas
     return [min(max(delta, middle - reach), middle + reach) for delta in deltas]
 
 
 def wants_split(statistic: float | None, separability: float, n_devices: int) -> bool:
-    """Whether t + 20 (eta - 0.70) > 1.
+    """Return whether the trial speaks for a split: t + 20 (eta - 0.70) > 1.
 
     Clear groups (eta >= 0.9) are split unless the trial speaks strongly against; similarities without structure
     (eta about 0.62) need t > 2.6.
@@ -76,8 +76,8 @@ def wants_split(statistic: float | None, separability: float, n_devices: int) ->
     return statistic + SLOPE * (separability - ETA_0) > Z
 
 
-def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
-    """Position of the choice with the smallest total loss; the first on a tie.
+def choose_pooled(losses: Sequence[Sequence[float]]) -> int:
+    """Return the position of the choice with the smallest total loss; the first on a tie.
 
     With three devices or more, no device's influence exceeds twice the median. A device's losses count relative to its
     best choice, and the largest of these is its influence.
@@ -85,13 +85,13 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
     `losses`: (n_devices, n_choices), sums of validation losses, by ascending device id; finite; at least one device.
 
     Example:
-        >>> pooled_choice([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0]])
+        >>> choose_pooled([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0]])
         2
     """
     worse = np.asarray(losses, np.float64)
     if len(worse) >= FEWEST:
         worse = worse - worse.min(axis=1, keepdims=True)
-        worse = worse * np.asarray(factors(worse.max(axis=1).tolist()))[:, None]
+        worse = worse * np.asarray(compute_factors(worse.max(axis=1).tolist()))[:, None]
     totals = np.sum(worse, axis=0)
     best = 0
     for choice, total in enumerate(totals):
@@ -100,17 +100,17 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
     return best
 
 
-def pooled_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, float]:
-    """Mean of the devices' mixture weights, u = sum m_i omega_i / sum m_i; no m_i counts more than twice the median.
+def pool_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, float]:
+    """Compute the mean mixture weights, u = sum m_i omega_i / sum m_i; no m_i exceeds twice the median.
 
     `weights`: (omega_i, m_i) of at least one device, by ascending id; omega_i sums to 1, m_i validation samples. A
     candidate that a device does not have weighs 0 there. If no device has validation samples, all count alike.
 
     Example:
-        >>> pooled_weights([({"private": 0.2, "global": 0.8}, 10), ({"private": 0.6, "global": 0.4}, 30)])
+        >>> pool_weights([({"private": 0.2, "global": 0.8}, 10), ({"private": 0.6, "global": 0.4}, 30)])
         {'private': 0.5, 'global': 0.5}
     """
-    shares = bounded([float(m) for _, m in weights])
+    shares = bound_sizes([float(m) for _, m in weights])
     if not sum(shares):
         shares = [1.0] * len(weights)
     candidates = list(dict.fromkeys(candidate for omega, _ in weights for candidate in omega))

@@ -111,8 +111,8 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether devices train with differential privacy."""
         return self.dp_epsilon is not None or self.dp_noise is not None
 
-    def privacy(self, rounds: int) -> Privacy | None:
-        """The promise of a run of so many rounds to each sample; None: nothing."""
+    def make_privacy(self, rounds: int) -> Privacy | None:
+        """Return what a run of so many rounds promises each sample; None without differential privacy."""
         if not self.dp:
             return None
         return Privacy(
@@ -123,8 +123,8 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             noise_multiplier=self.dp_noise,
         )
 
-    def promise(self) -> str:
-        """In words, what differential privacy promises each sample; empty: nothing."""
+    def describe_promise(self) -> str:
+        """Describe what differential privacy promises each sample; empty without it."""
         if not self.dp:
             return ""
         what = f"noise {self.dp_noise:g} in each step" if self.dp_noise else f"epsilon at most {self.dp_epsilon:g}"
@@ -166,13 +166,15 @@ NOTES: Final[Mapping[frozenset[Guard], str]] = {
 WITHOUT: Final = "fedavg, fedprox, fedavgm, fedbuff, fedper, fedrep and lg-fedavg do without"
 
 
-def without_noise(*told: tuple[type[Action], str]) -> str:
-    """Why a method that needs these fields of these steps cannot have differential privacy."""
-    fields = ", ".join(f"{field} of step {step.STEP} ({step.RESULT.REVEALS[field].words})" for step, field in told)
+def explain_no_noise(*kinds: tuple[type[Action], str]) -> str:
+    """Explain why a method that needs these fields of these steps cannot have differential privacy."""
+    fields = ", ".join(f"{field} of step {step.STEP} ({step.RESULT.REVEALS[field].words})" for step, field in kinds)
     return f"it needs {fields}, which has no noise; " + WITHOUT
 
 
-def check(protection: Protection, unfit: Mapping[str, str], method: str, codec: Codec = Codec.INT8) -> None:
+def require_combinable(
+    protection: Protection, unfit: Mapping[str, str], method: str, codec: Codec = Codec.INT8
+) -> None:
     """Refuse invalid combinations before a run.
 
     Args:
@@ -194,12 +196,12 @@ def check(protection: Protection, unfit: Mapping[str, str], method: str, codec: 
             raise ConfigError(f"{pair[0]} and {pair[1]} do not combine: {why}")
 
 
-def table(guards: Collection[Guard] = get_args(Guard)) -> str:
-    """The table of all pairs as Markdown: yes, a number for a remark, or a letter for a reason against."""
+def format_table(guards: Collection[Guard] = get_args(Guard)) -> str:
+    """Return the table of all pairs as Markdown: yes, a number for a remark, or a letter for a reason against."""
     reasons: dict[str, str] = {}
     notes: dict[str, str] = {}
 
-    def cell(a: Guard, b: Guard) -> str:
+    def format_cell(a: Guard, b: Guard) -> str:
         pair = frozenset({a, b})
         if a == b:
             return ""
@@ -207,7 +209,7 @@ def table(guards: Collection[Guard] = get_args(Guard)) -> str:
             return "no " + reasons.setdefault(why, f"({chr(ord('a') + len(reasons))})")
         return "yes" + (f" ({notes.setdefault(NOTES[pair], str(len(notes) + 1))})" if pair in NOTES else "")
 
-    rows = [f"| {a} | " + " | ".join(cell(a, b) for b in guards) + " |" for a in guards]
+    rows = [f"| {a} | " + " | ".join(format_cell(a, b) for b in guards) + " |" for a in guards]
     head = ["| | " + " | ".join(guards) + " |", "|" + "---|" * (len(guards) + 1)]
     why_not = [f"- {mark} {why}." for why, mark in reasons.items()]
     to_know = [f"- ({mark}) {note}." for note, mark in notes.items()]

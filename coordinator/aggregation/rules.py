@@ -4,7 +4,7 @@ Source: median and trimmed mean: Yin et al., "Byzantine-Robust Distributed Learn
 et al., "Machine Learning with Adversaries", NeurIPS 2017; centred clipping: Karimireddy, He, Jaggi, "Learning from
 History for Byzantine Robust Optimization", ICML 2021. Its radius comes from the cohort: no constant fits all networks.
 A rule counts every device once: how many samples a device has is its own claim. Clipping keeps the weights, and bounds
-them (`bounded`).
+them (`bound_sizes`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ITERATIONS: Final = 3
 Vector = NDArray[np.float64]
 
 
-def usual(values: Sequence[float], *, zeros: bool = False) -> float:
-    """The median of what devices say; infinite of fewer than three values, or where all are 0.
+def compute_typical(values: Sequence[float], *, zeros: bool = False) -> float:
+    """Return the median of what devices say; infinite for fewer than three values, or where all are 0.
 
     `zeros`: a 0 counts as any other number. Else it says nothing, and of one or two others the smaller is usual.
 
     Example:
-        >>> usual([0.0, 1.0, 1e6]), usual([1.0, 2.0, 9.0, 0.0]), usual([1.0, 9.0])
+        >>> compute_typical([0.0, 1.0, 1e6]), compute_typical([1.0, 2.0, 9.0, 0.0]), compute_typical([1.0, 9.0])
         (1.0, 2.0, inf)
-        >>> usual([0.0, 0.0, 1e6], zeros=True)
+        >>> compute_typical([0.0, 0.0, 1e6], zeros=True)
         0.0
     """
     positive = [value for value in values if value > 0]
@@ -49,74 +49,74 @@ def usual(values: Sequence[float], *, zeros: bool = False) -> float:
     return min(positive)
 
 
-def factors(shares: Sequence[float], times: float = FACTOR, *, zeros: bool = False) -> list[float]:
-    """By what to multiply each update, min(1, 2 median / share); all 1 where there are fewer than three.
+def compute_factors(shares: Sequence[float], times: float = FACTOR, *, zeros: bool = False) -> list[float]:
+    """Return by what to multiply each update, min(1, 2 median / share); all 1 for fewer than three.
 
     `shares`: how far each update moves the sum, its weight times its norm. `times`: what the median is multiplied by.
-    `zeros`: as in `usual`.
+    `zeros`: as in `compute_typical`.
 
     Example:
-        >>> factors([1.0, 2.0, 1.0, 10.0])
+        >>> compute_factors([1.0, 2.0, 1.0, 10.0])
         [1.0, 1.0, 1.0, 0.3]
     """
-    bound = times * usual(shares, zeros=zeros)
+    bound = times * compute_typical(shares, zeros=zeros)
     return [bound / share if share > bound else 1.0 for share in shares]
 
 
-def bounded(sizes: Sequence[float], times: float = FACTOR) -> list[float]:
-    """Weights, none above twice the median: no single claim decides an average.
+def bound_sizes(sizes: Sequence[float], times: float = FACTOR) -> list[float]:
+    """Limit weights to twice the median, so that no single claim decides an average.
 
     Example:
-        >>> bounded([10, 20, 10, 1000])
+        >>> bound_sizes([10, 20, 10, 1000])
         [10, 20, 10, 30.0]
     """
-    most = times * usual(sizes)
+    most = times * compute_typical(sizes)
     return [min(size, most) for size in sizes]
 
 
-def n_hostile(n: int, share: float) -> int:
-    """F of a cohort of n: the share, rounded up, but a minority.
+def count_hostile(n: int, share: float) -> int:
+    """Return f of a cohort of n: the share, rounded up, but a minority.
 
     Example:
-        >>> n_hostile(10, 0.2), n_hostile(4, 0.2), n_hostile(3, 0.4), n_hostile(10, 0.0)
+        >>> count_hostile(10, 0.2), count_hostile(4, 0.2), count_hostile(3, 0.4), count_hostile(10, 0.0)
         (2, 1, 1, 0)
     """
     return min(math.ceil(share * n - 1e-9), (n - 1) // 2)
 
 
 def median(rows: Sequence[Floats]) -> Vector:
-    """The median of each coordinate, (d,). Cost: O(n d log n) time, 8 n * BLOCK bytes."""
+    """Compute the median of each coordinate, (d,). Cost: O(n d log n) time, 8 n * BLOCK bytes."""
     found = np.empty(len(rows[0]))
-    for block in _blocks(len(found)):
-        found[block] = np.median(_stacked(rows, block), axis=0)
+    for block in _make_blocks(len(found)):
+        found[block] = np.median(_stack_rows(rows, block), axis=0)
     return found
 
 
 def trimmed_mean(rows: Sequence[Floats], f: int) -> Vector:
-    """The mean of each coordinate without its f largest and f smallest values, (d,); 2 f < n, as of `n_hostile`.
+    """Compute each coordinate's mean without its f largest and f smallest values, (d,); 2 f < n (`count_hostile`).
 
     Example:
         >>> trimmed_mean([np.float32([v]) for v in (1, 2, 3, 100)], 1)
         array([2.5])
     """
     found = np.empty(len(rows[0]))
-    for block in _blocks(len(found)):
-        found[block] = np.sort(_stacked(rows, block), axis=0)[f : len(rows) - f].mean(axis=0)
+    for block in _make_blocks(len(found)):
+        found[block] = np.sort(_stack_rows(rows, block), axis=0)[f : len(rows) - f].mean(axis=0)
     return found
 
 
 def multi_krum(rows: Sequence[Floats], f: int) -> list[int]:
-    """Positions of the n - f vectors whose mean is multi-Krum's, ascending.
+    """Return the positions of the n - f vectors whose mean is multi-Krum's, ascending.
 
     The score of a vector is the sum of the squared distances to its n - f - 1 nearest others; the lowest win, on a tie
-    the first. Departure: n - f - 2 in the paper, as in ByzFL. f < n - 1, as of `n_hostile`.
+    the first. Departure: n - f - 2 in the paper, as in ByzFL. f < n - 1, as of `count_hostile`.
 
     Cost: O(n^2 d) time, 8 n (n + BLOCK) bytes.
     """
     n = len(rows)
     squares = np.zeros((n, n))
-    for block in _blocks(len(rows[0])):
-        part = _stacked(rows, block)
+    for block in _make_blocks(len(rows[0])):
+        part = _stack_rows(rows, block)
         gram = part @ part.T
         own = np.diag(gram)
         squares += np.maximum(own[:, None] + own[None] - 2 * gram, 0.0)
@@ -126,7 +126,7 @@ def multi_krum(rows: Sequence[Floats], f: int) -> list[int]:
 
 
 def centred_clipping(rows: Sequence[Floats], radius: float | None = None, iterations: int = ITERATIONS) -> Vector:
-    """V <- v + mean of (x_i - v) min(1, tau / |x_i - v|), from v = 0, the model as it is, (d,).
+    """Iterate v <- v + mean of (x_i - v) min(1, tau / |x_i - v|) from v = 0, the model as it is, (d,).
 
     Args:
         rows: x_i, changes of a model.
@@ -137,20 +137,22 @@ def centred_clipping(rows: Sequence[Floats], radius: float | None = None, iterat
     """
     v = np.zeros(len(rows[0]))
     for _ in range(iterations):
-        distances = [math.sqrt(sum(float(np.square(row[b] - v[b]).sum()) for b in _blocks(len(v)))) for row in rows]
+        distances = [
+            math.sqrt(sum(float(np.square(row[b] - v[b]).sum()) for b in _make_blocks(len(v)))) for row in rows
+        ]
         tau = float(np.median(distances)) if radius is None else radius
         step = np.zeros(len(v))
         for row, distance in zip(rows, distances, strict=True):
             share = min(1.0, tau / distance) / len(rows) if distance > 0 else 0.0
-            for block in _blocks(len(v)):
+            for block in _make_blocks(len(v)):
                 step[block] += share * (row[block] - v[block])
         v += step
     return v
 
 
-def _blocks(d: int) -> list[slice]:
+def _make_blocks(d: int) -> list[slice]:
     return [slice(start, start + BLOCK) for start in range(0, d, BLOCK)]
 
 
-def _stacked(rows: Sequence[Floats], block: slice) -> Vector:
+def _stack_rows(rows: Sequence[Floats], block: slice) -> Vector:
     return np.stack([row[block] for row in rows]).astype(np.float64)

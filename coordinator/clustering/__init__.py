@@ -4,6 +4,6 @@
 are what they are compared with. Methods use it. Begin with `find`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "find")
+__getattr__ = make_getattr(__name__, "find")

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.aggregation.rules import bounded
-from fedge.steps.divergence import divergence
+from coordinator.aggregation.rules import bound_sizes
+from fedge.steps.divergence import compute_divergence
 
 Vectors = NDArray[np.float64]
 Clusters = tuple[tuple[int, ...], ...]
@@ -50,26 +50,26 @@ class Place:
 # -------------------------------------------------------------------------------------------- 4.1: divergence
 
 
-def divergence_matrix(profiles: Vectors, *, unit: float) -> Vectors:
-    """D_ij = D_raw / D_ref of all pairs, (3)-(4): profiles (N, q) -> (N, N), symmetric with zero diagonal.
+def compute_divergences(profiles: Vectors, *, unit: float) -> Vectors:
+    """Compute D_ij = D_raw / D_ref of all pairs, (3)-(4): profiles (N, q) -> (N, N), symmetric, zero diagonal.
 
     Raises:
-        ValueError: an entry is not in [0, 1], or the unit is useless, see `class_unit`.
+        ValueError: an entry is not in [0, 1], or the unit is useless, see `compute_class_unit`.
 
     Cost: O(N^2 q) time; temporary memory is bounded by blocks of rows.
     """
-    unit = _usable(unit)
+    unit = _require_usable(unit)
     result = np.zeros((len(profiles), len(profiles)))
     rows = max(1, BLOCK_BYTES // max(1, 8 * profiles.size))
     for start in range(0, len(profiles), rows):
         block = profiles[start : start + rows]
-        result[start : start + rows, start:] = divergence(block[:, None], profiles[None, start:])
+        result[start : start + rows, start:] = compute_divergence(block[:, None], profiles[None, start:])
     upper = np.triu(result, 1) / unit
     return np.asarray(upper + upper.T)
 
 
-def class_unit(class_profiles: Vectors) -> float:
-    """D_ref: mean D_raw over all pairs of profiles of single classes, (n_classes, q).
+def compute_class_unit(class_profiles: Vectors) -> float:
+    """Compute D_ref, the mean D_raw over all pairs of profiles of single classes, (n_classes, q).
 
     D = 1 then reads "as different as two devices with one class each, classes unequal".
 
@@ -78,12 +78,12 @@ def class_unit(class_profiles: Vectors) -> float:
     """
     if len(class_profiles) < 2:
         raise ValueError("a unit needs profiles of at least two classes")
-    pairs = divergence_matrix(class_profiles, unit=1.0)[np.triu_indices(len(class_profiles), 1)]
-    return _usable(float(np.mean(pairs)))
+    pairs = compute_divergences(class_profiles, unit=1.0)[np.triu_indices(len(class_profiles), 1)]
+    return _require_usable(float(np.mean(pairs)))
 
 
-def split_half_unit(halves: Sequence[float]) -> float:
-    """D_ref without labelled server data: 12 * mean / 2 of each device's D_raw between its even and odd samples.
+def compute_halves_unit(halves: Sequence[float]) -> float:
+    """Compute D_ref without labels: 12 * mean / 2 of each device's D_raw between its even and odd samples.
 
     None counts as more than twice the median: a single claim cannot make all devices alike.
 
@@ -92,10 +92,10 @@ def split_half_unit(halves: Sequence[float]) -> float:
     """
     if not len(halves):
         raise ValueError("no device could halve its samples")
-    return _usable(12 * float(np.mean(bounded(halves))) / 2)
+    return _require_usable(12 * float(np.mean(bound_sizes(halves))) / 2)
 
 
-def _usable(unit: float) -> float:
+def _require_usable(unit: float) -> float:
     if not unit > 1e-12:
         raise ValueError(f"the unit D_ref is {unit}: the extractor tells nothing apart")
     return unit
@@ -105,19 +105,19 @@ def _usable(unit: float) -> float:
 
 
 def entropy(profiles: Vectors) -> float:
-    """H = e * mean over devices and channels of -s ln s, in [0, 1]; 0 where s = 0. profiles (n, q)."""
+    """Compute H = e * mean over devices and channels of -s ln s, in [0, 1]; 0 where s = 0. profiles (n, q)."""
     logs = np.log(profiles, out=np.zeros(profiles.shape), where=profiles > 0)
     return float(np.clip(math.e * np.mean(-profiles * logs), 0.0, 1.0))
 
 
-def min_samples(n: int, h: float) -> int:
-    """MinPts, (6), which counts the device itself, for n >= 2 devices of mean entropy h."""
+def compute_min_samples(n: int, h: float) -> int:
+    """Compute MinPts, (6), which counts the device itself, for n >= 2 devices of mean entropy h."""
     wanted = math.ceil(n / (1 + math.exp(ETA * h)) - 1e-9)
     return min(max(wanted, 2), max(2, 1 + math.floor(math.log(n))))
 
 
-def radius(distances: Vectors, min_points: int) -> float:
-    """Radius eps, (5): mean + population sd of the distances to the (MinPts-1)-th nearest other device.
+def compute_radius(distances: Vectors, min_points: int) -> float:
+    """Compute eps, (5): mean + population sd of the distances to the (MinPts-1)-th nearest other device.
 
     `distances`: (n, n), n >= 2; the furthest device stands in where there are too few others.
     """
@@ -130,8 +130,8 @@ def radius(distances: Vectors, min_points: int) -> float:
 # ----------------------------------------------------------------------------------------- 4.3: density clustering
 
 
-def density_clusters(distances: Vectors, eps: float, min_points: int) -> NDArray[np.intp]:
-    """DBSCAN: labels (n,), -1 is noise. Distance <= eps, the device itself included.
+def cluster_by_density(distances: Vectors, eps: float, min_points: int) -> NDArray[np.intp]:
+    """Label devices by DBSCAN: labels (n,), -1 is noise. Distance <= eps, the device itself included.
 
     scikit-learn visits devices in ascending order and finishes one cluster before the next, so a border device belongs
     to the first cluster that reaches it, as in the specification.
@@ -146,7 +146,7 @@ def density_clusters(distances: Vectors, eps: float, min_points: int) -> NDArray
 
 
 def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
-    """SPLIT: part a cluster around its two most distant devices until every piece has het <= theta_split."""
+    """Part a cluster around its two most distant devices until every piece has het <= theta_split (SPLIT)."""
     pieces, waiting = [], [np.array(sorted(cluster))]
     while waiting:
         members = waiting.pop()
@@ -155,39 +155,39 @@ def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
             pieces.append(members.tolist())
             continue
         first, second = np.triu_indices(len(members), 1)
-        pair = _first(inner[first, second] >= inner[first, second].max() - TIE)  # ties: lexicographically smallest
+        pair = _find_first(inner[first, second] >= inner[first, second].max() - TIE)  # ties: lexicographically smallest
         a, b = first[pair], second[pair]
         near_a = inner[:, a] <= inner[:, b] + TIE
         near_a[b] = False
         waiting += [members[near_a], members[~near_a]]
-    return numbered(pieces)
+    return number_clusters(pieces)
 
 
-def _first(mask: NDArray[np.bool_]) -> int:
+def _find_first(mask: NDArray[np.bool_]) -> int:
     return int(np.argmax(mask))
 
 
-def _noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], float], theta: float) -> Place:
-    """The place of a device whose distances to each cluster's members sum to `sums`; `within`: sum of D over C x C."""
+def _apply_noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], float], theta: float) -> Place:
+    """Place a device whose distances to each cluster's members sum to `sums`; `within`: sum of D over C x C."""
     if not len(sizes):
         return Place(None, None)
     means = sums / sizes
-    k = _first(means <= means.min() + TIE)  # ties: the earliest
+    k = _find_first(means <= means.min() + TIE)  # ties: the earliest
     het = (within(k) + 2 * sums[k]) / (sizes[k] + 1) ** 2
     return Place(k if means[k] <= theta + TIE and het <= theta + TIE else None, k)
 
 
-class _Growing:
+class _GrowingClusters:
     """Clusters that grow by the NOISE rule, with running sums of distances."""
 
     def __init__(self, distances: Vectors, clusters: Sequence[Sequence[int]]) -> None:
         self.members = [list(c) for c in clusters]
         self._within = [float(distances[np.ix_(c, c)].sum()) for c in self.members]
 
-    def rule(self, row: Vectors, theta: float) -> Place:
-        """The place of a device with distances `row` to all devices."""
+    def place(self, row: Vectors, theta: float) -> Place:
+        """Place a device with distances `row` to all devices."""
         sums = np.array([row[c].sum() for c in self.members])
-        return _noise_rule(sums, np.array([len(c) for c in self.members]), self._within.__getitem__, theta)
+        return _apply_noise_rule(sums, np.array([len(c) for c in self.members]), self._within.__getitem__, theta)
 
     def add(self, device: int, row: Vectors, cluster: int | None) -> None:
         """Put a device with distances `row` into a cluster, or into a new one."""
@@ -200,20 +200,20 @@ class _Growing:
 
 
 def place_noise(distances: Vectors, clusters: Sequence[Sequence[int]], noise: Sequence[int], theta: float) -> Clusters:
-    """NOISE: each noise device, ascending, joins the nearest cluster if that stays homogeneous, else founds one."""
-    growing = _Growing(distances, sorted((sorted(c) for c in clusters), key=min))
+    """Let noise devices, ascending, join the nearest cluster if it stays homogeneous, else found one (NOISE)."""
+    growing = _GrowingClusters(distances, sorted((sorted(c) for c in clusters), key=min))
     for device in sorted(noise):
-        growing.add(device, distances[device], growing.rule(distances[device], theta).cluster)
-    return numbered(growing.members)
+        growing.add(device, distances[device], growing.place(distances[device], theta).cluster)
+    return number_clusters(growing.members)
 
 
 def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -> Clusters:
-    """MERGE: unite the two clusters with the smallest between while it is below theta_merge, (7).
+    """Unite the two clusters with the smallest between while it is below theta_merge, (7) (MERGE).
 
     After it every between is >= theta_merge and every het still <= theta_split, see 4.4; so no loop with `split`.
     Cost: O(K^3) for K clusters.
     """
-    members = [list(c) for c in numbered(clusters)]
+    members = [list(c) for c in number_clusters(clusters)]
     belongs = np.zeros((len(members), len(distances)))
     for k, cluster in enumerate(members):
         belongs[k, cluster] = 1.0
@@ -223,8 +223,8 @@ def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -
     np.fill_diagonal(means, np.inf)
     while (nearest := means.min(axis=1, initial=np.inf)).min(initial=np.inf) < theta - TIE:
         smallest = nearest.min()
-        a = _first(nearest <= smallest + TIE)  # ties: the clusters with the smallest members
-        b = _first(means[a] <= smallest + TIE)
+        a = _find_first(nearest <= smallest + TIE)  # ties: the clusters with the smallest members
+        b = _find_first(means[a] <= smallest + TIE)
         members[a] += members[b]
         members[b] = []
         sums[a] += sums[b]
@@ -232,11 +232,11 @@ def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -
         sizes[a] += sizes[b]
         means[b] = means[:, b] = np.inf
         means[a] = means[:, a] = np.where(np.isinf(means[a]), np.inf, sums[a] / (sizes[a] * sizes))
-    return numbered(members)
+    return number_clusters(members)
 
 
-def numbered(clusters: Sequence[Sequence[int]]) -> Clusters:
-    """Clusters with ascending members, by ascending smallest member; empty ones are removed."""
+def number_clusters(clusters: Sequence[Sequence[int]]) -> Clusters:
+    """Sort members and clusters, these by their smallest member; empty ones are removed."""
     return tuple(sorted((tuple(sorted(c)) for c in clusters if c), key=min))
 
 
@@ -250,11 +250,11 @@ def aidc(
     thresholds: tuple[float, float] = (MERGE, SPLIT),
     rng: np.random.Generator | None = None,
 ) -> Clusters:
-    """Clusters of devices with similar profiles.
+    """Cluster devices with similar profiles.
 
     Args:
         profiles: (N, q), by ascending device id, entries in [0, 1].
-        unit: D_ref > 0, from `class_unit` or `split_half_unit`.
+        unit: D_ref > 0, from `compute_class_unit` or `compute_halves_unit`.
         thresholds: 0 < theta_merge <= theta_split.
         rng: draws 200 anchors; only used (and then needed) above 2000 devices.
 
@@ -273,74 +273,76 @@ def aidc(
     """
     n = len(profiles)
     if n <= EXACT_UP_TO:
-        return _exact(profiles, unit, thresholds)
+        return _cluster_exactly(profiles, unit, thresholds)
     if rng is None:
         raise ValueError(f"{n} devices need a random generator that draws the anchors")
     anchors = np.sort(rng.choice(n, size=ANCHORS, replace=False))
-    return _with_the_rest(profiles, anchors, _exact(profiles[anchors], unit, thresholds), unit, thresholds[1])
+    return _place_the_rest(
+        profiles, anchors, _cluster_exactly(profiles[anchors], unit, thresholds), unit, thresholds[1]
+    )
 
 
-def _exact(profiles: Vectors, unit: float, thresholds: tuple[float, float]) -> Clusters:
+def _cluster_exactly(profiles: Vectors, unit: float, thresholds: tuple[float, float]) -> Clusters:
     if len(profiles) < 2:
-        return numbered([range(len(profiles))])
+        return number_clusters([range(len(profiles))])
     theta_merge, theta_split = thresholds
-    distances = divergence_matrix(profiles, unit=unit)
-    points = min_samples(len(profiles), entropy(profiles))
-    labels = density_clusters(distances, radius(distances, points), points)
+    distances = compute_divergences(profiles, unit=unit)
+    points = compute_min_samples(len(profiles), entropy(profiles))
+    labels = cluster_by_density(distances, compute_radius(distances, points), points)
     dense = [np.flatnonzero(labels == k).tolist() for k in range(labels.max() + 1)]
     pure = [piece for cluster in dense for piece in split(distances, cluster, theta_split)]
     placed = place_noise(distances, pure, np.flatnonzero(labels < 0).tolist(), theta_split)
     return merge(distances, placed, theta_merge)
 
 
-def _with_the_rest(
+def _place_the_rest(
     profiles: Vectors, anchors: NDArray[np.intp], found: Clusters, unit: float, theta: float
 ) -> Clusters:
     """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
     placed = [[int(anchors[i]) for i in cluster] for cluster in found]
     kept = profiles[anchors]
-    growing = _Growing(divergence_matrix(kept, unit=unit), found)
+    growing = _GrowingClusters(compute_divergences(kept, unit=unit), found)
     for device in np.setdiff1d(np.arange(len(profiles)), anchors).tolist():
-        row = divergence(profiles[device], kept) / unit
-        cluster = growing.rule(row, theta).cluster
+        row = compute_divergence(profiles[device], kept) / unit
+        cluster = growing.place(row, theta).cluster
         if cluster is None:
             growing.add(len(kept), row, None)
             kept = np.vstack([kept, profiles[device]])
             placed.append([device])
         else:
             placed[cluster].append(device)
-    return numbered(placed)
+    return number_clusters(placed)
 
 
 # ------------------------------------------------------------------------------- 4.6: joins, leaves, changed data
 
 
 def place(new_device: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Place:
-    """The place of a new device, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
+    """Place a new device, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
 
     Ties go to the earliest cluster. Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
     """
-    unit = _usable(unit)
-    sums = np.array([(divergence(new_device, cluster) / unit).sum() for cluster in clusters])
+    unit = _require_usable(unit)
+    sums = np.array([(compute_divergence(new_device, cluster) / unit).sum() for cluster in clusters])
 
-    def within(k: int) -> float:
-        return float(divergence_matrix(clusters[k], unit=unit).sum())
+    def sum_divergences(k: int) -> float:
+        return float(compute_divergences(clusters[k], unit=unit).sum())
 
-    return _noise_rule(sums, np.array([len(cluster) for cluster in clusters]), within, SPLIT)
+    return _apply_noise_rule(sums, np.array([len(cluster) for cluster in clusters]), sum_divergences, SPLIT)
 
 
 def has_changed(old: Vectors, new: Vectors, *, unit: float) -> bool:
-    """Whether a device with a new profile, (q,) each, must be removed and placed as a new device: D >= theta_merge."""
-    return bool(divergence(old, new) / _usable(unit) >= MERGE)
+    """Return whether a device with a new profile, (q,) each, must be placed as a new device: D >= theta_merge."""
+    return bool(compute_divergence(old, new) / _require_usable(unit) >= MERGE)
 
 
 def needs_reclustering(n_moved: int, n_devices: int) -> bool:
-    """Whether more than 20 % of the devices joined, left or changed since the last full clustering."""
+    """Return whether more than 20 % of the devices joined, left or changed since the last full clustering."""
     return n_moved > RECLUSTER_SHARE * n_devices
 
 
 def inherit(old: Sequence[Collection[str]], new: Sequence[Collection[str]]) -> tuple[int | None, ...]:
-    """For each new cluster of ids the old one with the largest overlap, whose bandit it takes; None: there is none.
+    """Return for each new cluster of ids the old one with the largest overlap, whose bandit it takes, or None.
 
     Ties go to the lowest.
     """

@@ -18,10 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from coordinator.clustering import aidc, geometry, mctc
 from coordinator.clustering.aidc import Clusters
-from coordinator.clustering.mctc import Found
+from coordinator.clustering.mctc import ClusteringResult
 from coordinator.clustering.rivals import agglomerative, kmeans
 from fedge.errors import ConfigError
-from fedge.system.loading import FAILURES, load_named, reason_of
+from fedge.system.loading import FAILURES, describe_error, load_named
+from fedge.system.moved import alias_members
 
 Vectors = NDArray[np.float64]
 
@@ -30,14 +31,15 @@ GROUP: Final = "fedge.clusterings"
 OURS: Final = ("aidc", "mctc", "labels", "k-means", "agglomerative")
 
 
-def one_of(*ours: str) -> Meta:
-    """The type of an option that names one of these clusterings, or one of another package."""
+def offer_clusterings(*ours: str) -> Meta:
+    """Return the type of an option that names one of these clusterings, or one of another package."""
     return Meta(extra={"offers": ours})
 
 
-Clustering = Annotated[str, one_of(*OURS)]
+Clustering = Annotated[str, offer_clusterings(*OURS)]
 
 
+@alias_members(distances="compute_distances", own="cluster_by_paper")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiles:
     """ReLU-sparsity profiles (N, q), N >= 1, and their unit D_ref (FedEPC section 4)."""
@@ -45,15 +47,16 @@ class Profiles:
     vectors: Vectors
     unit: float
 
-    def own(self, rng: np.random.Generator) -> Found:
-        """AIDC."""
-        return Found(aidc.aidc(self.vectors, unit=self.unit, rng=rng))
+    def cluster_by_paper(self, rng: np.random.Generator) -> ClusteringResult:
+        """Cluster the devices by AIDC."""
+        return ClusteringResult(aidc.aidc(self.vectors, unit=self.unit, rng=rng))
 
-    def distances(self) -> Vectors:
-        """Divergences in units of D_ref, (N, N)."""
-        return aidc.divergence_matrix(self.vectors, unit=self.unit)
+    def compute_distances(self) -> Vectors:
+        """Compute the divergences in units of D_ref, (N, N)."""
+        return aidc.compute_divergences(self.vectors, unit=self.unit)
 
 
+@alias_members(distances="compute_distances", own="cluster_by_paper")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directions:
     """Embedded unit updates (N, m), N >= 1, and the settings of MCTC (SCMoE-PFL sections 5 to 7); see `mctc.mctc`."""
@@ -64,8 +67,8 @@ class Directions:
     distinct: bool = True
     centres_join: bool = True
 
-    def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
-        """MCTC."""
+    def cluster_by_paper(self, rng: np.random.Generator) -> ClusteringResult:  # noqa: ARG002 - nothing is drawn
+        """Cluster the devices by MCTC."""
         return mctc.mctc(
             self.vectors,
             n_clusters=self.n_clusters,
@@ -74,9 +77,9 @@ class Directions:
             centres_join=self.centres_join,
         )
 
-    def distances(self) -> Vectors:
-        """1 - cosine, (N, N)."""
-        away = 1.0 - geometry.similarity(self.vectors)
+    def compute_distances(self) -> Vectors:
+        """Compute the distances 1 - cosine, (N, N)."""
+        away = 1.0 - geometry.compute_similarity(self.vectors)
         np.fill_diagonal(away, 0.0)  # of a row of zeros, too
         return away
 
@@ -84,17 +87,17 @@ class Directions:
 def by_label(features: Sequence[int]) -> Clusters:
     """Devices with equal label feature (CFIC section 3); one without, which is -1, is in no cluster."""
     psi = np.array(features, np.int64)
-    return aidc.numbered([np.flatnonzero(psi == label).tolist() for label in np.unique(psi[psi >= 0])])
+    return aidc.number_clusters([np.flatnonzero(psi == label).tolist() for label in np.unique(psi[psi >= 0])])
 
 
 Features: TypeAlias = Profiles | Directions
-Clusterer: TypeAlias = Callable[[Features, int | None, np.random.Generator], ArrayLike | Found]
+Clusterer: TypeAlias = Callable[[Features, int | None, np.random.Generator], ArrayLike | ClusteringResult]
 """(features of N devices, by ascending id; the number of clusters, None: it finds one; random numbers) -> the number of
-each device's cluster, (N,), or for overlapping clusters a `Found`."""
+each device's cluster, (N,), or for overlapping clusters a `ClusteringResult`."""
 
 
-def clusterer_named(how: str) -> Clusterer:
-    """The clustering of that name or path (`package.module:function`).
+def load_clusterer(how: str) -> Clusterer:
+    """Load the clustering of that name or path (`package.module:function`).
 
     Raises:
         ConfigError: there is none; the text lists the installed ones.
@@ -105,7 +108,9 @@ def clusterer_named(how: str) -> Clusterer:
     return cast("Clusterer", found)
 
 
-def find_clusters(how: str, features: Features, *, rng: np.random.Generator, n_clusters: int | None = None) -> Found:
+def find_clusters(
+    how: str, features: Features, *, rng: np.random.Generator, n_clusters: int | None = None
+) -> ClusteringResult:
     """Cluster N devices.
 
     Args:
@@ -123,47 +128,51 @@ def find_clusters(how: str, features: Features, *, rng: np.random.Generator, n_c
         >>> [find_clusters(how, seen, rng=np.random.default_rng(0)).clusters for how in ("mctc", "k-means")]
         [((0, 1), (2, 3)), ((0, 1), (2, 3))]
     """
-    cluster = clusterer_named(how)
+    cluster = load_clusterer(how)
     try:
-        told = cluster(features, n_clusters, rng)
-        if isinstance(told, Found):
-            return told
-        labels = np.asarray(told)
+        partition = cluster(features, n_clusters, rng)
+        if isinstance(partition, ClusteringResult):
+            return partition
+        labels = np.asarray(partition)
     except FAILURES as error:
-        raise ConfigError(f"clustering {how} failed: {reason_of(error)}") from error
+        raise ConfigError(f"clustering {how} failed: {describe_error(error)}") from error
     n = len(features.vectors)
     if labels.shape != (n,) or labels.dtype.kind not in "iu":
         raise ConfigError(
             f"clustering {how} gave {labels.dtype} of shape {labels.shape} for {n} devices: it must give the number of "
             f"each device's cluster, whole numbers of shape ({n},)"
         )
-    seen = features.own(rng) if isinstance(features, Directions) else Found(())
-    return replace(seen, clusters=aidc.numbered([np.flatnonzero(labels == k).tolist() for k in np.unique(labels)]))
+    seen = features.cluster_by_paper(rng) if isinstance(features, Directions) else ClusteringResult(())
+    return replace(
+        seen, clusters=aidc.number_clusters([np.flatnonzero(labels == k).tolist() for k in np.unique(labels)])
+    )
 
 
 # --------------------------------------------------------------------------------- ours, as entry points name them
 
 
-def by_paper(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:  # noqa: ARG001
+def by_paper(features: Features, n_clusters: int | None, rng: np.random.Generator) -> ClusteringResult:  # noqa: ARG001
     """Profiles are clustered by AIDC, directions of updates by MCTC; both find the number of clusters."""
-    return features.own(rng)
+    return features.cluster_by_paper(rng)
 
 
-def by_k_means(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:
+def by_k_means(features: Features, n_clusters: int | None, rng: np.random.Generator) -> ClusteringResult:
     """Directions of vectors are clustered by k-means; by default it makes as many clusters as the paper's own."""
-    found, k = _number(features, n_clusters, rng)
+    found, k = _count_clusters(features, n_clusters, rng)
     return replace(found, clusters=kmeans(features.vectors, n_clusters=k, rng=rng))
 
 
-def by_linkage(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:
+def by_linkage(features: Features, n_clusters: int | None, rng: np.random.Generator) -> ClusteringResult:
     """The two nearest clusters are united again and again (average linkage)."""
     if n_clusters is None and isinstance(features, Profiles):
-        return Found(agglomerative(features.distances(), threshold=aidc.MERGE))
-    found, k = _number(features, n_clusters, rng)
-    return replace(found, clusters=agglomerative(features.distances(), n_clusters=k))
+        return ClusteringResult(agglomerative(features.compute_distances(), threshold=aidc.MERGE))
+    found, k = _count_clusters(features, n_clusters, rng)
+    return replace(found, clusters=agglomerative(features.compute_distances(), n_clusters=k))
 
 
-def _number(features: Features, n_clusters: int | None, rng: np.random.Generator) -> tuple[Found, int]:
-    """The paper's own clusters, if their number is not given, and the number."""
-    found = features.own(rng) if n_clusters is None else Found(())
+def _count_clusters(
+    features: Features, n_clusters: int | None, rng: np.random.Generator
+) -> tuple[ClusteringResult, int]:
+    """Return the paper's own clusters, if their number is not given, and the number."""
+    found = features.cluster_by_paper(rng) if n_clusters is None else ClusteringResult(())
     return found, len(found.clusters) if n_clusters is None else n_clusters

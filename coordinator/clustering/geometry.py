@@ -22,8 +22,8 @@ LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; for more,
 ROWS: Final = 1024  # of a matrix of all clients, computed at a time
 
 
-def unit_update(update: NDArray[np.floating]) -> Vectors | None:
-    """Direction of an update, Eq. 1: (d,) of norm 1. None if it has none: not finite, or of norm <= 1e-12.
+def compute_unit_update(update: NDArray[np.floating]) -> Vectors | None:
+    """Compute the direction of an update, Eq. 1: (d,) of norm 1; None if not finite or of norm <= 1e-12.
 
     The largest entry is divided out first, so that no square overflows or underflows.
     """
@@ -35,14 +35,14 @@ def unit_update(update: NDArray[np.floating]) -> Vectors | None:
     return None if largest * norm <= NO_DIRECTION else scaled / norm
 
 
-def direction(update: NDArray[np.floating]) -> Vectors | None:
-    """The stored form of an update: its unit vector, or for a large model its fixed projection. None: no direction."""
-    unit = unit_update(update)
+def compute_direction(update: NDArray[np.floating]) -> Vectors | None:
+    """Return an update as stored: its unit vector, or if large its fixed projection; None: no direction."""
+    unit = compute_unit_update(update)
     return unit if unit is None or len(unit) <= LARGE else project(unit, PROJECTED, seed=0)
 
 
 def project(update: NDArray[np.floating], size: int, seed: int) -> Vectors:
-    """Random projection of a large update on arrival, (d,) -> (size,), the same matrix for equal seeds (section 5).
+    """Project a large update at random, (d,) -> (size,), by the same matrix for equal seeds (section 5).
 
     The matrix (d, size) is sparse: four entries per row (with replacement), each +-1/2, so entries have variance
     1/size. Cosines are kept within about 1/sqrt(size), one standard deviation: use size >= 4096 where tau is tuned
@@ -61,10 +61,10 @@ def project(update: NDArray[np.floating], size: int, seed: int) -> Vectors:
     return projected
 
 
-def gram(updates: NDArray[np.floating]) -> Vectors:
-    """Inner products of unit updates, (N, d) -> (N, N) float64, N >= 1.
+def compute_gram(updates: NDArray[np.floating]) -> Vectors:
+    """Compute the inner products of unit updates, (N, d) -> (N, N) float64, N >= 1.
 
-    A row without direction (`unit_update`) has product 0 with everything, itself included.
+    A row without direction (`compute_unit_update`) has product 0 with everything, itself included.
     Cost: O(N^2 d) time, O(N) memory per column of a block beyond the updates.
     """
     largest = np.max(np.abs(updates), axis=1, initial=0.0).astype(np.float64)
@@ -82,8 +82,8 @@ def gram(updates: NDArray[np.floating]) -> Vectors:
     return products / norms[:, None] / norms[None, :]
 
 
-def embed(products: Vectors) -> Vectors:
-    """Embedding Z = U_m Lambda_m^(1/2) from the Gram matrix of the unit updates (`gram`), Eq. 2: (N, N) -> (N, m).
+def embed_gram(products: Vectors) -> Vectors:
+    """Compute Z = U_m Lambda_m^(1/2), Eq. 2, from unit updates' Gram matrix (`compute_gram`): (N, N) -> (N, m).
 
     All nonzero components are kept, and nothing is centred, so that cosines are exactly those of the updates.
     """
@@ -93,8 +93,8 @@ def embed(products: Vectors) -> Vectors:
     return np.asarray(vectors[:, :keep] * np.sqrt(values[:keep]))
 
 
-def embedding(updates: NDArray[np.floating]) -> Vectors:
-    """Z of Eq. 2, a rotation of the unit updates: (N, d) -> (N, m), N >= 1.
+def compute_embedding(updates: NDArray[np.floating]) -> Vectors:
+    """Compute Z of Eq. 2, a rotation of the unit updates: (N, d) -> (N, m), N >= 1.
 
     Where there are as many clients as parameters the unit updates are that embedding already. Of more than 4096 clients
     with more parameters than that, they are projected to 4096 numbers (section 5): cosines keep within about 1/64.
@@ -103,31 +103,31 @@ def embedding(updates: NDArray[np.floating]) -> Vectors:
     """
     n, d = updates.shape
     if n < min(d, LARGEST_GRAM + 1):
-        return embed(gram(updates))
+        return embed_gram(compute_gram(updates))
     z = np.zeros((n, min(d, LARGEST_GRAM)))
     for row, update in zip(z, updates, strict=True):
-        unit = unit_update(update)
+        unit = compute_unit_update(update)
         if unit is not None:
             row[:] = unit if d <= LARGEST_GRAM else project(unit, LARGEST_GRAM, seed=0)
     return z
 
 
-def cosines(a: Vectors, b: Vectors) -> Vectors:
-    """Cosines of the rows of a (n, m) with those of b (k, m), rounded to 9 decimals; 0 for a zero row."""
+def compute_cosines(a: Vectors, b: Vectors) -> Vectors:
+    """Compute the cosines of the rows of a (n, m) with those of b (k, m), to 9 decimals; 0 for a zero row."""
     lengths = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b, axis=1)[None, :]
     quotient = np.divide(a @ b.T, lengths, out=np.zeros(lengths.shape), where=lengths > NO_DIRECTION)
     return np.asarray(np.round(np.clip(quotient, -1.0, 1.0), DECIMALS))
 
 
-def similarity(z: Vectors) -> Vectors:
-    """Sim, the cosines of an embedding with itself: (N, m) -> (N, N), symmetric, diagonal 1 (0 for a zero row).
+def compute_similarity(z: Vectors) -> Vectors:
+    """Compute Sim, an embedding's cosines with itself: (N, m) -> (N, N), symmetric, diagonal 1 (0 for a zero row).
 
     Cost: O(N^2 m) time, 8 N^2 bytes and some rows of that.
     """
     sim = np.empty((len(z), len(z)))
     for start in range(0, len(z), ROWS):
         end = start + ROWS
-        sim[start:end, start:] = cosines(z[start:end], z[start:])
+        sim[start:end, start:] = compute_cosines(z[start:end], z[start:])
         inner = np.triu(sim[start:end, start:end], 1)
         sim[start:end, start:end] = inner + inner.T
         sim[end:, start:end] = sim[start:end, end:].T
@@ -135,8 +135,8 @@ def similarity(z: Vectors) -> Vectors:
     return sim
 
 
-def plane(z: Vectors) -> Vectors:
-    """Positions of an embedding's rows in a plane, for plots: (N, m) -> (N, 2), centred.
+def project_to_plane(z: Vectors) -> Vectors:
+    """Place an embedding's rows in a plane, for plots: (N, m) -> (N, 2), centred.
 
     Classical scaling of the distances sqrt(2 - 2 cos): no other plane keeps more of their squares. An axis may come out
     mirrored. Cost: O(N m^2 + m^3) time.

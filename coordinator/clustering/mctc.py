@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.clustering.aidc import Clusters, numbered
-from coordinator.clustering.geometry import DECIMALS, ROWS, Vectors, cosines, similarity
+from coordinator.clustering.aidc import Clusters, number_clusters
+from coordinator.clustering.geometry import DECIMALS, ROWS, Vectors, compute_cosines, compute_similarity
 
 TIED: Final = 10  # decimals of a share of the variance: cuts that differ by less are equal
 THETA: Final = 0.9  # largest valid cos_avg, Eq. 3
@@ -26,8 +26,8 @@ PAIRS: Final = 1 << 20  # of clients, processed at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Clusters; of directions also MCTC's threshold and its separability, even with a rival.
+class ClusteringResult:
+    """The clusters found; of directions also MCTC's threshold and its separability, even with a rival.
 
     MCTC's may overlap: every client is in at least one. `separability` is None where tau was given.
     """
@@ -41,7 +41,7 @@ class Found:
 
 
 def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, ...]:
-    """Centres, from the least similar pairs, Algorithm 1, lines 2-15.
+    """Choose centres from the least similar pairs (Algorithm 1, lines 2-15).
 
     Args:
         sim: (N, N), N >= 1.
@@ -54,7 +54,7 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
         return (0,)
     centres: list[int] = []
     eligible = np.ones(n, dtype=bool)
-    least = _least(sim)
+    least = _find_least_similar(sim)
     while len(centres) < k and eligible.any():
         # the next pair with a possible centre: all pairs before it have none left
         value = least[eligible].min()
@@ -68,8 +68,8 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
     return tuple(centres)
 
 
-def _least(sim: Vectors) -> Vectors:
-    """The smallest similarity of each client to another one, (N,), N >= 2."""
+def _find_least_similar(sim: Vectors) -> Vectors:
+    """Compute the smallest similarity of each client to another one, (N,), N >= 2."""
     least = np.empty(len(sim))
     for start in range(0, len(sim), ROWS):
         block = sim[start : start + ROWS].copy()
@@ -78,7 +78,7 @@ def _least(sim: Vectors) -> Vectors:
     return least
 
 
-def soft_clusters(
+def cluster_softly(
     z: Vectors,
     sim: Vectors,
     n_clusters: int,
@@ -91,7 +91,7 @@ def soft_clusters(
 
     Args:
         z: embedding, (N, m), N >= 1, finite. A zero row has cosine 0 with everything.
-        sim: `similarity` of z.
+        sim: `compute_similarity` of z.
         n_clusters: K >= 1, an upper bound.
         tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1: a hard partition.
         distinct: whether a client that belongs with a chosen centre may not be a centre (6.2).
@@ -102,7 +102,7 @@ def soft_clusters(
     Example:
         >>> angles = np.radians([0, 20, 80, 100, 50])
         >>> z = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        >>> soft_clusters(z, similarity(z), 2, 0.8)
+        >>> cluster_softly(z, compute_similarity(z), 2, 0.8)
         ((0, 1, 4), (2, 3))
     """
     tau = round(tau, DECIMALS)
@@ -112,23 +112,23 @@ def soft_clusters(
     for i in range(len(z)):  # lines 16 ff.
         if i in centres:
             continue
-        for k in _joined(cosines(z[i : i + 1], means)[0], tau):
+        for k in _find_close(compute_cosines(z[i : i + 1], means)[0], tau):
             members[k].add(i)
             sums[k] += z[i]
             means[k] = sums[k] / len(members[k])  # Eq. 4
     if centres_join:
         means = sums / np.array([[len(s)] for s in members])
-        for a, k in np.argwhere(cosines(z[list(centres)], means) >= tau):
+        for a, k in np.argwhere(compute_cosines(z[list(centres)], means) >= tau):
             members[k].add(centres[a])
     return tuple(tuple(sorted(s)) for s in members)
 
 
-def _joined(close: Vectors, tau: float) -> tuple[int, ...]:
-    """The clusters at least this close, otherwise the nearest: the first of equal ones."""
+def _find_close(close: Vectors, tau: float) -> tuple[int, ...]:
+    """Return the clusters at least this close, otherwise the nearest: the first of equal ones."""
     return tuple(np.flatnonzero(close >= tau).tolist()) or (int(np.argmax(close)),)
 
 
-def _check(z: Vectors, n_clusters: int) -> None:
+def _require_valid(z: Vectors, n_clusters: int) -> None:
     if n_clusters < 1 or not len(z):
         raise ValueError(f"{n_clusters} clusters of {len(z)} clients: both must be at least 1")
     broken = np.flatnonzero(~np.isfinite(z).all(axis=1))
@@ -136,19 +136,19 @@ def _check(z: Vectors, n_clusters: int) -> None:
         raise ValueError(f"the embedding of client {broken[0]} is not finite")
 
 
-def means_of(z: Vectors, members: Sequence[Sequence[int]]) -> Vectors:
-    """v_k, the mean of each cluster, Eq. 4: (K_eff, m)."""
+def compute_means(z: Vectors, members: Sequence[Sequence[int]]) -> Vectors:
+    """Compute v_k, the mean of each cluster, Eq. 4: (K_eff, m)."""
     return np.stack([z[list(cluster)].mean(axis=0) for cluster in members])
 
 
-def mean_cosine(means: Vectors) -> float:
-    """cos_avg, the mean cosine of pairs of cluster means, Eq. 3; 0 for fewer than two."""
+def compute_mean_cosine(means: Vectors) -> float:
+    """Compute cos_avg, the mean cosine of pairs of cluster means, Eq. 3; 0 for fewer than two."""
     pairs = np.triu_indices(len(means), 1)
-    return float(np.mean(cosines(means, means)[pairs])) if len(means) > 1 else 0.0
+    return float(np.mean(compute_cosines(means, means)[pairs])) if len(means) > 1 else 0.0
 
 
 def otsu(sim: Vectors) -> tuple[float, float]:
-    """Adaptive tau: Otsu's cut of the cosines of all pairs (6.7), clipped to [0, 0.95], and its separability (17.4).
+    """Compute tau, Otsu's cut of the cosines of all pairs (6.7), in [0, 0.95], and its separability (17.4).
 
     eta = between-class variance at tau / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a normal
     one; >= 0.8 speaks for groups, < 0.7 against. It is that of the cut that is used: where tau is clipped it is smaller
@@ -164,8 +164,8 @@ def otsu(sim: Vectors) -> tuple[float, float]:
     variance = float(np.var(c))
     sums = np.cumsum(c)
 
-    def between(t: NDArray[np.int64]) -> Vectors:
-        """Share of the variance that is between the t smallest cosines and the others, 1 <= t < p."""
+    def compute_separability(t: NDArray[np.int64]) -> Vectors:
+        """Return the share of variance between the t smallest cosines and the others, 1 <= t < p."""
         lower = sums[t - 1]
         parts = (t / p) * (1 - t / p) * ((sums[-1] - lower) / (p - t) - lower / t) ** 2
         return np.asarray(np.round(parts / variance, TIED))
@@ -173,14 +173,14 @@ def otsu(sim: Vectors) -> tuple[float, float]:
     best, cut = -1.0, 0
     for start in range(0, p - 1, PAIRS):
         t = np.arange(start + 1, min(start + PAIRS, p - 1) + 1)
-        found = np.where(c[t - 1] < c[t], between(t), -1.0)
+        found = np.where(c[t - 1] < c[t], compute_separability(t), -1.0)
         first = int(np.argmax(found))  # the lowest of equal ones
         if found[first] > best:
             best, cut = float(found[first]), start + first
     low, high = np.round(lowest + c[cut : cut + 2], DECIMALS)  # the two cosines as they were
     tau = round(float(np.clip((low + high) / 2, 0.0, 0.95)), DECIMALS)
     below = int(np.searchsorted(c, tau - lowest))  # a pair at tau is close
-    return tau, min(1.0, float(between(np.array([below]))[0])) if 0 < below < p else 0.0
+    return tau, min(1.0, float(compute_separability(np.array([below]))[0])) if 0 < below < p else 0.0
 
 
 # ---------------------------------------------------------------------------------------- section 7: validation
@@ -193,8 +193,8 @@ def mctc(
     tau: float | None = None,
     distinct: bool = True,
     centres_join: bool = True,
-) -> Found:
-    """Overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
+) -> ClusteringResult:
+    """Find overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
 
     A partition with cos_avg > 0.9 is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
     0.95), then with one cluster less. Clients whose updates nearly coincide end in one cluster.
@@ -203,8 +203,8 @@ def mctc(
         z: embedding, (N, m), N >= 1, finite.
         n_clusters: K >= 1, an upper bound.
         tau: the first threshold; None: Otsu's.
-        distinct: see `soft_clusters`.
-        centres_join: see `soft_clusters`.
+        distinct: see `cluster_softly`.
+        centres_join: see `cluster_softly`.
 
     Raises:
         ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
@@ -212,16 +212,16 @@ def mctc(
     Cost: once the cosines of all pairs and their order, O(N^2 (m + log N)) time and 16 to 24 N^2 bytes; then at most
     5*K times O(N^2 + N K m).
     """
-    _check(z, n_clusters)
-    sim = similarity(z)
+    _require_valid(z, n_clusters)
+    sim = compute_similarity(z)
     first, separability = otsu(sim) if tau is None else (round(tau, DECIMALS), None)
     k = n_clusters
     while True:
         for step in range(5):
             t = round(min(first + 0.05 * step, max(0.95, first)), DECIMALS)
-            members = soft_clusters(z, sim, k, t, distinct=distinct, centres_join=centres_join)
-            if len(members) < 2 or mean_cosine(means_of(z, members)) <= THETA:
-                return Found(members, t, separability)
+            members = cluster_softly(z, sim, k, t, distinct=distinct, centres_join=centres_join)
+            if len(members) < 2 or compute_mean_cosine(compute_means(z, members)) <= THETA:
+                return ClusteringResult(members, t, separability)
             if t >= 0.95:
                 break
         k = len(members) - 1
@@ -231,18 +231,18 @@ def mctc(
 
 
 def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...]:
-    """Clusters of clients that sat out or came late: all with cosine >= tau, else the nearest. Changes no cluster.
+    """Attach clients that sat out or came late to all clusters with cosine >= tau, else to the nearest.
 
     Args:
         z: (n, m), in the same basis as `means`: their stored unit vectors were in the Gram matrix of this embedding.
         means: v_k, (K_eff, m), K_eff >= 1.
         tau: the clustering's threshold.
     """
-    return tuple(_joined(row, round(tau, DECIMALS)) for row in cosines(z, means))
+    return tuple(_find_close(row, round(tau, DECIMALS)) for row in compute_cosines(z, means))
 
 
-def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
-    """Overlapping clusters as a partition: each client stays in the one of its clusters whose mean is nearest.
+def make_partition(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
+    """Make overlapping clusters disjoint: each client stays in the one of its clusters whose mean is nearest.
 
     For methods with one cluster per device. Ties: the cluster with the lowest number. Means are those of all members,
     so the order of the clients does not matter; a cluster that nobody stays in is removed.
@@ -252,21 +252,21 @@ def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
         members: S_k, every client in at least one.
 
     Example:
-        >>> parted(np.array([[1.0, 0], [1, 0.1], [0.6, 0.8], [0, 1]]), [(0, 1, 2), (2, 3)])
+        >>> make_partition(np.array([[1.0, 0], [1, 0.1], [0.6, 0.8], [0, 1]]), [(0, 1, 2), (2, 3)])
         ((0, 1), (2, 3))
     """
-    close = cosines(z, means_of(z, members))
+    close = compute_cosines(z, compute_means(z, members))
     for k, cluster in enumerate(members):
         close[np.setdiff1d(np.arange(len(z)), cluster), k] = -np.inf
     stays = close.argmax(axis=1)
-    return numbered([np.flatnonzero(stays == k).tolist() for k in range(len(members))])
+    return number_clusters([np.flatnonzero(stays == k).tolist() for k in range(len(members))])
 
 
 # ----------------------------------------------------------------------------------------- section 13: silhouette
 
 
 def silhouette(sim: Vectors, members: Sequence[Sequence[int]]) -> float:
-    """Mean silhouette over memberships, in [-1, 1]; for a partition the usual cosine silhouette (section 13).
+    """Compute the mean silhouette over memberships, in [-1, 1]; the usual one for a partition (section 13).
 
     Distance 1 - Sim. Per membership (i, k): a to the other members of S_k, b to the nearest cluster without i. 0 where
     S_k = {i}, i is in every cluster, or max(a, b) = 0. It favours overlap.

@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.clustering.aidc import Clusters, numbered
+from coordinator.clustering.aidc import Clusters, number_clusters
 
 RESTARTS = 10  # the start with the smallest sum of squares wins
 
 
 def kmeans(vectors: NDArray[np.float64], *, n_clusters: int, rng: np.random.Generator) -> Clusters:
-    """Clusters of rows with similar directions.
+    """Cluster rows with similar directions by k-means.
 
     Args:
         vectors: (N, d), one row per device, by ascending id; finite. A row of zeros stays where it is, at the origin.
@@ -48,7 +48,7 @@ def kmeans(vectors: NDArray[np.float64], *, n_clusters: int, rng: np.random.Gene
     seed = int(rng.integers(2**31))
     with threadpool_limits(1):  # several threads would add in any order
         labels = KMeans(k, n_init=RESTARTS, random_state=seed).fit_predict(units)
-    return numbered([np.flatnonzero(labels == c).tolist() for c in range(k)])
+    return number_clusters([np.flatnonzero(labels == c).tolist() for c in range(k)])
 
 
 def agglomerative(
@@ -75,7 +75,7 @@ def agglomerative(
         (((0, 1), (2,)), ((0, 1, 2),))
     """
     if len(distances) < 2:
-        return numbered([range(len(distances))])
+        return number_clusters([range(len(distances))])
     from sklearn.cluster import AgglomerativeClustering
 
     found = AgglomerativeClustering(
@@ -84,4 +84,4 @@ def agglomerative(
         metric="precomputed",
         linkage="average",
     ).fit_predict(distances)
-    return numbered([np.flatnonzero(found == c).tolist() for c in range(found.max() + 1)])
+    return number_clusters([np.flatnonzero(found == c).tolist() for c in range(found.max() + 1)])

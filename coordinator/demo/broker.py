@@ -11,15 +11,15 @@ from coordinator.simulation.settings import DemoSettings
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, TransportError
 from fedge.wire.connection.route import parse_address
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 
 REACH_S: Final = 10.0
 """Time limit for connecting to the user's own broker."""
 
 
 @contextlib.asynccontextmanager
-async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
-    """Address and name of the broker: our own, or the user's.
+async def open_broker(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
+    """Open the broker, our own or the user's, and yield its address and name.
 
     Raises:
         ConfigError: it is neither.
@@ -29,7 +29,7 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
         if settings.secure:
             raise ConfigError(f"--secure starts a broker of its own: it cannot use {settings.broker}")
         at = parse_address(settings.broker)
-        await reach(at.host, at.port)
+        await require_reachable(at.host, at.port)
         yield settings.broker, settings.broker
     else:
         own = settings.folder / "provision" / "broker" if settings.secure else None
@@ -37,14 +37,14 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
             yield f"{broker.host}:{broker.port}", broker.name
 
 
-async def reach(host: str, port: int) -> None:
+async def require_reachable(host: str, port: int) -> None:
     """Check that the broker is listening.
 
     Raises:
         TransportError: it is not.
     """
     try:
-        async with asyncio.timeout(REACH_S), connection(host, port):
+        async with asyncio.timeout(REACH_S), open_connection(host, port):
             pass
     except OSError as error:  # a timeout is one, too
         why = str(error) or f"no answer within {REACH_S:.0f} s"

@@ -10,7 +10,14 @@ import click
 import msgspec
 from rich.console import Console
 
-from coordinator.methods.options import STDOUT, check, json_option, method_and_options, method_options, resolve_options
+from coordinator.methods.options import (
+    STDOUT,
+    json_option,
+    method_options,
+    parse_method,
+    require_method_options,
+    resolve_options,
+)
 from coordinator.simulation.settings import DemoSettings
 from coordinator.watch import runs
 from fedge.settings import resolve, settings_options
@@ -43,30 +50,30 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     """
     began = time.monotonic()
     settings = resolve(DemoSettings, "demo", config, flags)
-    name, own = method_and_options(settings.method)
+    name, own = parse_method(settings.method)
     own = resolve_options(config, options) | own
-    check(name, own)
+    require_method_options(name, own)
     check_partitioning(settings)
     from coordinator.demo.run import run  # what it needs is missed at once
-    from coordinator.simulation.reports.outcome import megabytes
-    from coordinator.simulation.reports.report import of_demo, write_results
-    from coordinator.simulation.reports.terminal import show
+    from coordinator.simulation.reports.outcome import format_megabytes
+    from coordinator.simulation.reports.report import make_demo_report, write_results
+    from coordinator.simulation.reports.terminal import print_comparison
 
-    folder = runs.new_folder(settings.out, "demo").absolute()
+    folder = runs.make_new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
-    runs.note(folder, "demo", settings, own)
+    runs.record_run(folder, "demo", settings, own)
     demonstration = run(settings, partial(click.echo, err=True), own, began)
-    write_results(folder, of_demo(demonstration), json_file)
+    write_results(folder, make_demo_report(demonstration), json_file)
     *_, ours = demonstration.runs
     legend = [
         "fedavg+ft: fine-tuned at the end; expert: the best shared model; personal: what the device has installed",
         "expert and personal are measured at the end alone",
         *(f"cluster {k}: {', '.join(members)}" for k, members in ours.clusters.items()),
         *(f"{name}: {value:.2f}, the most of a device" for name, value in ours.details.items()),
-        f"broker {demonstration.broker}: {megabytes(ours.bytes_up)} up, {megabytes(ours.bytes_down)} down; "
-        f"{time.monotonic() - began:.0f} s in all",
+        f"broker {demonstration.broker}: {format_megabytes(ours.bytes_up)} up, "
+        f"{format_megabytes(ours.bytes_down)} down; {time.monotonic() - began:.0f} s in all",
     ]
-    show(demonstration, Console(stderr=json_file == STDOUT), *legend)
+    print_comparison(demonstration, Console(stderr=json_file == STDOUT), *legend)
     click.echo(
         f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}",
         err=json_file == STDOUT,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from fedge.errors import FedgeError, FruitlessError
-from fedge.system.child import command, environment, tethered
+from fedge.system.child import make_command, make_environment, make_tethered_command
 
 GRACE_S: Final = 10.0
 """Time for a child to end after SIGTERM; then it is killed."""
@@ -38,11 +38,11 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the command has not ended yet."""
         return self.process.poll() is None
 
     def require(self, *codes: int) -> None:
-        """Accept only these exit codes, or that it still runs when none is given.
+        """Require one of these exit codes, or that it still runs when none is given.
 
         Raises:
             FruitlessError: it came to its end with nothing to show for it, and says why.
@@ -54,11 +54,11 @@ class Child:
         if code == FruitlessError.exit_code:
             why = self.log.read_text(encoding="utf-8", errors="replace").strip().rpartition("error: ")[2]
             raise FruitlessError(f"{why}; the logs are in {self.log.parent}")
-        raise ProcessError(f"{self.name} ended with exit code {code}; {self.log} ends with:\n{tail(self.log)}")
+        raise ProcessError(f"{self.name} ended with exit code {code}; {self.log} ends with:\n{read_tail(self.log)}")
 
 
 class Children:
-    """Starts `fedge` commands; on exit from the context all are stopped, the last started first.
+    """The `fedge` commands that were started; on exit all are stopped, the last started first.
 
     A child gets a process group of its own, so that Ctrl-C reaches only the demo, which then stops them in order; if
     the demo itself is killed, the kernel kills them.
@@ -80,11 +80,11 @@ class Children:
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
         with output.open("wb") as stdout, log.open("wb") as stderr:
             process = subprocess.Popen(
-                tethered(*command("fedge", *arguments)),
+                make_tethered_command(*make_command("fedge", *arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=ENVIRONMENT | environment(),
+                env=ENVIRONMENT | make_environment(),
                 start_new_session=True,
             )
         child = Child(name, process, output, log)
@@ -92,7 +92,7 @@ class Children:
         return child
 
     def stop(self, children: Sequence[Child]) -> None:
-        """Terminate them all at once, and kill after a while those that remain."""
+        """Terminate the children all at once, and kill after a while those that remain."""
         for child in reversed(children):
             if child.running:
                 child.process.terminate()
@@ -105,7 +105,7 @@ class Children:
                 child.process.wait()
 
 
-def tail(log: Path) -> str:
-    """The last lines of a log."""
+def read_tail(log: Path) -> str:
+    """Read the last lines of a log."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()
     return "\n".join(f"    {line}" for line in text.splitlines()[-15:]) or "    (nothing)"

@@ -17,30 +17,30 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.demo.baselines import BASELINES, as_simulated, baselines
-from coordinator.demo.broker import broker_of
-from coordinator.demo.processes import Child, Children, ProcessError, tail
+from coordinator.demo.baselines import BASELINES, make_demo_scenario, run_baselines
+from coordinator.demo.broker import open_broker
+from coordinator.demo.processes import Child, Children, ProcessError, read_tail
 from coordinator.methods.baselines.local import Local
-from coordinator.methods.catalogue import method_class
+from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.settings import Option
-from coordinator.selection.select import cohort_size
+from coordinator.selection.select import compute_cohort_size
 from coordinator.service.cli import Progress
 from coordinator.simulation.compare import compare_runs
-from coordinator.simulation.evaluation import epsilon_spent
+from coordinator.simulation.evaluation import compute_epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
-from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
+from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, compute_score, make_outcome
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import DemoSettings, Setup
-from coordinator.watch.words import count_devices
-from fedge.bundle.manifest import Part, PoolInfo, look
-from fedge.data.preprocessing import apply
-from fedge.models.build import initial
+from coordinator.watch.words import format_devices
+from fedge.bundle.manifest import Part, PoolInfo, read_manifest
+from fedge.data.preprocessing import preprocess
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.privacy.egress import FILE as EGRESS
 from fedge.system.files import write_atomically
-from fedge.tasks import Partitioning, partition, write_share, write_task
-from fedge.tasks.partition import samples_of
+from fedge.tasks import Partitioning, partition_pool, write_share, write_task
+from fedge.tasks.partition import load_samples
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.wire.messages import Role
 
@@ -67,10 +67,12 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
         TransportError: the broker does not start.
     """
     watch("partitioning the samples")
-    cameras = partition_samples(settings, server_data=method_class(settings.method).needs_server_data(options))
-    ours, summary, broker = asyncio.run(over_mqtt(settings, cameras, watch, options))
-    runs = [*baselines(settings, cameras, summary, watch), *ours]
-    found = compare_runs(as_simulated(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None)
+    cameras = partition_samples(settings, server_data=load_method_class(settings.method).needs_server_data(options))
+    ours, summary, broker = asyncio.run(run_over_mqtt(settings, cameras, watch, options))
+    runs = [*run_baselines(settings, cameras, summary, watch), *ours]
+    found = compare_runs(
+        make_demo_scenario(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None
+    )
     trial = summary.get("trial") or {"ids": [], "places": []}
     return Demonstration(
         **{name: getattr(found, name) for name in Comparison.__struct_fields__},
@@ -81,7 +83,7 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
     )
 
 
-async def over_mqtt(
+async def run_over_mqtt(
     settings: DemoSettings, cameras: Federation, watch: Watch, options: Mapping[str, Option]
 ) -> tuple[list[RunOutcome], dict[str, Any], str]:
     """Run the federation and the inference.
@@ -93,31 +95,35 @@ async def over_mqtt(
         federation = f"demo-{secrets.token_hex(4)}"
         if settings.secure:
             await enrol(settings, federation, cameras.shares, children)
-        async with broker_of(settings) as (address, broker):
+        async with open_broker(settings) as (address, broker):
             common = ["--broker", address, "--federation", federation]
             summary = await federate(settings, cameras, common, children, watch, options)
-        bundles = installed_bundles(settings, cameras, summary)
+        bundles = find_installed_bundles(settings, cameras, summary)
         watch(
-            f"inference by ONNX Runtime on {count_devices(len(bundles))}; then {len(BASELINES)} simpler ways to learn"
+            f"inference by ONNX Runtime on {format_devices(len(bundles))}; then {len(BASELINES)} simpler ways to learn"
         )
         predicted = await infer(settings, bundles, children)
     reported = {line["round"]: line["accuracy"] for line in summary["history"] if line["accuracy"] is not None}
     network = Network(cameras.task)
     experts = {
-        i: network.logits(best_expert(bundles[i], network.layout), apply(cameras.task, share.x_test)).argmax(axis=1)
+        i: network.compute_logits(
+            load_best_expert(bundles[i], network.layout), preprocess(cameras.task, share.x_test)
+        ).argmax(axis=1)
         for i, share in cameras.shares.items()
     }
 
     homes = (settings.folder / i / "home" for i in cameras.shares)
-    spent = epsilon_spent(homes, as_simulated(settings).for_method(settings.seed, {}).protection)
+    spent = compute_epsilon_spent(
+        homes, make_demo_scenario(settings).make_method_settings(settings.seed, {}).protection
+    )
 
-    def measured(method: str, classes: Mapping[str, NDArray[np.integer]]) -> RunOutcome:
+    def make_demo_outcome(method: str, classes: Mapping[str, NDArray[np.integer]]) -> RunOutcome:
         devices = [
             DeviceOutcome(
                 id=i,
                 group=share.group,
                 n_train=len(share.y_train),
-                score=score(classes[i], share.y_test),
+                score=compute_score(classes[i], share.y_test),
                 trained=summary["selection"].get(i, 0),
                 bundle=True,
                 release=bundles[i].name,
@@ -126,7 +132,7 @@ async def over_mqtt(
         ]
         traffic = {name: summary[name] for name in ("bytes_up", "bytes_down")}
         accuracy = float(np.mean([device.score.accuracy for device in devices]))
-        return outcome_of(
+        return make_outcome(
             devices,
             method=method,
             seed=settings.seed,
@@ -134,7 +140,7 @@ async def over_mqtt(
             rounds=settings.rounds,
             **traffic,
             seconds=0.0,
-            max_abs_diff=max(look(folder)[0].max_abs_diff for folder in bundles.values()),
+            max_abs_diff=max(read_manifest(folder)[0].max_abs_diff for folder in bundles.values()),
             split=summary["split"],
             clusters={k: tuple(members) for k, members in summary["clusters"].items()},
             curve=(Point(round=settings.rounds, accuracy=accuracy, **traffic, seconds=0.0),),
@@ -144,7 +150,7 @@ async def over_mqtt(
             details=spent,
         )
 
-    return [measured("expert", experts), measured("personal", predicted)], summary, broker
+    return [make_demo_outcome("expert", experts), make_demo_outcome("personal", predicted)], summary, broker
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -159,14 +165,16 @@ def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> F
         ConfigError: no such data, or too few; or masked sums cannot cover the devices.
     """
     if settings.masking:
-        require_summable(cohort_size(settings.devices, settings.participation), settings.min_cohort)
-    samples, kept = samples_of(settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task))
+        require_summable(compute_cohort_size(settings.devices, settings.participation), settings.min_cohort)
+    samples, kept = load_samples(
+        settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task)
+    )
     if server_data:
         np.savez(settings.folder / SERVER_FILE, x=kept.x, y=kept.y)
-    shares = partition(samples, settings.devices, settings, seed=settings.seed)
+    shares = partition_pool(samples, settings.devices, settings, seed=settings.seed)
     width = len(str(settings.devices - 1))
     of_camera = {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}
-    cameras = Federation(samples.spec, of_camera, None, None, *initial(samples.spec, settings.seed))
+    cameras = Federation(samples.spec, of_camera, None, None, *make_initial_model(samples.spec, settings.seed))
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
@@ -185,22 +193,22 @@ async def enrol(settings: DemoSettings, federation: str, devices: Collection[str
         ProcessError: a command failed.
     """
     folder = ("--folder", str(settings.folder / "provision"))
-    await ended(children, "provision-init", ("provision", "init", federation, "localhost", *folder))
+    await run_command(children, "provision-init", ("provision", "init", federation, "localhost", *folder))
     kits = settings.folder / "kits"
     kits.mkdir()
-    await ended(children, "provision-device", ("provision", "device", *devices, "--to", str(kits), *folder))
+    await run_command(children, "provision-device", ("provision", "device", *devices, "--to", str(kits), *folder))
     for i in devices:
         words = ("enrol", str(kits / f"{i}.kit"), "--folder", str(settings.folder / i))
-        await ended(children, f"{i}-enrol", words)
+        await run_command(children, f"{i}-enrol", words)
     shutil.rmtree(kits)  # a kit lets its reader impersonate the device
 
 
-def identity(settings: DemoSettings, *place: str) -> list[str]:
-    """The flags of a machine whose identity is there; none unless the demo is secure."""
+def make_identity_flags(settings: DemoSettings, *place: str) -> list[str]:
+    """Make the flags of a machine whose identity is there; none unless the demo is secure."""
     return ["--identity", str(settings.folder.joinpath(*place))] if settings.secure else []
 
 
-async def ended(children: Children, name: str, arguments: Sequence[str]) -> Child:
+async def run_command(children: Children, name: str, arguments: Sequence[str]) -> Child:
     """Run a command to its end.
 
     Raises:
@@ -223,7 +231,7 @@ async def federate(
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch(
-        f"{settings.method} over {common[1]}: a coordinator and {count_devices(len(cameras.shares))}, which load torch"
+        f"{settings.method} over {common[1]}: a coordinator and {format_devices(len(cameras.shares))}, which load torch"
     )
     common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(cameras.task.code)]
     home = settings.folder / "coordinator"
@@ -232,24 +240,34 @@ async def federate(
         [
             "coordinator",
             *common,
-            *identity(settings, "provision", "coordinator"),
+            *make_identity_flags(settings, "provision", "coordinator"),
             "--home",
             str(home),
             "--json",
-            *_coordinator_flags(settings, options),
+            *_make_coordinator_flags(settings, options),
         ],
     )
     agents = [
-        children.start(i, ["agent", *common, *identity(settings, i, "identity"), "--id", i, *_agent_flags(settings, i)])
+        children.start(
+            i,
+            [
+                "agent",
+                *common,
+                *make_identity_flags(settings, i, "identity"),
+                "--id",
+                i,
+                *_make_agent_flags(settings, i),
+            ],
+        )
         for i in cameras.shares
     ]
-    await follow(coordinator, agents)
+    await print_progress(coordinator, agents)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
     return summary
 
 
-def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) -> list[str]:
+def _make_coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) -> list[str]:
     file = settings.folder / SERVER_FILE
     shared = [name for name in Setup.__struct_fields__ if name not in Partitioning.__struct_fields__]
     given = {name: getattr(settings, name) for name in ("method", "devices", "seed", *shared)}
@@ -260,17 +278,17 @@ def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) ->
     return [*flags, *(text for name, value in options.items() for text in ("--option", f"{name}={value}"))]
 
 
-def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
+def _make_agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     folder = settings.folder / device_id
     flags = ["--home", str(folder / "home"), "--data", str(folder / "data.npz")]
     flags += ["--min-cohort", str(settings.min_cohort)]
-    if allowed := ",".join(sorted(method_class(settings.method).REVEALS)):
+    if allowed := ",".join(sorted(load_method_class(settings.method).REVEALS)):
         write_atomically(folder / "home" / EGRESS, f'[egress]\nallow = "{allowed}"\n'.encode())
     return flags
 
 
-async def follow(coordinator: Child, agents: Sequence[Child]) -> None:
-    """Show the coordinator's progress until it ends.
+async def print_progress(coordinator: Child, agents: Sequence[Child]) -> None:
+    """Print the coordinator's progress until it ends.
 
     Raises:
         ProcessError: it failed, or an agent ended before it.
@@ -289,8 +307,8 @@ async def follow(coordinator: Child, agents: Sequence[Child]) -> None:
     coordinator.require(0)
 
 
-def installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, Path]:
-    """Each device's bundle, of the release that it reported.
+def find_installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, Path]:
+    """Find each device's bundle, of the release that it reported.
 
     Raises:
         ProcessError: a device has none; the text holds the end of its log.
@@ -301,7 +319,7 @@ def installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapp
         found = settings.folder / device_id / "home" / "bundles" / str(release)
         if release is None or not found.is_dir():
             log = settings.folder / "logs" / f"{device_id}.log"
-            raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{tail(log)}")
+            raise ProcessError(f"{device_id} ended without a bundle; {log} ends with:\n{read_tail(log)}")
         bundles[device_id] = found
     return bundles
 
@@ -312,39 +330,41 @@ def installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapp
 async def infer(
     settings: DemoSettings, bundles: Mapping[str, Path], children: Children
 ) -> dict[str, NDArray[np.integer]]:
-    """Each bundle's classes in ONNX Runtime: `fedge infer` sees inputs, neither labels nor torch."""
+    """Predict each bundle's classes in ONNX Runtime: `fedge infer` sees inputs, neither labels nor torch."""
     free = asyncio.Semaphore(PARALLEL_INFERENCE)
 
-    async def one(device_id: str) -> NDArray[np.integer]:
+    async def infer_one(device_id: str) -> NDArray[np.integer]:
         async with free:
             test = settings.folder / device_id / "test.npz"
-            child = await ended(children, f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
+            child = await run_command(
+                children, f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"]
+            )
         answer = json.loads(child.output.read_bytes())
         if answer["imported_torch"]:
             raise ProcessError(f"{child.name} imported torch: the figures are not those of an inference-only device")
         return np.array(answer["predictions"])
 
-    return dict(zip(bundles, await asyncio.gather(*map(one, bundles)), strict=True))
+    return dict(zip(bundles, await asyncio.gather(*map(infer_one, bundles)), strict=True))
 
 
-def best_expert(folder: Path, layout: Layout) -> Model:
-    """The expert that the device chose by validation; without experts, the global model, or the only one.
+def load_best_expert(folder: Path, layout: Layout) -> Model:
+    """Load the expert that the device chose by validation; without experts, the global model, or the only one.
 
     With a pool of private modules (PM-MoE), the device's own module on the shared part.
     """
-    manifest, _ = look(folder)
+    manifest, _ = read_manifest(folder)
 
-    def tensors(part: Part) -> Tensors:
+    def read_part(part: Part) -> Tensors:
         return from_bytes((folder / part.file_name).read_bytes())
 
     if isinstance(manifest.pool, PoolInfo):
-        own = tensors(manifest.candidates[manifest.pool.own].part)
+        own = read_part(manifest.candidates[manifest.pool.own].part)
         if manifest.pool.trunk is None:
             return flatten(own, layout)
-        trunk = tensors(manifest.pool.trunk)
+        trunk = read_part(manifest.pool.trunk)
         head = (tensor.name for tensor in layout.select(HEAD).tensors)
         added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
         return flatten(trunk | added, layout)
     candidates = {candidate.role: candidate for candidate in manifest.candidates}
     chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
-    return flatten(tensors(chosen.part), layout)
+    return flatten(read_part(chosen.part), layout)

@@ -5,6 +5,6 @@
 use it. Begin with `fleet`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "fleet", "coordinator.store.records")
+__getattr__ = make_getattr(__name__, "fleet", "coordinator.store.records")

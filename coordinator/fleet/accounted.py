@@ -10,30 +10,30 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.aggregation.protection import without_noise
-from coordinator.fleet.fleet import Answer, Fleet, Seen
+from coordinator.aggregation.protection import explain_no_noise
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet
 from fedge.errors import ConfigError
-from fedge.steps.contract import Action, unaccounted
+from fedge.steps.contract import Action, find_unaccounted
 from fedge.steps.mixture.install import Served
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dp import Privacy, TrainDp
 
 
-def accounted(action: Action, privacy: Privacy) -> Action:
-    """The action with noise; unchanged if it reveals nothing about samples.
+def add_noise(action: Action, privacy: Privacy) -> Action:
+    """Return the action with noise; unchanged if it reveals nothing about samples.
 
     Raises:
         ConfigError: it would reveal something unaccounted for; the text names the field.
     """
     if type(action) is Train:
         if len(action.starts) > 1:
-            raise ConfigError(f"the method cannot have dp: {without_noise((Train, 'cluster'))}")
+            raise ConfigError(f"the method cannot have dp: {explain_no_noise((Train, 'cluster'))}")
         fields = {name: getattr(action, name) for name in Train.__struct_fields__}
         return TrainDp(**fields | {"measure": False}, privacy=privacy)
     if isinstance(action, Served) and action.kept_by == Train.STEP:
         return msgspec.structs.replace(action, kept_by=TrainDp.STEP)
-    if fields := unaccounted(type(action)):
-        raise ConfigError(f"the method cannot have dp: {without_noise((type(action), next(iter(fields))))}")
+    if fields := find_unaccounted(type(action)):
+        raise ConfigError(f"the method cannot have dp: {explain_no_noise((type(action), next(iter(fields))))}")
     return action
 
 
@@ -44,13 +44,15 @@ class AccountedFleet(Fleet):
         super().__init__(fleet)
         self._privacy = privacy
 
-    def _accounted(self, actions: Mapping[str, Action]) -> dict[str, Action]:
-        return {i: accounted(action, self._privacy) for i, action in actions.items()}
+    def _add_noise(self, actions: Mapping[str, Action]) -> dict[str, Action]:
+        return {i: add_noise(action, self._privacy) for i, action in actions.items()}
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As the fleet's, with noise."""
-        return await self._fleet.run(label, self._accounted(actions))
+        """Run the actions on the wrapped fleet, with noise."""
+        return await self._fleet.run(label, self._add_noise(actions))
 
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """As the fleet's, with noise."""
-        return self._fleet.stream(label, self._accounted(actions), seen)
+    def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
+    ) -> AsyncIterator[Answer]:
+        """Stream the answers of the wrapped fleet to the actions, with noise."""
+        return self._fleet.stream(label, self._add_noise(actions), seen)

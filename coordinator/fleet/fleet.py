@@ -15,39 +15,40 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet.versions import Descent, leading_to
+from coordinator.fleet.versions import Descent, find_descents
 from coordinator.store.records import Device
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
-from fedge.models.weights import needed_on_devices
-from fedge.steps.contract import Action, Refusal, Result, body_of, read_result, require
+from fedge.models.weights import find_device_weights
+from fedge.steps.contract import Action, Refusal, Result, decode_result, encode_body, require
+from fedge.system.moved import alias_members, alias_names
 from fedge.tensors.codecs import Norms
-from fedge.tensors.layout import Codec, Layout, Model, Tensors, views_of
-from fedge.wire.messages import MAX_BODY_BYTES, BlobRef, Difference, Order, Report, blobs_of
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, view_bytes
+from fedge.wire.messages import MAX_BODY_BYTES, BlobRef, Difference, Order, Report, iterate_blobs
 
 if TYPE_CHECKING:
     from coordinator.fleet.sites import Sites
 
 
-def asked(
+def prepare_actions(
     devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
 ) -> tuple[dict[str, Action], dict[str, Refusal]]:
-    """The actions to send, and immediate answers for devices that are not asked; both by id.
+    """Return the actions to send, and immediate answers for devices that are not asked; both by id.
 
     Devices that get the same action, and know and withhold the same, share one: what is sent is then encoded once.
     """
-    frozen = needed_on_devices(task)
+    frozen = find_device_weights(task)
     shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
 
-    def sent(device: Device, action: Action) -> Action | Refusal:
+    def prepare_action(device: Device, action: Action) -> Action | Refusal:
         version = action.VERSION if device.steps is None else device.steps.get(action.STEP)
         key = id(action), device.withholds, version
         if key not in shared:
             trained = frozen is not None and action.TRAINS
-            shared[key] = device.asked(msgspec.structs.replace(action, weights=frozen) if trained else action)
+            shared[key] = device.prepare_action(msgspec.structs.replace(action, weights=frozen) if trained else action)
         return shared[key]
 
-    found = {i: sent(devices[i], action) for i, action in actions.items()}
+    found = {i: prepare_action(devices[i], action) for i, action in actions.items()}
     refused = {i: each for i, each in found.items() if isinstance(each, Refusal)}
     return {i: each for i, each in found.items() if isinstance(each, Action)}, refused
 
@@ -66,14 +67,14 @@ class Answer:
     round: int = field(default=0, compare=False)
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted update, as a reference for later ones."""
+class AcceptedUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """The norms and samples of an accepted update, as a reference for later ones."""
 
     norms: Norms
     n_samples: int
 
 
-def order_for(
+def make_order(
     run: str,
     seed: int,
     round_number: int,
@@ -87,11 +88,11 @@ def order_for(
     issue: str = "",
     body: bytes | None = None,
 ) -> Order:
-    """The order for one action; equal run, issue, round, label and device give equal id and seed.
+    """Make the order for one action; equal run, issue, round, label and device give equal id and seed.
 
     `body`: the action as bytes, where many orders share it.
     """
-    steps = leading_to(blobs_of(action), descents) if descents else {}
+    steps = find_descents(iterate_blobs(action), descents) if descents else {}
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
         id=f"{run}{issue}.{round_number}.{label}.{device_id}",
@@ -104,22 +105,22 @@ def order_for(
         left_s=left_s,
         step=action.STEP,
         version=action.VERSION,
-        body=body_of(action) if body is None else body,
+        body=encode_body(action) if body is None else body,
         differences={digest: Difference(base=step.base, blob=step.blob) for digest, step in steps.items()},
     )
 
 
-def checked(action: Action, report: Report, task: TaskSpec) -> Result:
-    """The result in a report, if it answers the action in this task; tensors are checked when decoded.
+def read_valid_result(action: Action, report: Report, task: TaskSpec) -> Result:
+    """Return the result in a report, if it answers the action in this task; tensors are checked when decoded.
 
     Raises:
         ProtocolError: `malformed`, `not-finite`, `wrong-result`, or a name from the step's own check.
     """
-    return answering(action, read_result(report, action), task)
+    return require_answer(action, decode_result(report, action), task)
 
 
-def answering(action: Action, result: Result, task: TaskSpec) -> Result:
-    """The result, if it answers the action in this task; both fleets use this check.
+def require_answer(action: Action, result: Result, task: TaskSpec) -> Result:
+    """Return the result, if it answers the action in this task; both fleets use this check.
 
     Raises:
         ProtocolError: `wrong-result`, or a name from the step's own check.
@@ -138,7 +139,7 @@ def require_sendable(actions: Iterable[Action]) -> None:
     """
     for action in {id(action): action for action in actions}.values():  # usually one action shared by all
         try:
-            body = body_of(action)
+            body = encode_body(action)
             msgspec.msgpack.decode(body, type=type(action))
         except (TypeError, msgspec.ValidationError, OverflowError, ValueError) as error:
             raise ConfigError(
@@ -151,6 +152,13 @@ def require_sendable(actions: Iterable[Action]) -> None:
             )
 
 
+@alias_members(
+    devices="get_devices",
+    inference_only="get_inference_devices",
+    busy="get_busy_devices",
+    norms="get_norms",
+    note="record_event",
+)
 class Fleet:
     """The devices of a federation, as a method sees them in one round. `task`: what they learn.
 
@@ -165,7 +173,7 @@ class Fleet:
 
     @property
     def descents(self) -> dict[str, Descent] | None:
-        """Of models stored as successors of others (`coordinator.fleet.versions`); None: there are none."""
+        """The descents of models stored as successors of others (`coordinator.fleet.versions`), or None."""
         return self._fleet.descents
 
     @descents.setter
@@ -174,16 +182,16 @@ class Fleet:
 
     @property
     def sites(self) -> Sites | None:
-        """Where updates lie that are summed in place, such as behind relays; None: nowhere."""
+        """The sites on which updates are summed in place, such as behind relays; None without any."""
         return self._fleet.sites
 
-    def devices(self) -> tuple[Device, ...]:
-        """Devices that can train, by ascending id; a snapshot stored at the start of the round."""
-        return self._fleet.devices()
+    def get_devices(self) -> tuple[Device, ...]:
+        """Return the devices that can train, by ascending id; a snapshot stored at the start of the round."""
+        return self._fleet.get_devices()
 
-    def inference_only(self) -> tuple[Device, ...]:
-        """Devices that cannot train, by ascending id, from the same snapshot: for steps without torch."""
-        return self._fleet.inference_only()
+    def get_inference_devices(self) -> tuple[Device, ...]:
+        """Return the devices that cannot train, by ascending id, from the snapshot: for steps without torch."""
+        return self._fleet.get_inference_devices()
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; one answer per action, by ascending device id.
@@ -195,7 +203,9 @@ class Fleet:
         """
         return await self._fleet.run(label, actions)
 
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
+    def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
+    ) -> AsyncIterator[Answer]:
         """Have each device do its action; yields answers as they arrive.
 
         `label` is unique within the round. Each device has a day, whatever the round's deadline, since nobody waits for
@@ -210,16 +220,16 @@ class Fleet:
         """
         return self._fleet.stream(label, actions, seen)
 
-    def busy(self) -> frozenset[str]:
-        """Devices with a streamed order whose answer has not been yielded yet; the same after a crash."""
-        return self._fleet.busy()
+    def get_busy_devices(self) -> frozenset[str]:
+        """Return the devices with a streamed order whose answer is not yielded yet; the same after a crash."""
+        return self._fleet.get_busy_devices()
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Store a model that actions can refer to. Equal tensors give an equal reference."""
         return self._fleet.put(tensors, codec_)
 
     def put_model(self, model: Model, layout: Layout) -> BlobRef:
-        """`put` the tensors of a model, exactly; nobody may change it any more."""
+        """Store the tensors of a model as `put` does, exactly; nobody may change it any more."""
         return self._fleet.put_model(model, layout)
 
     def put_bytes(self, data: bytes) -> BlobRef:
@@ -227,25 +237,28 @@ class Fleet:
         return self._fleet.put_bytes(data)
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model or an accepted update; an update's `params` are the difference from its start."""
+        """Return a model or an accepted update; an update's `params` are the difference from its start."""
         return self._fleet.get(ref, layout)
 
-    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """L2 norms of the parameters and of the buffers of what `get` returns; known for updates of the last step."""
-        return self._fleet.norms(ref, layout)
+    def get_norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """Return the L2 norms of parameters and buffers of what `get` returns; known for last step's updates."""
+        return self._fleet.get_norms(ref, layout)
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob that this side `put` or a device sent."""
+        """Return the bytes of a blob that this side `put` or a device sent."""
         return self._fleet.get_bytes(ref)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes; not to be changed."""
-        return views_of(self.get_bytes(ref))
+        """Return tensors in FLOAT32 that this side `put` or a device sent, of any shapes; not to be changed."""
+        return view_bytes(self.get_bytes(ref))
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
         """Log what a device has sent amiss, and record it as evidence (`coordinator.fleet.quarantine`)."""
         self._fleet.accuse(device_id, error)
 
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
+    def record_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Record a method's decision for people to read; no effect otherwise."""
-        self._fleet.note(event, fields)
+        self._fleet.record_event(event, fields)
+
+
+__getattr__ = alias_names(__name__, Seen="AcceptedUpdate")

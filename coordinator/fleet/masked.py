@@ -29,14 +29,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from coordinator.fleet.fleet import Answer, Fleet, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet
 from coordinator.fleet.masked_group import Group, LostError
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.privacy.masked_sums import (
     Sums,
     add_pair_mask,
-    member,
-    prg,
+    expand_seed,
+    make_member,
     read_roster,
     write_positions,
     write_roster,
@@ -46,7 +46,7 @@ from fedge.steps.contract import Action, Declined, Refusal, Result
 from fedge.steps.masked.confirm_sum import ConfirmSum, SumConfirmed
 from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
 from fedge.steps.masked.mask_shares import MaskShares, SharesMade
-from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked, alike
+from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked, compute_common_digest
 from fedge.steps.masked.unmask import Unmask, Unmasked
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors import fixed_point
@@ -65,7 +65,7 @@ class Update:
     """The mean of a device's group, and what the device reported besides its masked update."""
 
     mean: BlobRef
-    told: TrainedMasked
+    result: TrainedMasked
 
 
 class MaskedFleet(Fleet):
@@ -100,7 +100,7 @@ class MaskedFleet(Fleet):
         self._seed = seed
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As any fleet; training under masks.
+        """Run the actions as any fleet, training under masks.
 
         Raises:
             ConfigError: the method trains by another step than `train`, which would not be hidden, or differently in
@@ -109,7 +109,7 @@ class MaskedFleet(Fleet):
         training = {i: action for i, action in sorted(actions.items()) if isinstance(action, Train)}
         if any(type(action) is not Train for action in training.values()):
             raise ConfigError("masking hides what `train` sends, and the method trains by another step")
-        asked = {(action.starts[0].cluster, alike(action, 1)) for action in training.values()}
+        asked = {(action.starts[0].cluster, compute_common_digest(action, 1)) for action in training.values()}
         if len(asked) > len({cluster for cluster, _ in asked}):
             raise ConfigError("masks cancel only between devices that learn alike, not so in a cluster of the method")
         others = {i: action for i, action in actions.items() if i not in training}
@@ -119,67 +119,74 @@ class MaskedFleet(Fleet):
         return dict(sorted(answers.items()))
 
     async def _train(self, label: str, actions: Mapping[str, Train]) -> dict[str, Answer]:
-        """The five steps, each for all groups at once; training keeps its label, so devices draw the same numbers."""
+        """Run the five steps, each for all groups at once; training keeps its label: devices draw equal numbers."""
         seconds = dict.fromkeys(actions, 0.0)
 
-        async def ask(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
+        async def run_step(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
             found = await self._fleet.run(step, asked) if asked else {}
             for i, answer in found.items():
                 seconds[i] += answer.seconds
             return found
 
-        answers = await ask(f"{label}-keys", {i: MaskKeys(session=label) for i in actions})
-        groups = self._groups(actions, results(answers, KeysMade))
-        found = await ask(
+        answers = await run_step(f"{label}-keys", {i: MaskKeys(session=label) for i in actions})
+        groups = self._make_groups(actions, select_results(answers, KeysMade))
+        found = await run_step(
             f"{label}-shares",
-            {i: MaskShares(session=label, roster=g.ref) for g in groups for i in g.roster.ids(g.positions)},
+            {i: MaskShares(session=label, roster=g.ref) for g in groups for i in g.roster.get_ids(g.positions)},
         )
-        for i, shares in results(found, SharesMade).items():
-            group, k = place_of(groups, i)
-            if set(shares.sealed) == set(group.roster.neighbours(k)):
+        for i, shares in select_results(found, SharesMade).items():
+            group, k = find_member(groups, i)
+            if set(shares.sealed) == set(group.roster.get_neighbours(k)):
                 group.shares[k] = shares
         answers |= found
         for group in groups:
             group.sharers = self._fleet.put_bytes(write_positions(group.shares))
-        found = await ask(label, {i: order for g in groups for i, order in orders(label, g, actions).items()})
-        for i, masked in results(found, TrainedMasked).items():
-            group, k = place_of(groups, i)
-            group.take(k, masked)
+        found = await run_step(label, {i: order for g in groups for i, order in make_orders(label, g, actions).items()})
+        for i, masked in select_results(found, TrainedMasked).items():
+            group, k = find_member(groups, i)
+            group.add_update(k, masked)
         answers |= found
         for number, group in enumerate(groups):
             self._choose(group, number)
-        found = await ask(
+        found = await run_step(
             f"{label}-confirm",
-            {i: order for g in groups for i, order in confirmations(label, g).items() if answers[i].result is not None},
+            {
+                i: order
+                for g in groups
+                for i, order in make_confirmations(label, g).items()
+                if answers[i].result is not None
+            },
         )
-        for i, confirmed in results(found, SumConfirmed).items():
-            group, k = place_of(groups, i)
-            group.confirm(k, confirmed.confirmation)
-        found = await ask(
-            f"{label}-unmask", {i: order for g in groups for i, order in self._openings(label, g).items()}
+        for i, confirmed in select_results(found, SumConfirmed).items():
+            group, k = find_member(groups, i)
+            group.add_confirmation(k, confirmed.confirmation)
+        found = await run_step(
+            f"{label}-unmask", {i: order for g in groups for i, order in self._make_unmasks(label, g).items()}
         )
-        for i, shown in results(found, Unmasked).items():
-            group, k = place_of(groups, i)
+        for i, shown in select_results(found, Unmasked).items():
+            group, k = find_member(groups, i)
             group.shown[k] = shown
-        updates = await self._updates(groups)
-        n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
-        seen = {i: told(answers[i].result, updates.get(i), n_samples[i], action) for i, action in actions.items()}
+        updates = await self._open_sums(groups)
+        n_samples = {device.id: device.n_samples for device in self._fleet.get_devices()}
+        seen = {
+            i: make_result(answers[i].result, updates.get(i), n_samples[i], action) for i, action in actions.items()
+        }
         return {i: replace(answers[i], result=result, seconds=seconds[i]) for i, result in seen.items()}
 
-    def _groups(self, actions: Mapping[str, Train], keys: Mapping[str, KeysMade]) -> list[Group]:
-        """The cohorts among devices that advertised keys, as far as they may be summed."""
+    def _make_groups(self, actions: Mapping[str, Train], keys: Mapping[str, KeysMade]) -> list[Group]:
+        """Make cohorts of the devices that advertised keys, as far as they may be summed."""
         groups = []
-        n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
-        often = Counter(key for i, made in keys.items() for key in member(i, made).keys)
+        n_samples = {device.id: device.n_samples for device in self._fleet.get_devices()}
+        often = Counter(key for i, made in keys.items() for key in make_member(i, made).keys)
         for number, cluster in enumerate(sorted({action.starts[0].cluster for action in actions.values()})):
             asked = [i for i, action in actions.items() if action.starts[0].cluster == cluster]
-            there = [i for i in asked if i in keys and all(often[key] == 1 for key in member(i, keys[i]).keys)]
-            cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 0))
+            there = [i for i in asked if i in keys and all(often[key] == 1 for key in make_member(i, keys[i]).keys)]
+            cohort = select_summable(there, self.sums, self._min_cohort, self._make_rng(number, 0))
             if not cohort:
-                why = self.sums.too_close(there, self._min_cohort)
-                lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed: {why}")
+                why = self.sums.explain_too_close(there, self._min_cohort)
+                log_lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed: {why}")
                 continue
-            members = [member(i, keys[i]) for i in cohort]
+            members = [make_member(i, keys[i]) for i in cohort]
             file = write_roster(members)
             alike = self._weights == "equal" and cluster >= 0
             heaviest = 1 if alike else max(1, *(n_samples[i] for i in cohort))  # 0 where owners withhold it
@@ -188,71 +195,76 @@ class MaskedFleet(Fleet):
                     roster=read_roster(file),
                     ref=self._fleet.put_bytes(file),
                     train=actions[cohort[0]],
-                    heaviest=min(heaviest, fixed_point.heaviest_of(len(cohort))),
+                    heaviest=min(heaviest, fixed_point.compute_heaviest(len(cohort))),
                 )
             )
         return groups
 
     def _choose(self, group: Group, number: int) -> None:
         """Choose devices to sum among those with masked updates; from now on this counts as a sum, whatever happens."""
-        there = group.roster.ids(sorted(group.masked))
-        cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 1))
+        there = group.roster.get_ids(sorted(group.masked))
+        cohort = select_summable(there, self.sums, self._min_cohort, self._make_rng(number, 1))
         positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
-        if not cohort or not group.roster.joined(positions):
-            why = self.sums.too_close(there, self._min_cohort) or "too few masks join them"
-            lost(group.roster.ids(group.positions), f"{len(there)} masked updates came, which may not be summed: {why}")
+        if not cohort or not group.roster.are_joined(positions):
+            why = self.sums.explain_too_close(there, self._min_cohort) or "too few masks join them"
+            log_lost(
+                group.roster.get_ids(group.positions),
+                f"{len(there)} masked updates came, which may not be summed: {why}",
+            )
             return
         group.summed, group.to_sum = positions, self._fleet.put_bytes(write_positions(positions))
-        self.sums = self.sums.including(cohort)
+        self.sums = self.sums.with_sum(cohort)
 
-    def _openings(self, label: str, group: Group) -> dict[str, Unmask]:
-        """For devices that can help to open a sum, if enough have confirmed it."""
-        if group.summed and (reason := group.roster.disputed(group.summed, group.confirmed)):
-            lost(group.roster.ids(group.summed), reason)
+    def _make_unmasks(self, label: str, group: Group) -> dict[str, Unmask]:
+        """Ask devices that can help to open a sum, if enough have confirmed it."""
+        if group.summed and (reason := group.roster.explain_dispute(group.summed, group.confirmed)):
+            log_lost(group.roster.get_ids(group.summed), reason)
             group.summed = ()
         if not group.summed:
             return {}
         file = self._fleet.put_bytes(write_signatures(group.confirmed))
-        helpers = group.roster.ids(sorted(group.masked.keys() & group.confirmed.keys()))
+        helpers = group.roster.get_ids(sorted(group.masked.keys() & group.confirmed.keys()))
         return dict.fromkeys(helpers, Unmask(session=label, roster=group.ref, confirmations=file))
 
-    def _rng(self, *stream: int) -> np.random.Generator:
+    def _make_rng(self, *stream: int) -> np.random.Generator:
         return np.random.default_rng((*self._seed, *stream))
 
-    async def _updates(self, groups: Sequence[Group]) -> dict[str, Update]:
-        """For each device in a sum: its group's mean as an update, and what the device reported."""
+    async def _open_sums(self, groups: Sequence[Group]) -> dict[str, Update]:
+        """Return for each device in a sum its group's mean as an update, and what the device reported."""
         updates: dict[str, Update] = {}
         for group in groups:
             if not group.summed:
                 continue
             try:
-                mean = await asyncio.to_thread(self._mean, group)
+                mean = await asyncio.to_thread(self._compute_mean, group)
             except LostError as error:
-                lost(group.roster.ids(group.summed), str(error))
+                log_lost(group.roster.get_ids(group.summed), str(error))
                 continue
             ref = self._fleet.put_model(mean, self._layout)
             updates |= {group.roster.members[k].id: Update(ref, group.masked[k]) for k in group.summed}
         return updates
 
-    def _mean(self, group: Group) -> Model:
-        """The unmasked sum, divided: an update whose buffers and counters are those after training."""
+    def _compute_mean(self, group: Group) -> Model:
+        """Divide the unmasked sum: an update whose buffers and counters are those after training."""
         roster, layout = group.roster, self._layout
-        total = fixed_point.zero(layout)
-        seeds = {k: group.seed_of(k) for k in group.summed}
-        keys = {k: group.key_of(k) for k in sorted(group.shares.keys() - seeds.keys())}
-        training = alike(group.train, group.heaviest)
+        total = fixed_point.make_zero(layout)
+        seeds = {k: group.recover_seed(k) for k in group.summed}
+        keys = {k: group.recover_key(k) for k in sorted(group.shares.keys() - seeds.keys())}
+        training = compute_common_digest(group.train, group.heaviest)
         for k, seed in seeds.items():
             total.add(fixed_point.from_bytes(self._fleet.get_bytes(group.masked[k].masked), layout))
-            total.subtract(prg(seed, layout))
+            total.subtract(expand_seed(seed, layout))
         for k, key in keys.items():
-            for peer in set(roster.neighbours(k)) & seeds.keys():
-                add_pair_mask(total, k, peer, roster.pair_seed(key, k, peer, training), layout)
-        with failing_as(LostError, "a device has masked something else", on=ValueError):
-            mean = fixed_point.mean_change(total, layout, len(roster.members), group.heaviest)
+            for peer in set(roster.get_neighbours(k)) & seeds.keys():
+                add_pair_mask(total, k, peer, roster.derive_pair_seed(key, k, peer, training), layout)
+        with raise_as(LostError, "a device has masked something else", on=ValueError):
+            mean = fixed_point.compute_mean_change(total, layout, len(roster.members), group.heaviest)
         start = self._fleet.get(group.train.starts[0].model, layout)
         return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
 
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
+    def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
+    ) -> AsyncIterator[Answer]:
         """Stream without training, since a sum waits for its cohort.
 
         Raises:
@@ -263,21 +275,23 @@ class MaskedFleet(Fleet):
         return self._fleet.stream(label, actions, seen)
 
 
-def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
-    """The results of one kind, by ascending device id."""
+def select_results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """Return the results of one kind, by ascending device id."""
     return {i: a.result for i, a in sorted(answers.items()) if isinstance(a.result, kind)}
 
 
-def place_of(groups: Sequence[Group], device_id: str) -> tuple[Group, int]:
-    """A device's group, and its position there."""
-    return next((g, k) for g in groups if (k := g.roster.position(device_id)) is not None)
+def find_member(groups: Sequence[Group], device_id: str) -> tuple[Group, int]:
+    """Find a device's group, and its position there."""
+    return next((g, k) for g in groups if (k := g.roster.find_position(device_id)) is not None)
 
 
-def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, TrainMasked]:
-    """Masked training for devices that shared their secrets, as enough of their neighbours did."""
+def make_orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, TrainMasked]:
+    """Make the masked training of devices that shared their secrets, as enough of their neighbours did."""
     found = {}
     for k in sorted(group.shares):
-        received = {peer: group.shares[peer].sealed[k] for peer in group.roster.neighbours(k) if peer in group.shares}
+        received = {
+            peer: group.shares[peer].sealed[k] for peer in group.roster.get_neighbours(k) if peer in group.shares
+        }
         if len(received) >= group.roster.threshold:
             i = group.roster.members[k].id
             found[i] = TrainMasked(
@@ -291,19 +305,19 @@ def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, 
     return found
 
 
-def confirmations(label: str, group: Group) -> dict[str, ConfirmSum]:
-    """For devices that shared their secrets: the sum, if there is one, and what their neighbours in it have signed."""
+def make_confirmations(label: str, group: Group) -> dict[str, ConfirmSum]:
+    """Make the request to confirm a sum: the sum, if there is one, and what the neighbours in it have signed."""
     found, signed = {}, {k: group.masked[k].statement for k in group.summed}
     for k in sorted(group.shares) if group.summed else ():
-        statements = {peer: signed[peer] for peer in group.roster.neighbours(k) if peer in signed}
+        statements = {peer: signed[peer] for peer in group.roster.get_neighbours(k) if peer in signed}
         found[group.roster.members[k].id] = ConfirmSum(
             session=label, roster=group.ref, sharers=group.sharers, summed=group.to_sum, statements=statements
         )
     return found
 
 
-def told(result: Result | None, update: Update | None, n_samples: int, action: Train) -> Result | None:
-    """A method's view of a device: its group's mean as if it were the device's update."""
+def make_result(result: Result | None, update: Update | None, n_samples: int, action: Train) -> Result | None:
+    """Make a method's view of a device: its group's mean as if it were the device's update."""
     if update is None:
         refused = result is None or isinstance(result, Refusal)
         return result if refused else Declined(why=Why.TOO_FEW, reason="its update is in no sum")
@@ -311,15 +325,15 @@ def told(result: Result | None, update: Update | None, n_samples: int, action: T
         update=update.mean,
         n_samples=max(n_samples, 1),
         cluster=action.starts[0].cluster,
-        loss_before=update.told.loss_before,
-        loss_after=update.told.loss_after,
-        gradient_norm=update.told.gradient_norm,
-        val_accuracy=update.told.val_accuracy,
+        loss_before=update.result.loss_before,
+        loss_after=update.result.loss_after,
+        gradient_norm=update.result.gradient_norm,
+        val_accuracy=update.result.val_accuracy,
     )
 
 
-def admissible(devices: Iterable[str], earlier: Sums, fewest: int, rng: np.random.Generator) -> tuple[str, ...]:
-    """As many of the devices as may be summed, ascending; (): none.
+def select_summable(devices: Iterable[str], earlier: Sums, fewest: int, rng: np.random.Generator) -> tuple[str, ...]:
+    """Select as many of the devices as may be summed, ascending; empty if none may.
 
     Either an earlier sum again, or all devices except some, so that the sum differs enough from earlier ones.
     """
@@ -330,9 +344,9 @@ def admissible(devices: Iterable[str], earlier: Sums, fewest: int, rng: np.rando
         missing = fewest - len(left ^ close)
         left -= {common[k] for k in rng.permutation(len(common))[:missing]}
     candidates.append(tuple(sorted(left)))
-    return max((c for c in candidates if not earlier.too_close(c, fewest)), key=len, default=())
+    return max((c for c in candidates if not earlier.explain_too_close(c, fewest)), key=len, default=())
 
 
-def lost(devices: Collection[str], reason: str) -> None:
+def log_lost(devices: Collection[str], reason: str) -> None:
     """Log that a group learns nothing in this round."""
     log.warning("event=sum_lost devices=%d reason=%r", len(devices), reason)

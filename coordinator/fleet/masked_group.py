@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedge.privacy.masked_sums import Roster, commitment
-from fedge.privacy.shares import combine
+from fedge.privacy.masked_sums import Roster, make_commitment
+from fedge.privacy.shares import combine_shares
 from fedge.steps.masked.mask_shares import SharesMade
 from fedge.steps.masked.train_masked import TrainedMasked
 from fedge.steps.masked.unmask import Unmasked
@@ -40,49 +40,49 @@ class Group:
         """The positions of all members."""
         return range(len(self.roster.members))
 
-    def take(self, k: int, masked: TrainedMasked) -> None:
+    def add_update(self, k: int, masked: TrainedMasked) -> None:
         """Take an update with a statement that the device's neighbours will accept."""
-        if self.roster.signers(self.roster.masked_with(self.sharers), {k: masked.statement}):
+        if self.roster.find_signers(self.roster.make_mask_statement(self.sharers), {k: masked.statement}):
             self.masked[k] = masked
 
-    def confirm(self, k: int, confirmation: bytes) -> None:
-        """Take a genuine confirmation."""
-        if self.roster.signers(self.roster.summing(self.sharers, self.to_sum), {k: confirmation}):
+    def add_confirmation(self, k: int, confirmation: bytes) -> None:
+        """Add a genuine confirmation."""
+        if self.roster.find_signers(self.roster.make_sum_statement(self.sharers, self.to_sum), {k: confirmation}):
             self.confirmed[k] = confirmation
 
-    def seed_of(self, k: int) -> bytes:
-        """The seed of the own mask, b, of a device in the sum.
+    def recover_seed(self, k: int) -> bytes:
+        """Recover the seed of the own mask, b, of a device in the sum.
 
         Raises:
             LostError: its neighbours do not reveal it.
         """
-        seed = self._secret(k, {j + 1: shown.seeds[k] for j, shown in self.shown.items() if k in shown.seeds})
-        if commitment(seed) != self.shares[k].commitment:
-            raise self._false(k)
+        seed = self._recover_secret(k, {j + 1: shown.seeds[k] for j, shown in self.shown.items() if k in shown.seeds})
+        if make_commitment(seed) != self.shares[k].commitment:
+            raise self._make_false_error(k)
         return seed
 
-    def key_of(self, k: int) -> X25519PrivateKey:
-        """The masking key of a device not in the sum.
+    def recover_key(self, k: int) -> X25519PrivateKey:
+        """Recover the masking key of a device not in the sum.
 
         Raises:
             LostError: its neighbours do not reveal it.
         """
-        secret = self._secret(k, {j + 1: shown.keys[k] for j, shown in self.shown.items() if k in shown.keys})
+        secret = self._recover_secret(k, {j + 1: shown.keys[k] for j, shown in self.shown.items() if k in shown.keys})
         key = X25519PrivateKey.from_private_bytes(secret)
         if key.public_key().public_bytes_raw() != self.roster.members[k].masking:
-            raise self._false(k)
+            raise self._make_false_error(k)
         return key
 
-    def _secret(self, k: int, shares: dict[int, bytes]) -> bytes:
+    def _recover_secret(self, k: int, shares: dict[int, bytes]) -> bytes:
         if len(shares) < self.roster.threshold:
             raise LostError(
                 f"{len(shares)} of {self.roster.degree} neighbours of {self.roster.members[k].id} have answered, "
                 f"{self.roster.threshold} are needed: too many devices have dropped out"
             )
         try:
-            return combine(dict(sorted(shares.items())[: self.roster.threshold]))
+            return combine_shares(dict(sorted(shares.items())[: self.roster.threshold]))
         except ValueError:
-            raise self._false(k) from None
+            raise self._make_false_error(k) from None
 
-    def _false(self, k: int) -> LostError:
+    def _make_false_error(self, k: int) -> LostError:
         return LostError(f"{self.roster.members[k].id} or one of its neighbours has shown a false share of a secret")

@@ -23,23 +23,23 @@ class Problem(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def reasons_of(problems: Mapping[str, Problem], since: int = 0) -> dict[str, str]:
-    """The reasons by device id, those of rounds from `since` on."""
+def select_reasons(problems: Mapping[str, Problem], since: int = 0) -> dict[str, str]:
+    """Return the reasons by device id, those of rounds from `since` on."""
     return {i: problem.reason for i, problem in problems.items() if problem.round >= since}
 
 
-def told(reasons: Mapping[str, str]) -> str:
-    """The reasons by device id in a line, devices with the same one together; empty: there are none."""
+def describe_reasons(reasons: Mapping[str, str]) -> str:
+    """Describe the reasons by device id in a line, devices with the same one together; empty without any."""
     having = defaultdict[str, list[str]](list)
     for i, reason in sorted(reasons.items()):
         having[" ".join(reason.split())[:LONGEST]].append(i)
     ranked = sorted(having.items(), key=lambda each: -len(each[1]))
-    lines = [f"{_named(ids)}: {reason}" for reason, ids in ranked[:REASONS]]
+    lines = [f"{_format_names(ids)}: {reason}" for reason, ids in ranked[:REASONS]]
     rest = sum(len(ids) for _, ids in ranked[REASONS:])
     return "; ".join([*lines, *([f"{rest} more for other reasons"] if rest else [])])
 
 
-def _named(ids: list[str]) -> str:
+def _format_names(ids: list[str]) -> str:
     rest = len(ids) - NAMED
     names = ", ".join(ids if rest == 1 else ids[:NAMED])
     return f"{names} and {rest} more" if rest > 1 else names

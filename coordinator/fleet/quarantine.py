@@ -34,8 +34,8 @@ class Quarantine(Struct, frozen=True, kw_only=True):
     evidence: tuple[Offence, ...]
 
 
-def quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantine]:
-    """The devices excluded from round `number`, by ascending id.
+def find_quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantine]:
+    """Return the devices excluded from round `number`, by ascending id.
 
     Args:
         offences: all recorded ones, in any order; those of round `number` and later do not count yet.
@@ -43,19 +43,19 @@ def quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quarantin
 
     Example:
         >>> found = [Offence(device_id="d", round=r, name="long-update", detail="") for r in (1, 2, 3)]
-        >>> [quarantined(found, r).keys() for r in (3, 4, 23, 24)]
+        >>> [find_quarantined(found, r).keys() for r in (3, 4, 23, 24)]
         [dict_keys([]), dict_keys(['d']), dict_keys(['d']), dict_keys([])]
     """
     of_device: dict[str, list[Offence]] = defaultdict(list)
     for offence in sorted(offences, key=lambda o: (o.round, o.name == READMITTED, o.name)):
         if offence.round < number:
             of_device[offence.device_id].append(offence)
-    found = {i: _sentence(own) for i, own in sorted(of_device.items())}
+    found = {i: _find_quarantine(own) for i, own in sorted(of_device.items())}
     return {i: quarantine for i, quarantine in found.items() if quarantine is not None and number <= quarantine.until}
 
 
-def _sentence(offences: Iterable[Offence]) -> Quarantine | None:
-    """The latest quarantine that a device's offences, by round, lead to; None: none."""
+def _find_quarantine(offences: Iterable[Offence]) -> Quarantine | None:
+    """Find the latest quarantine that a device's offences, by round, lead to; None without one."""
     last: Quarantine | None = None
     recent: list[Offence] = []
     times = 0

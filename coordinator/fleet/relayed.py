@@ -21,15 +21,15 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.clustering import geometry
-from coordinator.fleet.fleet import Answer, Fleet, Seen, asked, checked, require_sendable
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet, prepare_actions, read_valid_result, require_sendable
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
-from fedge.steps.contract import Action, Refusal, Result, Reveals, body_of, require
+from fedge.steps.contract import Action, Refusal, Result, Reveals, encode_body, require
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors import codecs
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Layout, Model, from_bytes
-from fedge.wire.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, blobs_of
+from fedge.wire.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, iterate_blobs
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -51,7 +51,7 @@ MAX_STAND_IN_BYTES: Final = 1024
 # ------------------------------------------------------------------------------------------------------- contracts
 
 
-class Asked(Struct, frozen=True):
+class SiteRequest(Struct, frozen=True):
     """An action for devices of a site, as in an order."""
 
     step: Id
@@ -69,11 +69,11 @@ class SiteOrders(Struct, frozen=True, kw_only=True):
     seed: Count
     layout: Layout
     keep: tuple[Digest, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[SiteRequest, ...]
     devices: dict[Id, Count]
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class SiteAnswer(Struct, frozen=True, kw_only=True):
     """The answer of a device on a site. `norms`: of its update."""
 
     seconds: NonNegative
@@ -84,14 +84,14 @@ class Told(Struct, frozen=True, kw_only=True):
 
 
 class Relayed(Result, frozen=True, kw_only=True):
-    """`answers`: a file with the devices' answers (`Told`) by name; missing devices have not answered."""
+    """The answers of a site. `answers`: a file of them (`SiteAnswer`) by name; who is missing did not answer."""
 
     REVEALS: ClassVar = {"answers": Reveals.PROFILE}  # what the devices' owners let out
     answers: BlobRef
 
 
 class Relay(Action, frozen=True, kw_only=True):
-    """Ask the devices of the site.
+    """An order to ask the devices of the site.
 
     `orders`: file, `SiteOrders`. `work`: of the largest one, in forward passes. `bundles`: whether any writes a bundle.
     """
@@ -112,20 +112,20 @@ class Relay(Action, frozen=True, kw_only=True):
         return self.bundles
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """The devices work side by side."""
+        """Return the work of the largest order, in forward passes, since devices work side by side."""
         del n_shared, n_train, n_val
         return self.work
 
     def uploads(self, result: Relayed, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """A file, which is checked when it is read."""
+        """Return the file of the answers, which is checked when it is read."""
         del layout
         return {result.answers: None}
 
 
 class Summed(Result, frozen=True, kw_only=True):
-    """`means`: of each cluster, float32; None if the site has nothing for it. `missing`: devices with lost updates.
+    """The means of a site. `means`: by cluster, float32, or None without any. `missing`: devices with lost updates.
 
-    `directions`: float32, by device (`geometry.direction`).
+    `directions`: float32, by device (`geometry.compute_direction`).
     """
 
     REVEALS: ClassVar = {"means": Reveals.UPDATE, "missing": Reveals.NOTHING, "directions": Reveals.UPDATE}
@@ -135,7 +135,7 @@ class Summed(Result, frozen=True, kw_only=True):
 
 
 class Sum(Action, frozen=True, kw_only=True):
-    """Average updates that lie on the site. `wanted`: file, `SiteSums`."""
+    """An order to average updates that lie on the site. `wanted`: file, `SiteSums`."""
 
     STEP: ClassVar = "relay_sum"
     RESULT: ClassVar = Summed
@@ -145,9 +145,9 @@ class Sum(Action, frozen=True, kw_only=True):
     wanted: BlobRef
 
     def uploads(self, result: Summed, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """Files, which are checked when they are read."""
+        """Return the files of the means, which are checked when they are read."""
         del layout
-        return dict.fromkeys(blobs_of(result))
+        return dict.fromkeys(iterate_blobs(result))
 
 
 STEPS: Final[tuple[type[Action], ...]] = (Relay, Sum)
@@ -180,39 +180,41 @@ class RelayFleet(Fleet):
         self._layout = layout
         self._seed = seed
         self._n_sums = 0
-        self._via = {d.id: d.via for d in (*self.devices(), *self.inference_only()) if d.via}
+        self._via = {d.id: d.via for d in (*self.get_devices(), *self.get_inference_devices()) if d.via}
         self._keep: defaultdict[str, set[str]] = defaultdict(set)
         for ref in named if self._via else ():
-            if held := self._stand_in(ref):
+            if held := self._find_stand_in(ref):
                 self._keep[held.via].add(held.update.digest)
 
     @property
     def sites(self) -> RelayFleet:
-        """This one knows where updates are."""
+        """This fleet itself, which knows on which site each update is."""
         return self
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Run as any fleet; requests to devices behind one relay become one order."""
+        """Run the actions as any fleet; requests to devices behind one relay become one order."""
         direct = {i: action for i, action in actions.items() if i not in self._via}
-        devices = {d.id: d for d in (*self.devices(), *self.inference_only())}
+        devices = {d.id: d for d in (*self.get_devices(), *self.get_inference_devices())}
         require_sendable(action for i, action in actions.items() if i in self._via)
-        own, refused = asked(devices, {i: action for i, action in actions.items() if i in self._via}, self.task)
+        own, refused = prepare_actions(
+            devices, {i: action for i, action in actions.items() if i in self._via}, self.task
+        )
         sites: defaultdict[str, dict[str, Action]] = defaultdict(dict)
         work: dict[str, float] = {}
         for i, action in sorted(own.items()):
             via, n = self._via[i], devices[i].n_samples
-            sites[via][self._name(i)] = action
+            sites[via][self._get_name(i)] = action
             work[via] = max(work.get(via, 0.0), action.passes(n, n, n))
-        orders = {via: self._relay(via, of_site, work[via]) for via, of_site in sites.items()}
+        orders = {via: self._make_relay(via, of_site, work[via]) for via, of_site in sites.items()}
         answers = await self._fleet.run(label, direct | orders)
         for via, of_site in sites.items():
-            answers |= self._told(via, answers.pop(via), of_site)
+            answers |= self._read_answers(via, answers.pop(via), of_site)
         return dict(sorted((answers | {i: Answer(i, refusal) for i, refusal in refused.items()}).items()))
 
-    def _relay(self, via: str, actions: Mapping[str, Action], work: float) -> Action:
-        """The requests to a site's devices, by their own names, as one."""
+    def _make_relay(self, via: str, actions: Mapping[str, Action], work: float) -> Action:
+        """Return the requests to a site's devices, by their own names, as one."""
         kinds = {id(action): action for action in actions.values()}  # usually one action shared by all
-        models = dict.fromkeys(ref for action in kinds.values() for ref in blobs_of(action))
+        models = dict.fromkeys(ref for action in kinds.values() for ref in iterate_blobs(action))
         if len(models) > MAX_MODELS:
             raise ConfigError(f"a step names {len(models)} models, and an order to a relay holds {MAX_MODELS}")
         numbers = {key: n for n, key in enumerate(kinds)}
@@ -220,7 +222,7 @@ class RelayFleet(Fleet):
             seed=self._seed,
             layout=self._layout,
             keep=tuple(sorted(self._keep[via])),
-            asked=tuple(Asked(a.STEP, a.VERSION, body_of(a)) for a in kinds.values()),
+            asked=tuple(SiteRequest(a.STEP, a.VERSION, encode_body(a)) for a in kinds.values()),
             devices={i: numbers[id(action)] for i, action in actions.items()},
         )
         return Relay(
@@ -230,33 +232,33 @@ class RelayFleet(Fleet):
             bundles=any(action.exports for action in kinds.values()),
         )
 
-    def _name(self, device_id: str) -> str:
-        """The device's name on its site."""
+    def _get_name(self, device_id: str) -> str:
+        """Return the device's name on its site."""
         return device_id.removeprefix(f"{self._via[device_id]}.")
 
-    def _told(self, via: str, answer: Answer, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """The answers of a site's devices; those that do not fit their order are dropped."""
-        told: dict[str, Told] = {}
+    def _read_answers(self, via: str, answer: Answer, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """Return the answers of a site's devices; those that do not fit their order are dropped."""
+        site_answers: dict[str, SiteAnswer] = {}
         if isinstance(answer.result, Relayed):
-            told = self._read(via, answer.result.answers, dict[str, Told]) or {}
+            site_answers = self._read(via, answer.result.answers, dict[str, SiteAnswer]) or {}
         refusal = answer.result if isinstance(answer.result, Refusal) else None
         found = {}
         for name, action in actions.items():
             i = f"{via}.{name}"
             found[i] = Answer(i, refusal, round=answer.round)
-            if name in told:
-                result = self._result(via, i, told[name], action)
-                found[i] = replace(found[i], result=result, seconds=told[name].seconds)
+            if name in site_answers:
+                result = self._make_result(via, i, site_answers[name], action)
+                found[i] = replace(found[i], result=result, seconds=site_answers[name].seconds)
         if unresponsive := [i for i, each in found.items() if each.result is None]:
             log.warning("event=site_silent relay=%s devices=%s", via, ",".join(unresponsive))
         return found
 
-    def _result(self, via: str, device_id: str, told: Told, action: Action) -> Result | None:
-        report = Report(order_id=via, device_id=device_id, outcome=told.outcome, why=told.why, body=told.body)
+    def _make_result(self, via: str, device_id: str, answer: SiteAnswer, action: Action) -> Result | None:
+        report = Report(order_id=via, device_id=device_id, outcome=answer.outcome, why=answer.why, body=answer.body)
         try:
-            result = checked(action, report, self.task)
+            result = read_valid_result(action, report, self.task)
             if isinstance(result, Trained) and isinstance(action, Train):  # as the relay decides, too
-                norms = told.norms or (math.nan, math.nan)
+                norms = answer.norms or (math.nan, math.nan)
                 require(all(map(math.isfinite, norms)), "an update without norms")
                 held = StandIn(via=via, update=result.update, norms=norms)
                 stand_in = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
@@ -264,20 +266,22 @@ class RelayFleet(Fleet):
         except ProtocolError as error:
             self._fleet.accuse(via, ProtocolError(error.name, f"{device_id}: {error}"))
             return None
-        if list(blobs_of(result)):  # the method's fault
+        if list(iterate_blobs(result)):  # the method's fault
             log.warning("event=not_handed_on relay=%s device=%s step=%s", via, device_id, action.STEP)
             return None
         return result
 
     def _read(self, via: str, ref: BlobRef, kind: type[T]) -> T | None:
-        """Read a relay's file; None: it is invalid."""
+        """Read a relay's file; None if it is invalid."""
         try:
             return msgspec.msgpack.decode(self._fleet.get_bytes(ref), type=kind)
         except MALFORMED as error:
             self._fleet.accuse(via, ProtocolError("malformed", str(error)))
             return None
 
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
+    def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
+    ) -> AsyncIterator[Answer]:
         """Stream devices without relay only, since a site answers when all its devices have."""
         if not self._via.keys().isdisjoint(actions):
             raise ConfigError("the method takes answers one by one, and a relay gives those of its site together")
@@ -285,40 +289,40 @@ class RelayFleet(Fleet):
 
     # ------------------------------------------------------------------------------------------------------- updates
 
-    def _stand_in(self, ref: BlobRef) -> StandIn | None:
-        """The location of an update on a site; None: it is stored here, or no update."""
+    def _find_stand_in(self, ref: BlobRef) -> StandIn | None:
+        """Find on which site an update lies; None if it is stored here, or is no update."""
         if ref.size_bytes > MAX_STAND_IN_BYTES:
             return None
         data = self._fleet.get_bytes(ref)
         return msgspec.msgpack.decode(data[len(HEAD) :], type=StandIn) if data.startswith(HEAD) else None
 
-    def held(self, updates: Mapping[str, BlobRef]) -> set[str]:
-        """The devices whose updates are on sites."""
-        return {i for i, ref in updates.items() if self._stand_in(ref)}
+    def find_remote(self, updates: Mapping[str, BlobRef]) -> set[str]:
+        """Return the devices whose updates are on sites."""
+        return {i for i, ref in updates.items() if self._find_stand_in(ref)}
 
-    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """As reported by the relay, for an update on its site."""
-        held = self._stand_in(ref)
-        return held.norms if held else self._fleet.norms(ref, layout)
+    def get_norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """Return the norms that the relay reported, for an update on its site."""
+        held = self._find_stand_in(ref)
+        return held.norms if held else self._fleet.get_norms(ref, layout)
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model stored here.
+        """Return a model stored here.
 
         Raises:
             ConfigError: it is an update on a site.
         """
-        if held := self._stand_in(ref):
+        if held := self._find_stand_in(ref):
             raise ConfigError(f"the method needs single updates, and those of {held.via} stay on its site")
         return self._fleet.get(ref, layout)
 
-    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
-        """The sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
+    async def compute_means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
+        """Return the sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
         of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
         for i, ref in sorted(wanted.updates.items()):
-            if held := self._stand_in(ref):
+            if held := self._find_stand_in(ref):
                 of_site[held.via][i] = held
         updates = {via: {i: held.update for i, held in own.items()} for via, own in of_site.items()}
-        asked_for = {via: wanted.at(own, prefix=f"{via}.") for via, own in updates.items()}
+        asked_for = {via: wanted.narrow_to(own, prefix=f"{via}.") for via, own in updates.items()}
         self._n_sums += 1
         actions = {via: Sum(wanted=self.put_bytes(msgspec.msgpack.encode(w))) for via, w in asked_for.items()}
         answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
@@ -328,16 +332,16 @@ class RelayFleet(Fleet):
                 log.warning("event=no_sum relay=%s devices=%d result=%s", via, len(of_site[via]), answer.result)
                 continue
             try:
-                norms = {self._name(i): held.norms for i, held in of_site[via].items()}
-                found += self._summed(via, asked_for[via], norms, answer.result, note)
+                norms = {self._get_name(i): held.norms for i, held in of_site[via].items()}
+                found += self._read_means(via, asked_for[via], norms, answer.result, note)
             except ProtocolError as error:
                 self._fleet.accuse(via, error)
         return found
 
-    def _summed(
+    def _read_means(
         self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], result: Summed, note: Note
     ) -> list[SiteMean]:
-        """The means of a site, if they are no longer than the norms of its updates allow (triangle inequality)."""
+        """Return the means of a site, unless longer than its updates' norms allow (triangle inequality)."""
         require(len(result.means) == len(wanted.sums), f"{len(result.means)} means of {len(wanted.sums)} sums")
         if result.missing:
             log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
@@ -346,7 +350,7 @@ class RelayFleet(Fleet):
             of = {i: wanted.weights[i] for i in own if i not in result.missing}
             if ref is not None and (weight := sum(of.values())):
                 longest = [sum(w * own[i][part] * norms[i][part] for i, w in of.items()) / weight for part in range(2)]
-                lengths = codecs.check(self.get_bytes(ref), ref.codec, wanted.layout)
+                lengths = codecs.check_blob(self.get_bytes(ref), ref.codec, wanted.layout)
                 fits = all(length <= ROUNDED * most + NOTHING for length, most in zip(lengths, longest, strict=True))
                 require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), tuple(f"{via}.{i}" for i in of)))

@@ -13,13 +13,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation.mean import Average, Share, cluster_averages
+from coordinator.aggregation.mean import Average, Share, average_clusters
 from coordinator.clustering import geometry
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
 Directions = dict[str, NDArray[np.floating[Any]]]
-"""By device (`geometry.direction`)."""
+"""By device (`geometry.compute_direction`)."""
 Note = Callable[[str, NDArray[Any]], None]
 """Called with the direction of an update, if it has one."""
 
@@ -37,8 +37,8 @@ class SiteSums(Struct, frozen=True, kw_only=True):
     sums: tuple[dict[Id, tuple[NonNegative, NonNegative]], ...]
     directions: tuple[Id, ...] = ()
 
-    def at(self, updates: Mapping[str, BlobRef], prefix: str = "") -> SiteSums:
-        """What one site is asked for. `updates`: that lie there. `prefix`: of the ids, which the site leaves out."""
+    def narrow_to(self, updates: Mapping[str, BlobRef], prefix: str = "") -> SiteSums:
+        """Return what one site is asked for. `updates`: those there. `prefix`: of ids; the site leaves it out."""
         names, whose = {i: i.removeprefix(prefix) for i in updates}, set(self.directions)
         return SiteSums(
             layout=self.layout,
@@ -50,7 +50,7 @@ class SiteSums(Struct, frozen=True, kw_only=True):
 
 
 class SiteMean(NamedTuple):
-    """A site's mean of a cluster, and the devices that it is of, whose weights in the request sum to more than 0."""
+    """A site's mean of a cluster, and the devices it is of, whose weights in the request sum to more than 0."""
 
     cluster: int
     model: Model | Average
@@ -58,19 +58,19 @@ class SiteMean(NamedTuple):
 
 
 class Sites(Protocol):
-    """The sites of a fleet."""
+    """The sites of a fleet, on which updates lie and are summed."""
 
-    def held(self, updates: Mapping[str, BlobRef]) -> Collection[str]:
-        """The devices whose updates lie on sites."""
+    def find_remote(self, updates: Mapping[str, BlobRef]) -> Collection[str]:
+        """Return the devices whose updates lie on sites."""
 
-    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
-        """The sites' means of their updates, by site and cluster; sites that do not answer are missing and logged."""
+    async def compute_means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
+        """Return the means of updates by site and cluster; sites that do not answer are missing and logged."""
 
 
-def averages(
+def average_updates(
     wanted: SiteSums, here: Collection[str], read: Callable[[BlobRef], Model]
 ) -> tuple[tuple[Average | None, ...], Directions]:
-    """The mean of each cluster over the updates that are still there, by ascending device id, and their directions.
+    """Return the mean of each cluster over the updates still there, by ascending device id, and their directions.
 
     Args:
         wanted: the request.
@@ -80,15 +80,15 @@ def averages(
     ids = sorted(here)
     directions: Directions = {}
 
-    def changes() -> Iterator[Model]:
+    def iterate_changes() -> Iterator[Model]:
         for i in ids:
             change = read(wanted.updates[i])
-            if i in wanted.directions and (direction := geometry.direction(change.params)) is not None:
+            if i in wanted.directions and (direction := geometry.compute_direction(change.params)) is not None:
                 directions[i] = direction
             yield change
 
-    means = cluster_averages(
-        changes(),
+    means = average_clusters(
+        iterate_changes(),
         [wanted.weights[i] for i in ids],
         [[p for p, i in enumerate(ids) if i in own] for own in wanted.sums],
         wanted.layout,

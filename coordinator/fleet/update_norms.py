@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from coordinator.aggregation import rules
-from coordinator.fleet.fleet import Answer, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Answer
 from fedge.errors import ProtocolError
 from fedge.steps.contract import Action
 from fedge.steps.training.train import Train, Trained
@@ -36,21 +36,21 @@ HUGE: Final = 1e15
 """Absolute limit of a norm: beyond it a float32 network computes nothing useful."""
 
 
-class Believed(NamedTuple):
-    """The answers of a step, refused ones without result; why those were refused; why others are suspicious."""
+class ScreenedAnswers(NamedTuple):
+    """The answers of a step, refused ones without result; why those were refused, why others are suspicious."""
 
     answers: dict[str, Answer]
     refused: dict[str, ProtocolError]
     suspects: dict[str, str]
 
 
-def limited(
+def screen_by_norms(
     answers: Mapping[str, Answer],
     norms: Mapping[str, Norms],
     norms_of_start: Callable[[str], Norms],
-    seen: Sequence[Seen] = (),
-) -> Believed:
-    """The answers of a step without disproportionate ones: `update-too-large`.
+    seen: Sequence[AcceptedUpdate] = (),
+) -> ScreenedAnswers:
+    """Return the answers of a step without disproportionate ones: `update-too-large`.
 
     An update is refused if its parameters or its buffers have a norm above 100 times the median of the step and above
     10 times that of the model it changes, or above 1e15. It is suspicious if its parameters have a norm above 5 times
@@ -63,20 +63,22 @@ def limited(
         norms_of_start: of the model that a device trained; requested for those above a median's limit.
         seen: earlier updates, which count in the medians as well.
     """
-    medians = [rules.usual([n[part] for n in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
+    medians = [
+        rules.compute_typical([n[part] for n in (*(s.norms for s in seen), *norms.values())]) for part in range(2)
+    ]
     usual, middle = [FACTOR * median for median in medians], medians[0]
     claims = [a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)]
-    most = FACTOR * rules.usual([*(s.n_samples for s in seen), *claims])
-    found = Believed(dict(answers), {}, {})
+    most = FACTOR * rules.compute_typical([*(s.n_samples for s in seen), *claims])
+    found = ScreenedAnswers(dict(answers), {}, {})
     for i, answer in answers.items():
         result = answer.result
         if not isinstance(result, Trained):
             continue
         limits = [min(limit, HUGE) for limit in usual]
-        if _beyond(norms[i], limits):
+        if _exceeds(norms[i], limits):
             own = [FACTOR_OF_START * norm for norm in norms_of_start(i)]
             limits = [min(max(pair), HUGE) for pair in zip(usual, own, strict=True)]
-        if _beyond(norms[i], limits):
+        if _exceeds(norms[i], limits):
             detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are believed"
             found.refused[i] = ProtocolError("update-too-large", detail.format(*norms[i], *limits))
             found.answers[i] = replace(answer, result=None)
@@ -89,16 +91,16 @@ def limited(
     return found
 
 
-def within_limits(
+def screen_answers(
     answers: Mapping[str, Answer],
     actions: Mapping[str, Action],
     layout: Layout,
     norms_of: Callable[[BlobRef, Layout], Norms],
-    seen: Sequence[Seen] = (),
-) -> Believed:
-    """`limited` for a fleet that knows the norms of updates with this layout."""
+    seen: Sequence[AcceptedUpdate] = (),
+) -> ScreenedAnswers:
+    """Screen by norms (`screen_by_norms`) for a fleet that knows the norms of updates with this layout."""
 
-    def norms_of_start(i: str) -> Norms:
+    def get_start_norms(i: str) -> Norms:
         action = actions[i]
         assert isinstance(action, Train)
         found = [norms_of(start.model, layout.without(action.personal)) for start in action.starts]
@@ -109,11 +111,11 @@ def within_limits(
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    return limited(answers, norms, norms_of_start, seen)
+    return screen_by_norms(answers, norms, get_start_norms, seen)
 
 
-class OneByOne:
-    """`within_limits` for a stream of answers: each is compared with those before it.
+class AnswerScreen:
+    """A screen for a stream of answers: each is compared with those before it, as in `screen_answers`.
 
     Until three have arrived there is no median: an update is then accepted unless its norm is above 1e15.
 
@@ -123,21 +125,23 @@ class OneByOne:
         seen: earlier accepted updates.
     """
 
-    def __init__(self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms], seen: Sequence[Seen] = ()) -> None:
+    def __init__(
+        self, layout: Layout, norms_of: Callable[[BlobRef, Layout], Norms], seen: Sequence[AcceptedUpdate] = ()
+    ) -> None:
         self._layout = layout
         self._norms_of = cache(norms_of)
         self._seen = list(seen)
 
-    def believed(self, answer: Answer, action: Action) -> Believed:
-        """What is believed of one answer; refused ones do not affect later limits."""
+    def screen(self, answer: Answer, action: Action) -> ScreenedAnswers:
+        """Return what is believed of one answer; refused ones do not affect later limits."""
         i = answer.device_id
-        found = within_limits({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
+        found = screen_answers({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
         kept = found.answers[i]
         if isinstance(kept.result, Trained) and isinstance(action, Train):
             norms = self._norms_of(kept.result.update, self._layout.without(action.personal))
-            self._seen.append(Seen(norms=norms, n_samples=kept.result.n_samples))
+            self._seen.append(AcceptedUpdate(norms=norms, n_samples=kept.result.n_samples))
         return found
 
 
-def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:
+def _exceeds(norms: Iterable[float], limits: Iterable[float]) -> bool:
     return any(norm > limit for norm, limit in zip(norms, limits, strict=True))

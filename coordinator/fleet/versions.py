@@ -16,19 +16,19 @@ import numpy as np
 
 from fedge.tensors import codecs, rounding
 from fedge.tensors.layout import Layout, Model, Tensors, to_bytes, unflatten
-from fedge.wire.messages import BlobRef, Difference, back_from
+from fedge.wire.messages import BlobRef, Difference, iterate_differences
 
 if TYPE_CHECKING:
     from coordinator.fleet.fleet import Fleet
 
 
 class Descent(Difference, frozen=True, kw_only=True):
-    """How a model derives from another one. `carried`: its rounding error, for its successor."""
+    """The way in which a model derives from another one. `carried`: its rounding error, for its successor."""
 
     carried: BlobRef | None = None
 
 
-def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> BlobRef:
+def put_successor(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> BlobRef:
     """Store a model as successor of `base`, of the same layout; returns its reference. The model is rounded.
 
     It is stored unchanged if that is no larger, or if the fleet's `descents` are None.
@@ -41,14 +41,14 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
     now, after = unflatten(model, layout), unflatten(derived, layout)
     stored, left, rests = dict(now), Tensors(), list[Callable[[], Tensors]]()
     try:
-        for name in (info.name for info in layout.of_kind("param")):
-            steps, round_rest = codecs.descended(name, now[name], before[name], carried, after[name])
+        for name in (info.name for info in layout.select_kind("param")):
+            steps, round_rest = codecs.derive_tensor(name, now[name], before[name], carried, after[name])
             stored |= steps
             rests.append(round_rest)
-        writing = rounding.threads().submit(fleet.put_model, derived, layout)
+        writing = rounding.get_threads().submit(fleet.put_model, derived, layout)
         for each in rests:
             left |= each()
-        data = codecs.packed(stored)
+        data = codecs.pack_tensors(stored)
         blob, carry = fleet.put_bytes(data), fleet.put_bytes(to_bytes(left))
         ref = writing.result()
     except rounding.NotFiniteError:  # such large numbers cannot be subtracted or rounded
@@ -60,14 +60,14 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
     return ref
 
 
-def leading_to(refs: Iterable[BlobRef], descents: Mapping[str, Descent]) -> dict[str, Descent]:
-    """The descents that lead to models, as far back as that is smaller than the whole model.
+def find_descents(refs: Iterable[BlobRef], descents: Mapping[str, Descent]) -> dict[str, Descent]:
+    """Find the descents that lead to models, as far back as that is smaller than the whole model.
 
     `carried` is left out, except for the models themselves.
     """
     found: dict[str, Descent] = {}
     for ref in refs:
-        for digest, _ in back_from(ref, descents):
+        for digest, _ in iterate_differences(ref, descents):
             known = msgspec.structs.replace(descents[digest], carried=None)
             found.setdefault(digest, known)
         if ref.digest in descents:

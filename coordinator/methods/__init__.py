@@ -2,15 +2,15 @@
 
 `method` is the base class, with its `settings`, `state`, `rounds`, last round (`installation`) and `promises`.
 `catalogue` finds a method by name, `option_values` checks its own options, `options` reads them from the command line.
-The rooms `papers` and `baselines` hold the methods, `parts` what several share, `server` what a server learns itself.
-The service and simulations run them. Begin with `baselines.fedavg`, then `method`.
+The rooms `papers` and `baselines` hold the methods, `parts` what several share, `server` what a server learns
+itself. The service and simulations run them. Begin with `baselines.fedavg`, then `method`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
 PUBLIC = (
     *("method", "settings", "state", "rounds", "installation", "catalogue", "option_values"),
     *("coordinator.methods.parts.averaging", "coordinator.methods.parts.server_optimizer"),
 )
 """Modules whose names are the room's, too, for those who write a method."""
-__getattr__ = names_of(__name__, *PUBLIC, warns=False)
+__getattr__ = make_getattr(__name__, *PUBLIC, warns=False)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.methods.method import NO_DATA, Method, Server
-from coordinator.methods.option_values import nearest
+from coordinator.methods.option_values import suggest_name
 from coordinator.methods.promises import require_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import State
@@ -22,21 +22,21 @@ GROUP: Final = "fedge.methods"
 
 
 @cache
-def installed_methods() -> Mapping[str, EntryPoint]:
-    """The methods of all installed packages, by name; not imported yet."""
+def get_installed_methods() -> Mapping[str, EntryPoint]:
+    """Return the methods of all installed packages, by name; not imported yet."""
     return {point.name: point for point in sorted(entry_points(group=GROUP))}
 
 
-def method_class(name: str) -> type[Method[Any]]:
-    """The method of that name or path (`package.module:Class`); a trailing "+ft" is ignored.
+def load_method_class(name: str) -> type[Method[Any]]:
+    """Load the method of that name or path (`package.module:Class`); a trailing "+ft" is ignored.
 
     Raises:
         ConfigError: there is none; the text lists the installed ones.
     """
     base = name.removesuffix(FINE_TUNED)
-    known = installed_methods()
+    known = get_installed_methods()
     if ":" not in base and base not in known:
-        raise ConfigError(f"there is no method {name!r}; {nearest(base, list(known), 'choose one of')}")
+        raise ConfigError(f"there is no method {name!r}; {suggest_name(base, list(known), 'choose one of')}")
     kind = load_object(base) if ":" in base else known[base].load()
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.method.Method")
@@ -46,11 +46,11 @@ def method_class(name: str) -> type[Method[Any]]:
     return kind
 
 
-def make(name: str, settings: MethodSettings, server: Server = NO_DATA) -> Method[Any]:
-    """The method of that name or path; "fedavg+ft" is "fedavg" with fine-tuning at the end.
+def make_method(name: str, settings: MethodSettings, server: Server = NO_DATA) -> Method[Any]:
+    """Make the method of that name or path; "fedavg+ft" is "fedavg" with fine-tuning at the end.
 
     Raises:
         ConfigError: there is none, it has no such option, or the server lacks something it needs.
     """
-    kind = method_class(name)
+    kind = load_method_class(name)
     return kind(msgspec.structs.replace(settings, fine_tune=settings.fine_tune or name.endswith(FINE_TUNED)), server)

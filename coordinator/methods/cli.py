@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from coordinator.methods.catalogue import installed_methods, method_class
+from coordinator.methods.catalogue import get_installed_methods, load_method_class
 from coordinator.methods.method import Method
 from coordinator.methods.option_values import PARTS
 from fedge.system.help import Command, json_option, option
-from fedge.system.loading import installed, load_named
-from fedge.system.text import Heading, printable
+from fedge.system.loading import find_entry_points, load_named
+from fedge.system.text import Heading, escape_controls
 
 
 @click.command(cls=Command)
@@ -39,11 +39,11 @@ def methods(*, as_json: bool, parts: bool) -> None:
     Exit codes: 0 done, 2 a method needs a package that is not installed.
     """
     found = (
-        installed_parts()
+        list_installed_parts()
         if parts
         else [
-            {"name": name, "path": point.value, "about": first_sentence(method_class(name))}
-            for name, point in installed_methods().items()
+            {"name": name, "path": point.value, "about": describe_method(load_method_class(name))}
+            for name, point in get_installed_methods().items()
         ]
     )
     if as_json:
@@ -51,23 +51,23 @@ def methods(*, as_json: bool, parts: bool) -> None:
         return
     width = max(len(each["name"]) for each in found)
     for each in found:
-        click.echo(printable(f"{each['name']:<{width}}  {each['about']}"))
+        click.echo(escape_controls(f"{each['name']:<{width}}  {each['about']}"))
 
 
-def installed_parts() -> list[dict[str, str]]:
-    """The installed selections and clusterings, by option and value, each with the first sentence of its docstring."""
+def list_installed_parts() -> list[dict[str, str]]:
+    """List the installed selections and clusterings, by option and value, each with its first sentence."""
     return [
-        {"name": f"{part}={name}", "path": point.value, "about": sentence_of(load_named(name, group, part))}
+        {"name": f"{part}={name}", "path": point.value, "about": get_first_sentence(load_named(name, group, part))}
         for part, (group, _) in PARTS.items()
-        for name, point in installed(group).items()
+        for name, point in find_entry_points(group).items()
     ]
 
 
-def first_sentence(kind: type[Method[Any]]) -> str:
-    """What a method is, by the docstring of its file, or by its own where the file has none."""
-    return sentence_of(sys.modules[kind.__module__]) or sentence_of(kind)
+def describe_method(kind: type[Method[Any]]) -> str:
+    """Describe a method by the docstring of its file, or by its own where the file has none."""
+    return get_first_sentence(sys.modules[kind.__module__]) or get_first_sentence(kind)
 
 
-def sentence_of(thing: object) -> str:
-    """The first sentence of its docstring; empty without one."""
+def get_first_sentence(thing: object) -> str:
+    """Return the first sentence of an object's docstring; empty without one."""
     return re.split(r"(?<=[.!?])\s", " ".join((inspect.getdoc(thing) or "").split()), maxsplit=1)[0]

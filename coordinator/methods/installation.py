@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.problems import Problem, reasons_of, told
-from coordinator.methods.rounds import insist, results
-from coordinator.methods.server.assembling import bundle_in_subprocess
+from coordinator.fleet.problems import Problem, describe_reasons, select_reasons
+from coordinator.methods.rounds import run_with_retries, select_results
+from coordinator.methods.server.assembling import make_child_bundle
 from coordinator.methods.state import S, State
 from fedge.errors import ConfigError, FruitlessError
 from fedge.steps.mixture.install import FineTune, Install, Installed
@@ -42,7 +42,7 @@ async def install(
     kept_by: str | None = None,
     initial: BlobRef | None = None,
 ) -> S:
-    """The last round of a method whose devices run one model: each installs the one it is served, or `model`.
+    """Do the last round of a one-model method: each device installs the model that it is served, or `model`.
 
     `among`: the devices that install; None: all. Then, unless some layers are personal, devices that do not train get a
     finished bundle. `personal`, `kept_by`, `initial`: as in `Install`.
@@ -51,53 +51,58 @@ async def install(
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
     orders = {
         device.id: Install(
-            model=model or method.serves(state, device.id),
+            model=model or method.get_model(state, device.id),
             method=method.name,
             personal=personal,
             kept_by=kept_by,
             initial=initial,
             fine_tune=tuning if settings.fine_tune else None,
         )
-        for device in fleet.devices()
+        for device in fleet.get_devices()
         if among is None or device.id in among
     }
-    installed = results(await insist(fleet, "install", orders), Installed)
+    installed = select_results(await run_with_retries(fleet, "install", orders), Installed)
     state = msgspec.structs.replace(state, round=state.round + 1, installed=installed)
     if among is not None or personal:
         return state
     return await equip(
-        method, state, fleet, {device.id: model or method.serves(state, device.id) for device in fleet.inference_only()}
+        method,
+        state,
+        fleet,
+        {device.id: model or method.get_model(state, device.id) for device in fleet.get_inference_devices()},
     )
 
 
 async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str, BlobRef]) -> S:
-    """A finished bundle of its model, with kappa = 0 (fedge.md 12), for each device that does not train and has none.
+    """Install a finished bundle, with kappa = 0 (fedge.md 12), on each device that does not train and has none.
 
     `models`: by device id; each becomes a bundle once.
     """
     new = {i: model for i, model in models.items() if i not in state.installed}
-    release = next_release(fleet)
-    finished = {model: await _finished(method, state, fleet, model, release) for model in dict.fromkeys(new.values())}
+    release = get_next_release(fleet)
+    finished = {
+        model: await _make_bundle(method, state, fleet, model, release) for model in dict.fromkeys(new.values())
+    }
     orders = {i: order for i, model in new.items() if (order := finished[model]) is not None}
     if not orders:
         return state
-    installed = state.installed | results(await insist(fleet, "equip", orders), Installed)
+    installed = state.installed | select_results(await run_with_retries(fleet, "equip", orders), Installed)
     return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
 
-def next_release(fleet: Fleet) -> int:
-    """The number of a bundle made by the server: higher than any that a device of the fleet has had."""
-    return 1 + max((device.release for device in (*fleet.devices(), *fleet.inference_only())), default=0)
+def get_next_release(fleet: Fleet) -> int:
+    """Return the number of the next bundle of the server: higher than any that a device of the fleet has had."""
+    return 1 + max((device.release for device in (*fleet.get_devices(), *fleet.get_inference_devices())), default=0)
 
 
-async def _finished(
+async def _make_bundle(
     method: Method[Any], state: State, fleet: Fleet, model: BlobRef, release: int
 ) -> InstallBundle | None:
-    """The model as a bundle; None if the network cannot be exported, which must not end the federation."""
+    """Make a bundle of the model; None if the network cannot be exported, which must not end the federation."""
     own = fleet.get(model, state.layout)
     try:
         files = await asyncio.to_thread(
-            bundle_in_subprocess, fleet.task, state.layout, own, release=release, method=method.name
+            make_child_bundle, fleet.task, state.layout, own, release=release, method=method.name
         )
     except ConfigError as error:
         log.error("event=no_bundle reason=%r", str(error))  # noqa: TRY400 - the child's text says it all
@@ -116,7 +121,7 @@ def require_learned(method: Method[S], state: S, first: BlobRef, problems: Mappi
     """
     asked, answered = ([getattr(line, name) for line in state.history] for name in ("asked", "answered"))
     fewest = method.settings.min_reports
-    served = {method.serves(state, i).digest for i in state.participations}
+    served = {method.get_model(state, i).digest for i in state.participations}
     if not state.history or (state.participations and (max(answered) >= fewest or served != {first.digest})):
         return
     if state.participations:
@@ -125,6 +130,6 @@ def require_learned(method: Method[S], state: S, first: BlobRef, problems: Mappi
         what = f"none of {sum(asked)} orders to train brought an update"
     else:
         what = "no device was asked to train"
-    why = told(reasons_of(problems))
+    why = describe_reasons(select_reasons(problems))
     rounds = "1 round" if len(asked) == 1 else f"{len(asked)} rounds"
     raise FruitlessError(f"nothing was learned in {rounds}: {what}" + (f". {why}" if why else ""))

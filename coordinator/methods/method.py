@@ -15,33 +15,34 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation.protection import SUMMABLE, without_noise
-from coordinator.aggregation.protection import check as check_protection
+from coordinator.aggregation.protection import SUMMABLE, explain_no_noise
+from coordinator.aggregation.protection import require_combinable as check_protection
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.masked import MaskedFleet, Weights
-from coordinator.fleet.versions import leading_to
+from coordinator.fleet.versions import find_descents
 from coordinator.methods.installation import install
-from coordinator.methods.option_values import NoOptions, options_of, without_privacy
-from coordinator.methods.promises import Shared, Watched, require_heeded, require_next
-from coordinator.methods.rounds import round_rng
+from coordinator.methods.option_values import NoOptions, explain_no_privacy, parse_options
+from coordinator.methods.promises import CheckedFleet, Shared, require_heeded, require_next
+from coordinator.methods.rounds import make_round_rng
 from coordinator.methods.settings import MethodSettings, Option
 from coordinator.methods.state import ModelState, S
-from coordinator.selection.select import cohort_size, uniform
+from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Reveals
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dp import require_no_statistics
 from fedge.system.loading import FINE_TUNED
+from fedge.system.moved import alias_members
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import BlobRef, blobs_of
+from fedge.wire.messages import BlobRef, iterate_blobs
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 class Server(NamedTuple):
-    """The server's own data: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
+    """The data of the server: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
 
     task: TaskSpec | None = None
     samples: Samples | None = None
@@ -49,18 +50,21 @@ class Server(NamedTuple):
 
 NO_DATA: Final = Server()
 UNACCOUNTED: Final[Mapping[str, str]] = {
-    "ccmab": without_noise((Train, "loss_before"), (Train, "gradient_norm")),
+    "ccmab": explain_no_noise((Train, "loss_before"), (Train, "gradient_norm")),
     "fastest": "it needs how long each training took (seconds of the report), which depends on samples; use uniform",
 }
 """Selections that need what differential privacy withholds, and why."""
 
 
+@alias_members(
+    cohort="draw_cohort", serves="get_model", for_anybody="get_default_model", done="is_done", summary="summarise"
+)
 class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
     A method defines its `name`, its `Options`, if any, and `round`; all else has a default. By default it has one
     model, and after R rounds of training every device installs the model it is served. A method with more models
-    defines `State`, `init` and `serves`, too. A variant of a method is a subclass that overrides what differs.
+    defines `State`, `init` and `get_model`, too. A variant of a method is a subclass that overrides what differs.
     """
 
     name: ClassVar[str]
@@ -86,18 +90,20 @@ class Method(Generic[S]):
         self.settings = settings
         self.server = server
         self.options: Any
-        self.options, self.selection = options_of(type(self), settings.options)
+        self.options, self.selection = parse_options(type(self), settings.options)
         if settings.fine_tune and (why := self.REFUSED.get(FINE_TUNED)):
             raise ConfigError(f"{why}: leave out {FINE_TUNED}")
         unmasked = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
         check_protection(settings.protection, {**unmasked, **self.REFUSED}, self.name, settings.codec)
-        require_heeded(self.name, self.HEEDS, settings.shared())
-        if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "", without_privacy(self.selection))):
+        require_heeded(self.name, self.HEEDS, settings.get_shared())
+        if settings.protection.dp and (
+            why := UNACCOUNTED.get(self.selection or "", explain_no_privacy(self.selection))
+        ):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
         self.set_up()
 
     def set_up(self) -> None:
-        """Prepare the method; its settings and options are set.
+        """Prepare the method, once its settings and options are set.
 
         Raises:
             ConfigError: some of them do not combine, or something is missing.
@@ -115,7 +121,7 @@ class Method(Generic[S]):
             return ""
         return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """Why devices cannot be behind relays (`coordinator.fleet.relayed`); empty: they can."""
         protection = self.settings.protection
         if protection.masking:
@@ -125,43 +131,43 @@ class Method(Generic[S]):
         return ""
 
     def init(self, layout: Layout, model: BlobRef) -> S:
-        """The state before round 1; `model` is the common initial model."""
+        """Return the state before round 1; `model` is the common initial model."""
         state: S = self.State(round=0, layout=layout, model=model)
         return state
 
     async def round(self, state: S, fleet: Fleet) -> S:
-        """Train: do round `state.round + 1`."""
+        """Do round `state.round + 1` of training."""
         raise NotImplementedError
 
-    def cohort(self, state: S, fleet: Fleet) -> list[str]:
-        """The devices that train in the next round, drawn by lot, as many as `--participation` says; ascending ids."""
-        ids = [device.id for device in fleet.devices()]
-        n = cohort_size(len(ids), self.settings.participation)
-        return uniform(ids, n, round_rng(self.settings, state.round + 1))
+    def draw_cohort(self, state: S, fleet: Fleet) -> list[str]:
+        """Draw the devices that train in the next round, as many as `--participation` says; ascending ids."""
+        ids = [device.id for device in fleet.get_devices()]
+        n = compute_cohort_size(len(ids), self.settings.participation)
+        return draw_uniform(ids, n, make_round_rng(self.settings, state.round + 1))
 
-    def serves(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The shared model that the device would get now, without what it keeps itself."""
+    def get_model(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """Return the shared model that the device would get now, without what it keeps itself."""
         model: BlobRef = state.model  # type: ignore[attr-defined] # as in a `ModelState`
         return model
 
-    def for_anybody(self, state: S) -> BlobRef:
-        """The shared model for an unknown device."""
-        return self.serves(state, "")
+    def get_default_model(self, state: S) -> BlobRef:
+        """Return the shared model for an unknown device."""
+        return self.get_model(state, "")
 
     async def finish(self, state: S, fleet: Fleet) -> S:
-        """The last round: leave a bundle on each device."""
+        """Do the last round: leave a bundle on each device."""
         return await install(self, state, fleet)
 
     def recluster(self, _state: S) -> S | None:
-        """The state from which the next round remakes all clusters; None: it cannot, or not now."""
+        """Return the state from which the next round remakes all clusters; None if it cannot now."""
         return None
 
     async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
         """A bundle for each device that comes after the end; a method that does not define this has none for them."""
         raise NotImplementedError
 
-    def begin(self, layout: Layout, model: BlobRef) -> S:
-        """As `init`, but refuses a network that a guard cannot protect.
+    def make_first_state(self, layout: Layout, model: BlobRef) -> S:
+        """Return the state before round 1 as `init`, but refuse a network that a guard cannot protect.
 
         Raises:
             ConfigError: the network does not suit the method or a guard.
@@ -177,14 +183,14 @@ class Method(Generic[S]):
             ConfigError: the method breaks a promise (`coordinator.methods.promises`).
         """
         fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
-        before, state = state, await self._advance(state, Watched(fleet, self.name, self.steps, state.layout))
+        before, state = state, await self._advance(state, CheckedFleet(fleet, self.name, self.steps, state.layout))
         require_next(self.name, before, state)
-        models = blobs_of(msgspec.structs.replace(state, descents={}))
-        return msgspec.structs.replace(state, descents=leading_to(models, fleet.descents or {}))
+        models = iterate_blobs(msgspec.structs.replace(state, descents={}))
+        return msgspec.structs.replace(state, descents=find_descents(models, fleet.descents or {}))
 
     async def _advance(self, state: S, fleet: Fleet) -> S:
-        """The next round; under differential privacy every answer has noise."""
-        if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
+        """Do the next round; under differential privacy every answer has noise."""
+        if (privacy := self.settings.protection.make_privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
         if state.round == self.last:
             return await self.finish(state, fleet)
@@ -202,22 +208,22 @@ class Method(Generic[S]):
         state = await self.round(state, masked)
         return msgspec.structs.replace(state, sums=masked.sums)
 
-    def done(self, state: S) -> bool:
-        """Whether the rounds of training and the final one are done."""
+    def is_done(self, state: S) -> bool:
+        """Return whether the rounds of training and the final one are done."""
         return state.round > self.last
 
     @property
     def last(self) -> int:
-        """Number of the last round of training."""
+        """The number of the last round of training."""
         return self.settings.rounds if self.settings.last is None else self.settings.last
 
-    def summary(self, state: S) -> dict[str, Any]:
-        """The figures for people and plots, as JSON values."""
+    def summarise(self, state: S) -> dict[str, Any]:
+        """Return the figures for people and plots, as JSON values."""
         return {
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
             "round": min(state.round, self.last),
             "rounds": self.last,
-            "done": self.done(state),
+            "done": self.is_done(state),
             "history": msgspec.to_builtins(state.history),
             "selection": state.participations,
             "installed": msgspec.to_builtins(state.installed),

@@ -17,62 +17,62 @@ from msgspec import Meta, Struct
 from coordinator.clustering import find
 from coordinator.methods.settings import Option
 from coordinator.selection import contract, select
-from fedge.errors import ConfigError, failing_as
-from fedge.settings import metas_of
-from fedge.system.loading import installed, is_held, names_code
+from fedge.errors import ConfigError, raise_as
+from fedge.settings import get_annotations
+from fedge.system.loading import find_entry_points, is_code_path, is_registered
 
 if TYPE_CHECKING:
     from coordinator.methods.method import Method
 
 
 class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """No options."""
+    """The options of a method that has none."""
 
 
-def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[Struct, str | None]:
-    """The method's own options, checked, and its selection, which all methods with cohorts share.
+def parse_options(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[Struct, str | None]:
+    """Return the method's own options, checked, and its selection, which all methods with cohorts share.
 
     Raises:
         ConfigError: an unknown name or word (the nearest right one is named), a refused one (with the reason), or a
             value out of range.
     """
     hints = {field.name: field.type for field in msgspec.structs.fields(kind.Options)}
-    known = {name: words_of(hint) for name, hint in hints.items()}
+    known = {name: list_words(hint) for name, hint in hints.items()}
     if kind.SELECTIONS:
         known["selection"] = list(kind.SELECTIONS)
     for name, value in given.items():
         if name not in known:
-            why = kind.REFUSED.get(name) or nearest(name, list(known), "it has")
+            why = kind.REFUSED.get(name) or suggest_name(name, list(known), "it has")
             raise ConfigError(f"the method has no option {name!r}; {why}")
         is_word = (isinstance(value, str) or name == "selection") and known[name]
         if is_word and value not in known[name] and not is_own(name, value, hints.get(name), known[name]):
             why = kind.REFUSED.get(f"{name}={value}", "")
-            near = nearest(str(value), [*known[name], *others(name, hints.get(name))])
+            near = suggest_name(str(value), [*known[name], *list_others(name, hints.get(name))])
             why = f"{why}; it is one of {', '.join(known[name])}" if why else near
             raise ConfigError(f"option of the method: {name} cannot be {value!r}; {why}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
         if name in hints:
-            with failing_as(ConfigError, f"option of the method: {name}", on=msgspec.ValidationError):
+            with raise_as(ConfigError, f"option of the method: {name}", on=msgspec.ValidationError):
                 msgspec.convert(value, type=hints[name], strict=False)
     own = {name: value for name, value in given.items() if name != "selection"}
-    with failing_as(ConfigError, "option of the method", on=msgspec.ValidationError):
+    with raise_as(ConfigError, "option of the method", on=msgspec.ValidationError):
         options = msgspec.convert(own, type=kind.Options, strict=False)
     selection = given.get("selection", kind.SELECTIONS[0] if kind.SELECTIONS else None)
     return options, None if selection is None else str(selection)
 
 
-def words_of(hint: object) -> list[str]:
-    """The words that an option accepts; none if it takes text, numbers or booleans."""
+def list_words(hint: object) -> list[str]:
+    """Return the words that an option accepts; none if it takes text, numbers or booleans."""
     if get_origin(hint) is Literal:
         return [value for value in get_args(hint) if isinstance(value, str)]
     if isinstance(hint, Meta):
         return list((hint.extra or {}).get("offers", ()))
-    return [word for part in get_args(hint) for word in words_of(part)]
+    return [word for part in get_args(hint) for word in list_words(part)]
 
 
-def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -> str:
-    """The hint for an unknown name."""
+def suggest_name(given: str, known: Sequence[str], otherwise: str = "it is one of") -> str:
+    """Return the hint for an unknown name."""
     near = difflib.get_close_matches(given, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(known) or 'none'}"
 
@@ -81,7 +81,7 @@ def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -
 
 
 class Part(NamedTuple):
-    """A part by its option: the group of its entry points, and the names that are ours."""
+    """What an option can name: the group of its entry points, and the names that are ours."""
 
     group: str
     ours: tuple[str, ...]
@@ -90,19 +90,19 @@ class Part(NamedTuple):
 PARTS: Final = {"selection": Part(contract.GROUP, select.OURS), "clustering": Part(find.GROUP, find.OURS)}
 
 
-def code_of(options: Mapping[str, object]) -> tuple[str, ...]:
-    """The code that the options of a method name as its parts."""
-    return tuple(str(options[name]) for name in PARTS if names_code(str(options.get(name, ""))))
+def list_code(options: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the code that the options of a method name as its parts."""
+    return tuple(str(options[name]) for name in PARTS if is_code_path(str(options.get(name, ""))))
 
 
-def without_privacy(selection: str | None) -> str:
-    """Why differential privacy refuses a selection of another package; empty for ours."""
+def explain_no_privacy(selection: str | None) -> str:
+    """Explain why differential privacy refuses a selection of another package; empty for ours."""
     own = selection is not None and selection not in select.OURS
     return "nothing accounts for what a rule of your own learns of devices; use uniform" if own else ""
 
 
 def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> bool:
-    """Whether an option names a part of another package or a path, which the method takes.
+    """Return whether an option names a part of another package or a path, which the method takes.
 
     Args:
         name: of the option.
@@ -116,12 +116,12 @@ def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> 
     part = PARTS.get(name)
     if part is None or not isinstance(value, str) or value in part.ours or not _takes_others(hint):
         return False
-    if value not in installed(part.group) and not names_code(value) and not is_held(value):
+    if value not in find_entry_points(part.group) and not is_code_path(value) and not is_registered(value):
         return False
     if name == "clustering":
-        find.clusterer_named(value)
+        find.load_clusterer(value)
         return True
-    rule = contract.rule_named(value)
+    rule = contract.load_rule(value)
     if isinstance(rule, contract.Rule) and rule.CLUSTERS and "stratified" not in offered:
         raise ConfigError(
             f"selection {value} says how many of each cluster train, and here are none: take cfic, fedepc or fedge"
@@ -129,14 +129,16 @@ def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> 
     return True
 
 
-def others(name: str, hint: object) -> list[str]:
-    """What an option of that name and type takes beyond ours, for errors: installed parts, and the form of a path."""
+def list_others(name: str, hint: object) -> list[str]:
+    """List what an option takes beyond ours, for errors: installed parts, and the form of a path."""
     part = PARTS.get(name)
     if part is None or not _takes_others(hint):
         return []
-    return [*(own for own in installed(part.group) if own not in part.ours), "package.module:name"]
+    return [*(own for own in find_entry_points(part.group) if own not in part.ours), "package.module:name"]
 
 
 def _takes_others(hint: object) -> bool:
-    """Whether an option of this type takes others' parts; None: it is the selection of a method that offers one."""
-    return hint is None or any(isinstance(meta, Meta) and "offers" in (meta.extra or {}) for meta in metas_of(hint))
+    """Return whether an option of this type takes others' parts; None: a selection where the method offers one."""
+    return hint is None or any(
+        isinstance(meta, Meta) and "offers" in (meta.extra or {}) for meta in get_annotations(hint)
+    )

@@ -8,11 +8,11 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from coordinator.methods.catalogue import installed_methods, method_class
-from coordinator.methods.option_values import PARTS, code_of, options_of
+from coordinator.methods.catalogue import get_installed_methods, load_method_class
+from coordinator.methods.option_values import PARTS, list_code, parse_options
 from coordinator.methods.settings import Option
 from fedge.errors import ConfigError
-from fedge.settings import section_of
+from fedge.settings import read_section
 from fedge.system.files import require_writable, write_atomically
 from fedge.system.help import option
 from fedge.system.loading import FINE_TUNED, require_allowed
@@ -23,7 +23,7 @@ STDOUT: Final = Path("-")
 
 
 def method_options(command: F) -> F:
-    """Decorator of a click command: `--option`, which may be given several times."""
+    """Add `--option`, which may be given several times, to a click command."""
     return option(
         "--option",
         "options",
@@ -35,18 +35,18 @@ def method_options(command: F) -> F:
 
 
 def json_option(command: F) -> F:
-    """Decorator of a click command: `--json FILE`, checked before work begins. With -, other text goes to stderr."""
+    """Add `--json FILE` to a click command, checked before work begins. With -, other text goes to stderr."""
     return option(
         "--json",
         "json_file",
         heading=Heading.OUTPUT,
         type=click.Path(path_type=Path, allow_dash=True),
-        callback=_writable,
+        callback=_require_writable,
         help="The figures are also written to this file, or to standard output if it is -.",
     )(command)
 
 
-def _writable(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
+def _require_writable(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
     if file not in (None, STDOUT):
         require_writable(file)
     return file
@@ -65,26 +65,26 @@ def write_json(file: Path | None, figures: bytes) -> None:
 
 
 def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Option]:
-    """The table [method] of the file, overridden by NAME=VALUE pairs. The method itself checks names and values.
+    """Read the table [method] of the file, overridden by NAME=VALUE pairs, which the method itself checks.
 
     Raises:
         ConfigError: the file cannot be read, a pair has no "=", a value in the file is not a number, text or boolean,
             or names code that no pair names.
     """
-    given = parsed(pairs)
+    given = parse_pairs(pairs)
     found: dict[str, Option] = {}
-    for name, value in section_of(config, "method").items():
+    for name, value in read_section(config, "method").items():
         if not isinstance(value, int | float | str | bool):
             raise ConfigError(f"{name} in [method] of {config} must be a number, a text, true or false")
         found[name] = value
     for name in found.keys() & PARTS.keys() - given.keys():
-        code = [f"{name}={path}" for path in code_of({name: found[name]})]
+        code = [f"{name}={path}" for path in list_code({name: found[name]})]
         require_allowed(f"{name} in [method] of {config}", code, (), "--option")
     return found | given
 
 
-def parsed(pairs: Iterable[str]) -> dict[str, Option]:
-    """NAME=VALUE texts as a dictionary; numbers and booleans are converted, the rest stays text.
+def parse_pairs(pairs: Iterable[str]) -> dict[str, Option]:
+    """Parse NAME=VALUE texts to a dictionary; numbers and booleans are converted, the rest stays text.
 
     Raises:
         ConfigError: one has no name or no "=".
@@ -94,12 +94,12 @@ def parsed(pairs: Iterable[str]) -> dict[str, Option]:
         name, equals, value = pair.partition("=")
         if not name.strip() or not equals:
             raise ConfigError(f"an option of a method is NAME=VALUE, not {pair!r}")
-        options[name.strip()] = value_of(value.strip())
+        options[name.strip()] = parse_value(value.strip())
     return options
 
 
-def value_of(text: str) -> Option:
-    """A number or boolean if the text looks like one, else the text."""
+def parse_value(text: str) -> Option:
+    """Return a number or boolean if the text looks like one, else the text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -110,8 +110,8 @@ def value_of(text: str) -> Option:
     return text
 
 
-def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
-    """A method with its options after colons: "fedepc:clustering=k-means", "module:Class:option=value".
+def parse_method(text: str) -> tuple[str, dict[str, Option]]:
+    """Split a method from its options after colons: "fedepc:clustering=k-means", "module:Class:option=value".
 
     A selection or clustering may be code, too: "fedavg:selection=module:function".
 
@@ -119,16 +119,16 @@ def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
         ConfigError: an option is not NAME=VALUE.
     """
     name, *pairs = text.strip().split(":")
-    if pairs and "=" not in pairs[0] and name.removesuffix(FINE_TUNED) not in installed_methods():
+    if pairs and "=" not in pairs[0] and name.removesuffix(FINE_TUNED) not in get_installed_methods():
         name = f"{name}:{pairs.pop(0)}"
-    return name, parsed(with_paths(pairs))
+    return name, parse_pairs(join_paths(pairs))
 
 
-def with_paths(words: Iterable[str]) -> list[str]:
-    """Words between colons as NAME=VALUE, where the value of a part may be package.module:name.
+def join_paths(words: Iterable[str]) -> list[str]:
+    """Join words between colons to NAME=VALUE, where the value of a part may be package.module:name.
 
     Example:
-        >>> with_paths(["selection=mine.rules", "largest", "top=1"])
+        >>> join_paths(["selection=mine.rules", "largest", "top=1"])
         ['selection=mine.rules:largest', 'top=1']
     """
     pairs: list[str] = []
@@ -140,10 +140,10 @@ def with_paths(words: Iterable[str]) -> list[str]:
     return pairs
 
 
-def check(name: str, options: Mapping[str, Option]) -> None:
+def require_method_options(name: str, options: Mapping[str, Option]) -> None:
     """Refuse an unknown method or option before anything is started.
 
     Raises:
         ConfigError: no such method, option or value.
     """
-    options_of(method_class(name), options)
+    parse_options(load_method_class(name), options)

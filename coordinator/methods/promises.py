@@ -1,7 +1,7 @@
 """What a method and its steps promise, checked alike for real and simulated devices, at the first moment it shows.
 
 A class is checked when it is named (`require_method`), its requests when it makes them and their answers when they come
-(`Watched`), a round when it ends (`require_next`). `coordinator.service.proof` does a round twice to see the rest.
+(`CheckedFleet`), a round when it ends (`require_next`). `coordinator.service.proof` does a round twice to see the rest.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Final, Literal, get_args
 
 from msgspec import Struct
 
-from coordinator.fleet.fleet import Answer, Fleet, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet
 from fedge.errors import ConfigError
 from fedge.privacy.egress import PRESETS
 from fedge.settings import NAME
-from fedge.steps.contract import Action, Refusal, Result, Steps, fields_of, installed_steps, require_step
+from fedge.steps.contract import Action, Refusal, Result, Steps, fields_of, load_installed_steps, require_step
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import blobs_of
+from fedge.wire.messages import iterate_blobs
 
 Shared = Literal["participation", "min_reports", "average"]
 """Settings of all methods that take effect only in a method that heeds them."""
 SHARED: Final[frozenset[Shared]] = frozenset(get_args(Shared))
 HOW: Final[Mapping[Shared, str]] = {
-    "participation": "train the devices of self.cohort(state, fleet)",
+    "participation": "train the devices of self.draw_cohort(state, fleet)",
     "min_reports": "leave the model as it is after fewer than self.settings.min_reports updates",
     "average": "average with coordinator.methods.parts.averaging",
 }
@@ -52,7 +52,9 @@ def require_method(path: str, kind: type[Any], state: type[Struct]) -> None:
         if not (isinstance(step, type) and issubclass(step, Action)):
             raise ConfigError(f"{path}.steps holds {step!r}, which is no subclass of fedge.steps.contract.Action")
         require_step(step)
-        kept = {field.name: step.RESULT.revealed()[field.name] for field in fields_of(step.RESULT) if field.required}
+        kept = {
+            field.name: step.RESULT.get_revealed()[field.name] for field in fields_of(step.RESULT) if field.required
+        }
         for field, reveals in kept.items():
             if reveals not in PRESETS["default"] | kind.REVEALS:
                 raise ConfigError(
@@ -76,8 +78,8 @@ def require_heeded(name: str, heeds: frozenset[Shared], given: Mapping[Shared, t
             )
 
 
-class Watched(Fleet):
-    """A fleet in one round of a method, which refuses what real devices could not do or the coordinator not repeat.
+class CheckedFleet(Fleet):
+    """The fleet in one round of a method, which refuses what devices could not do or coordinators not repeat.
 
     Args:
         fleet: the devices.
@@ -89,11 +91,11 @@ class Watched(Fleet):
     def __init__(self, fleet: Fleet, method: str, steps: Sequence[type[Action]], layout: Layout) -> None:
         super().__init__(fleet)
         self._method, self._layout = method, layout
-        self._steps: Steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        self._steps: Steps = {**load_installed_steps(), **{kind.STEP: kind for kind in steps}}
         self._asked: dict[tuple[str, str], Action] = {}
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As the fleet's.
+        """Run the actions on the fleet, if real devices could do them.
 
         Raises:
             ConfigError: a request that cannot be made, or a result with undeclared tensors.
@@ -105,8 +107,10 @@ class Watched(Fleet):
                 self._require_declared(actions[i], answer.result)
         return answers
 
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """As the fleet's; raises as `run`, but for what answers show."""
+    def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
+    ) -> AsyncIterator[Answer]:
+        """Stream the fleet's answers; raises as `run`, but for what answers show."""
         self._require(label, actions)
         return self._fleet.stream(label, actions, seen)
 
@@ -117,7 +121,7 @@ class Watched(Fleet):
             )
         if not actions:
             return
-        there = {device.id for device in (*self._fleet.devices(), *self._fleet.inference_only())}
+        there = {device.id for device in (*self._fleet.get_devices(), *self._fleet.get_inference_devices())}
         for action in {id(action): action for action in actions.values()}.values():  # usually one shared by all
             if not isinstance(action, Action):
                 raise ConfigError(
@@ -133,7 +137,7 @@ class Watched(Fleet):
                 )
         for i, action in actions.items():
             if i not in there:
-                raise ConfigError(f"{self._method}: {i} is not there in this round: ask those of fleet.devices()")
+                raise ConfigError(f"{self._method}: {i} is not there in this round: ask those of fleet.get_devices()")
             before = self._asked.setdefault((label, i), action)
             if before is not action and before != action:
                 raise ConfigError(
@@ -142,7 +146,7 @@ class Watched(Fleet):
                 )
 
     def _require_declared(self, action: Action, result: Result) -> None:
-        fields = {f: [*blobs_of(getattr(result, f))] for f in result.__struct_fields__}
+        fields = {f: [*iterate_blobs(getattr(result, f))] for f in result.__struct_fields__}
         if not any(fields.values()):
             return
         declared = action.uploads(result, self._layout)
@@ -164,10 +168,10 @@ def require_next(method: str, before: Any, after: Any) -> None:
     if type(after) is not type(before):
         raise ConfigError(
             f"{method}: a round returned {type(after).__name__}, and not a {type(before).__name__}: let it return "
-            "round_done(state, ...)"
+            "finish_round(state, ...)"
         )
     if after.round != before.round + 1:
         raise ConfigError(
             f"{method}: round {before.round + 1} returned the state of round {after.round}: let it return "
-            "round_done(state, ...), which counts it"
+            "finish_round(state, ...), which counts it"
         )

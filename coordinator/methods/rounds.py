@@ -17,6 +17,7 @@ from coordinator.store.records import Device
 from fedge.steps.contract import Action, Declined
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
+from fedge.system.moved import alias_names
 
 log = logging.getLogger("fedge.method")
 R = TypeVar("R")
@@ -24,8 +25,8 @@ ATTEMPTS: Final = 3
 """How often a device is asked for the steps that end in its bundle: without it, all of its work is lost."""
 
 
-async def insist(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-    """`fleet.run`, repeated for devices without an acceptable answer, `ATTEMPTS` times in all."""
+async def run_with_retries(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+    """Run actions, again for devices without an acceptable answer, `ATTEMPTS` times in all."""
     answers = await fleet.run(label, actions)
     for attempt in range(2, ATTEMPTS + 1):
         missing = {i: action for i, action in actions.items() if answers[i].result is None}
@@ -36,60 +37,72 @@ async def insist(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dic
     return answers
 
 
-def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
-    """The results of one kind, by ascending device id."""
+def select_results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
+    """Return the results of one kind, by ascending device id."""
     return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
 
 
-def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
-    """The random numbers of one round, the same whenever it runs."""
+def make_round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
+    """Make the random generator of one round, the same whenever it runs."""
     return np.random.default_rng((settings.seed, round_number))
 
 
-def steps_alone(device: Device, sgd: Sgd) -> int:
-    """Steps of a participation in which a device learns alone from all of its samples, including sensitive ones.
+def count_steps_alone(device: Device, sgd: Sgd) -> int:
+    """Count the steps in which a device learns alone from all of its samples, including sensitive ones.
 
     A device reports only how many are not sensitive; if there are none, a pass counts as one batch.
     """
-    return sgd.steps_for(device.n_samples or sgd.batch_size)
+    return sgd.count_steps(device.n_samples or sgd.batch_size)
 
 
-def accepted(answers: Mapping[str, Answer]) -> dict[str, Trained]:
-    """The updates among the answers that may be averaged, by ascending device id."""
+def select_updates(answers: Mapping[str, Answer]) -> dict[str, Trained]:
+    """Return the updates among the answers that may be averaged, by ascending device id."""
     return {i: a.result for i, a in answers.items() if isinstance(a.result, Trained) and a.result.n_samples > 0}
 
 
-def owner(key: str) -> str:
-    """The device of an update. Keys are device ids, or ID/NUMBER where a device may send several."""
+def get_owner(key: str) -> str:
+    """Return the device of an update. Keys are device ids, or ID/NUMBER where a device may send several."""
     return key.partition("/")[0]
 
 
-def declined(answer: Answer) -> bool:
-    """Whether the device declined, which is no fault."""
+def has_declined(answer: Answer) -> bool:
+    """Return whether the device declined, which is no fault."""
     return isinstance(answer.result, Declined)
 
 
-def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
-    """The state after a round of training, with further changes. `updates`: keys as in `owner`."""
+def finish_round(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
+    """Return the state after a round of training, with further changes. `updates`: keys as in `get_owner`."""
     accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
     line = RoundSummary(
         round=state.round + 1,
         asked=n_asked,
         answered=len(updates),
         accuracy=float(np.mean(accuracies)) if accuracies else None,
-        loss=mean_loss(updates.values()),
+        loss=compute_mean_loss(updates.values()),
     )
     return msgspec.structs.replace(
         state,
         round=line.round,
-        participations=dict(Counter(state.participations) + Counter(map(owner, updates))),
+        participations=dict(Counter(state.participations) + Counter(map(get_owner, updates))),
         history=(*state.history, line),
         **changes,
     )
 
 
-def mean_loss(updates: Collection[Trained]) -> float | None:
-    """n_i-weighted mean of loss_before; None without updates, or if one of them lacks it."""
+def compute_mean_loss(updates: Collection[Trained]) -> float | None:
+    """Compute the n_i-weighted mean of loss_before; None without updates, or if one of them lacks it."""
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None
+
+
+__getattr__ = alias_names(
+    __name__,
+    round_rng="make_round_rng",
+    accepted="select_updates",
+    round_done="finish_round",
+    insist="run_with_retries",
+    results="select_results",
+    mean_loss="compute_mean_loss",
+    owner="get_owner",
+)

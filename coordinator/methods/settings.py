@@ -22,7 +22,7 @@ Option = int | float | str | bool
 
 
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of every method.
+    """The settings of every method.
 
     `rounds`: how many a method plans for. `last`: the last round of training, if a run continues after its end; None:
     `rounds`. `train_on`: of the server's own networks.
@@ -41,8 +41,8 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fine_tune: bool = False  # "+ft": every device fine-tunes its model before installing it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
-    def shared(self) -> dict[Shared, tuple[object, object]]:
-        """The settings that a method may not heed, each with its default; of masked updates only the mean is known."""
+    def get_shared(self) -> dict[Shared, tuple[object, object]]:
+        """Return the settings that a method may not heed, each with its default (masked sums: only means)."""
         average = "mean" if self.protection.masking else DEFAULT.protection.average
         return {
             "participation": (self.participation, DEFAULT.participation),
@@ -107,8 +107,8 @@ MethodName = Annotated[
 """Settings of all methods that the commands share; those of local training have the bounds of `Sgd`."""
 
 
-def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
-    """A method's settings from those of a command: rounds, learning and codec have equal names.
+def make_method_settings(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
+    """Make a method's settings from those of a command: rounds, learning and codec have equal names.
 
     Raises:
         ConfigError: both steps and epochs are given.

@@ -33,7 +33,7 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 class State(Struct, frozen=True, kw_only=True):
     """The state of every method: the rounds done, the layout, how often each device trained, the history.
 
-    `sums`: the masked sums so far. `descents`: how devices derive the models (`put_after`).
+    `sums`: the masked sums so far. `descents`: how devices derive the models (`put_successor`).
     """
 
     round: int
@@ -46,7 +46,7 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 class ModelState(State, frozen=True, kw_only=True):
-    """State of a method with one model, `model`."""
+    """The state of a method with one model, `model`."""
 
     model: BlobRef
 
@@ -54,46 +54,46 @@ class ModelState(State, frozen=True, kw_only=True):
 S = TypeVar("S", bound=State)
 
 
-def dump(state: State) -> bytes:
-    """A state as bytes: equal states give equal bytes.
+def encode_state(state: State) -> bytes:
+    """Encode a state: equal states give equal bytes.
 
     Raises:
         ConfigError: it holds what cannot be stored; the text names the field.
     """
     try:
-        return _dumped(state)
+        return _encode(state)
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
         raise ConfigError(
-            f"the state of the method cannot be stored: {_culprit(state)} ({error}); numbers, texts, tuples, "
+            f"the state of the method cannot be stored: {_find_culprit(state)} ({error}); numbers, texts, tuples, "
             "dictionaries, numpy arrays, references and frozen structs of these can"
         ) from error
 
 
-def _dumped(value: object) -> bytes:
+def _encode(value: object) -> bytes:
     arrays: dict[str, NDArray[np.generic]] = {}
 
-    def hold(value: object) -> object:
+    def replace_array(value: object) -> object:
         if isinstance(value, np.ndarray):
             arrays[str(len(arrays))] = value
             return str(len(arrays) - 1)
         raise NotImplementedError(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    plain = msgspec.msgpack.encode(value, enc_hook=hold, order="deterministic")
+    plain = msgspec.msgpack.encode(value, enc_hook=replace_array, order="deterministic")
     return msgspec.msgpack.encode((plain, to_bytes(arrays) if arrays else b""))
 
 
-def _culprit(state: State) -> str:
-    """The field of a state that cannot be stored."""
+def _find_culprit(state: State) -> str:
+    """Find the field of a state that cannot be stored."""
     for field in state.__struct_fields__:
         try:
-            _dumped(getattr(state, field))
+            _encode(getattr(state, field))
         except (TypeError, ValueError, OverflowError, NotImplementedError):
             return f"field {field}"
     return "a field"
 
 
-def load(data: bytes, kind: type[S]) -> S:
-    """The state that `dump` wrote.
+def decode_state(data: bytes, kind: type[S]) -> S:
+    """Decode the state that `encode_state` wrote.
 
     Raises:
         msgspec.DecodeError: the bytes are no state of this kind.
@@ -101,9 +101,9 @@ def load(data: bytes, kind: type[S]) -> S:
     plain, packed = msgspec.msgpack.decode(data, type=tuple[bytes, bytes])
     arrays = from_bytes(packed) if packed else {}
 
-    def give_back(_: type, key: object) -> object:
+    def restore_array(_: type, key: object) -> object:
         if str(key) not in arrays:
             raise msgspec.DecodeError(f"{key!r} is no array")
         return arrays[str(key)]
 
-    return msgspec.msgpack.decode(plain, type=kind, dec_hook=give_back)
+    return msgspec.msgpack.decode(plain, type=kind, dec_hook=restore_array)

@@ -1,10 +1,10 @@
 """The fleet's page, and the commands that show the same.
 
 `server` is the page, with `logins` and `news`; `cli` has `fedge devices`, `why`, `events` and the requests of people;
-`metrics` and `home_assistant` tell other programs. It reads `coordinator.watch` and writes requests into the store.
-Begin with `server`.
+`metrics` and `home_assistant` tell other programs. It reads `coordinator.watch` and writes requests into the
+store. Begin with `server`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "server", "logins", "news")
+__getattr__ = make_getattr(__name__, "server", "logins", "news")

@@ -15,13 +15,13 @@ HEADERS: Final = {
 }
 
 
-def answer_with(body: bytes) -> web.Response:
+def answer_json(body: bytes) -> web.Response:
     """Answer with this JSON."""
     return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
 def read_number(request: web.Request, name: str, default: int, most: int) -> int:
-    """A number in the query.
+    """Read a number in the query.
 
     Raises:
         web.HTTPBadRequest: it is none.

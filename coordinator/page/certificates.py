@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from aiohttp import web
 
-from coordinator.provision.members import Watched
+from coordinator.provision.members import WatchedMembers
 from fedge.errors import ProtocolError
 from fedge.identity.authority import Authority
 from fedge.identity.names import Role
@@ -25,7 +25,7 @@ MAY_ACT: Final = {Role.OPERATOR: True, Role.STATUS: False}
 
 
 class Login(NamedTuple):
-    """A logged-in user. word: secret against forged requests, known only to our own page."""
+    """A logged-in user. word: a secret against forged requests, known only to our own page."""
 
     word: str
     may_act: bool
@@ -33,7 +33,7 @@ class Login(NamedTuple):
 
 
 class Certificates:
-    """Identifies members of a federation by their certificates and the current list.
+    """The members of a federation, whom the page knows by their certificates and the current list.
 
     Args:
         folder: with ca.crt, crl.pem and members.json, which are read again when they change.
@@ -45,20 +45,20 @@ class Certificates:
 
     def __init__(self, folder: Path, federation: str) -> None:
         self._authority = Authority(folder / CA)
-        self._members = Watched(folder, federation)
+        self._members = WatchedMembers(folder, federation)
         self._federation = federation
         self._secret = secrets.token_bytes(32)
         self._lines = Lines()
 
-    def login_of(self, request: web.Request) -> Login | None:
-        """The login of the connection's peer; None: nobody with access."""
+    def find_login(self, request: web.Request) -> Login | None:
+        """Return the login of the connection's peer; None for nobody with access."""
         tls = request.get_extra_info("ssl_object")
         shown = None if tls is None else tls.getpeercert(binary_form=True)
         if shown is None:
             return None
-        self._members.look(self._authority)
+        self._members.update_authority(self._authority)
         try:
-            subject, _ = self._authority.who(shown)
+            subject, _ = self._authority.identify(shown)
             self._members.admit(subject)
         except ProtocolError as error:
             self._lines.warning(log, "event=login_refused address=%s reason=%r", request.remote, str(error))

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import click
 from msgspec import Struct
 
-from coordinator.store.requests import act
+from coordinator.store.requests import request_action
 from coordinator.store.store import Store
-from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, ago, opened
+from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, format_age, open_store
 from coordinator.watch.state import Watch, read_summary
-from coordinator.watch.words import told
+from coordinator.watch.words import make_event_values
 from fedge.errors import ConfigError
-from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
+from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, make_server_tls
 from fedge.membership.credentials import CA
 from fedge.settings import Secret, resolve, settings_options
-from fedge.system.background import until_stopped
-from fedge.system.help import Command, json_lines, json_option, last_option, option
+from fedge.system.background import run_until_stopped
+from fedge.system.help import Command, json_lines_option, json_option, last_option, option
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import Heading, printable
+from fedge.system.text import Heading, escape_controls
 
 if TYPE_CHECKING:
     from coordinator.page.server import Page
@@ -41,17 +41,19 @@ LOOK_S: Final = 0.5
 
 
 @contextlib.contextmanager
-def _watch(home: Path, store: str | None) -> Iterator[Watch]:
-    with contextlib.closing(opened(home, store)) as found:
+def _open_watch(home: Path, store: str | None) -> Iterator[Watch]:
+    with contextlib.closing(open_store(home, store)) as found:
         yield Watch(home, found)
 
 
-def _show(found: list[dict[str, Any]], as_json: bool, columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> int:
+def _print_table(
+    found: list[dict[str, Any]], as_json: bool, columns: Mapping[str, Callable[[dict[str, Any]], object]]
+) -> int:
     """Print a table with these columns, or everything as JSON; the last column has no limit."""
     if as_json:
         click.echo(json.dumps(found))
         return 0
-    rows = [[*columns], *([printable(str(of(row))) for of in columns.values()] for row in found)]
+    rows = [[*columns], *([escape_controls(str(of(row))) for of in columns.values()] for row in found)]
     widths = [max(map(len, column)) for column in [*zip(*rows, strict=True)][:-1]]
     for *cells, last in rows:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
@@ -59,7 +61,7 @@ def _show(found: list[dict[str, Any]], as_json: bool, columns: Mapping[str, Call
     return 0
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -75,20 +77,20 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
 
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
-    with _watch(home, store) as watch:
-        found = watch.state()["devices"]
+    with _open_watch(home, store) as watch:
+        found = watch.get_state()["devices"]
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "device": itemgetter("id"),
         "state": lambda d: "in quarantine" if d["quarantine"] else d["presence"],
-        "heard": lambda d: ago(d["seen_at"]),
+        "heard": lambda d: format_age(d["seen_at"]),
         "release": lambda d: d["release"] or "-",
         "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
         "trained": itemgetter("trained"),
-        "accuracy": lambda d: _share(d["accuracy"][-1][1] if d["accuracy"] else None),
-        "outliers": lambda d: "not told" if "use" in d["withholds"] else _share(d["outliers"]),
+        "accuracy": lambda d: _format_share(d["accuracy"][-1][1] if d["accuracy"] else None),
+        "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
         "why": itemgetter("why"),
     }
-    return _show(found, as_json, columns)
+    return _print_table(found, as_json, columns)
 
 
 @click.command(cls=Command)
@@ -105,19 +107,19 @@ def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
 
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
-    with _watch(home, store) as watch:
-        found = watch.state()["rounds_list"][-last:]
+    with _open_watch(home, store) as watch:
+        found = watch.get_state()["rounds_list"][-last:]
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "round": itemgetter("round"),
-        "began": lambda r: _clock(r["begun_at"]),
+        "began": lambda r: _format_clock(r["begun_at"]),
         "seconds": lambda r: f"{r['done_at'] - r['begun_at']:.1f}" if r["done_at"] else "under way",
         **{name: itemgetter(name) for name in ("asked", "answered", "late", "failed")},
-        "accuracy": lambda r: _share(r["accuracy"]),
+        "accuracy": lambda r: _format_share(r["accuracy"]),
     }
-    return _show(found, as_json, columns)
+    return _print_table(found, as_json, columns)
 
 
-def _clock(at: float) -> str:
+def _format_clock(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -136,10 +138,12 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
 
     Exit codes: 0, 2 no coordinator's folder or nobody has heard of such a device, 4 the store cannot be read.
     """
-    with _watch(home, store) as watch:
-        lines = watch.why(device, round_)
+    with _open_watch(home, store) as watch:
+        lines = watch.explain_device(device, round_)
     click.echo(
-        json.dumps({"device": device, "round": round_, "why": lines}) if as_json else "\n".join(map(printable, lines))
+        json.dumps({"device": device, "round": round_, "why": lines})
+        if as_json
+        else "\n".join(map(escape_controls, lines))
     )
     return 0
 
@@ -147,7 +151,7 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
 @click.command(cls=Command)
 @HOME
 @STORE
-@json_lines("event")
+@json_lines_option("event")
 @option(
     "--follow",
     "-f",
@@ -175,38 +179,40 @@ def events(
 
     Exit codes: 0, 2 no coordinator's folder, 4 the store cannot be read, 130 stopped.
     """
-    with contextlib.closing(opened(home, store)) as found:
-        new = found.events(device=device, round=round_, last=last)
+    with contextlib.closing(open_store(home, store)) as found:
+        new = found.get_events(device=device, round=round_, last=last)
         after = 0
         try:
             while True:
                 for event in new:
                     after = event.number
-                    click.echo(json.dumps(told(event)) if as_json else _event_line(told(event)))
+                    click.echo(
+                        json.dumps(make_event_values(event)) if as_json else _format_event(make_event_values(event))
+                    )
                 if not follow:
                     return 0
                 time.sleep(LOOK_S)
-                new = found.events(after=after, device=device, round=round_)
+                new = found.get_events(after=after, device=device, round=round_)
         except KeyboardInterrupt:
             return INTERRUPTED
 
 
-def _event_line(event: dict[str, Any]) -> str:
+def _format_event(event: dict[str, Any]) -> str:
     device = f"  {event['device']}" if event["device"] else ""
     name = event["name"].replace("_", " ")
-    return printable(f"{_clock(event['at'])}  round {event['round']}  {name}{device}  {event['text']}")
+    return escape_controls(f"{_format_clock(event['at'])}  round {event['round']}  {name}{device}  {event['text']}")
 
 
-def _asks(name: str, about: str, arguments: str = "") -> click.Command:
-    """A command for one request to the coordinator, which checks for it before each round."""
+def _make_request_command(name: str, about: str, arguments: str = "") -> click.Command:
+    """Make a command for one request to the coordinator, which checks for it before each round."""
 
-    def ask(home: Path, store: str | None, as_json: bool, device: str = "") -> int:
-        with contextlib.closing(opened(home, store)) as found:
-            text = act(found, name, device)
+    def send_request(home: Path, store: str | None, as_json: bool, device: str = "") -> int:
+        with contextlib.closing(open_store(home, store)) as found:
+            text = request_action(found, name, device)
         click.echo(json.dumps({"asked": name, "device": device, "text": text}) if as_json else text)
         return 0
 
-    command: Any = HOME(STORE(JSON(ask)))
+    command: Any = HOME(STORE(JSON(send_request)))
     if arguments:
         command = click.argument("device")(command)
     codes = "Exit codes: 0, 2 no coordinator's folder or no such name, 4 the store cannot be written."
@@ -214,15 +220,15 @@ def _asks(name: str, about: str, arguments: str = "") -> click.Command:
     return click.command(name, cls=Command, help=text)(command)
 
 
-retire = _asks(
+retire = _make_request_command(
     "retire",
     "Retire a device: from the next round on it gets no more orders. Its bundle goes on answering; `fedge provision "
     "revoke` locks it out.",
     " cam7",
 )
-readmit = _asks("readmit", "Give a retired device orders again, from the next round on.", " cam7")
-pause = _asks("pause", "Begin no further round; the present one is finished.")
-resume = _asks("resume", "Begin rounds again.")
+readmit = _make_request_command("readmit", "Give a retired device orders again, from the next round on.", " cam7")
+pause = _make_request_command("pause", "Begin no further round; the present one is finished.")
+resume = _make_request_command("resume", "Begin rounds again.")
 
 
 class UiSettings(Struct, frozen=True, kw_only=True):
@@ -238,7 +244,9 @@ class UiSettings(Struct, frozen=True, kw_only=True):
         "Who acts must show this token; by default it is that of HOME/ui-token, which is made.",
     ] = None
     rollouts: Annotated[
-        str, Heading.SERVER, "The page shows the rollouts of these repositories of `fedge release`, comma-separated."
+        str,
+        Heading.SERVER,
+        "The make_page shows the rollouts of these repositories of `fedge release`, comma-separated.",
     ] = ""
     http_cert_file: HttpCertificate = None
     http_key_file: HttpKey = None
@@ -273,39 +281,39 @@ def ui(config: Path | None, as_json: bool, **flags: object) -> int:
     Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.
     """
     settings = resolve(UiSettings, "ui", config, flags)
-    asyncio.run(until_stopped(_shown(settings, as_json, config)))
+    asyncio.run(run_until_stopped(_serve_page(settings, as_json, config)))
     return INTERRUPTED
 
 
-async def _shown(settings: UiSettings, as_json: bool, config: Path | None) -> None:
-    async with page(settings, read_summary(settings.home)["federation"], config) as shown:
+async def _serve_page(settings: UiSettings, as_json: bool, config: Path | None) -> None:
+    async with make_page(settings, read_summary(settings.home)["federation"], config) as shown:
         text = f"{shown.url} shows the federation; the token to act is in {settings.home / 'ui-token'}"
         click.echo(json.dumps({"event": "page", "url": shown.url}) if as_json else text)
         await asyncio.Event().wait()
 
 
-def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
-    """The page by the settings, not listening yet. `config`: of the rollouts that are started from it.
+def make_page(settings: UiSettings, federation: str, config: Path | None) -> Page:
+    """Make the page by the settings, not listening yet. `config`: of the rollouts that are started from it.
 
     Raises:
         ConfigError: fedge[ui] is not installed, or the certificate, the token or a repository is unusable.
     """
     try:
         from coordinator.page.certificates import Certificates
-        from coordinator.page.logins import token_of
+        from coordinator.page.logins import read_token
         from coordinator.page.server import Page
         from coordinator.rollout.overview import Overview
     except ModuleNotFoundError as error:
         raise ConfigError(f"a page needs {error.name}: pip install 'fedge[ui]'") from error
     members = settings.members
     ca_file = None if members is None else members / CA
-    tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file, ca_file)
+    tls = make_server_tls(settings.token, settings.http_cert_file, settings.http_key_file, ca_file)
     return Page(
         settings.home,
         partial(Store, settings.home, settings.store, federation=federation, intake=True),
         host=settings.host,
         port=settings.port,
-        token=token_of(settings.home, settings.token),
+        token=read_token(settings.home, settings.token),
         tls=tls,
         rollouts=Overview([Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config),
         certificates=None if members is None else Certificates(members, federation),

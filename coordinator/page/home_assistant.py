@@ -34,8 +34,8 @@ MAX_TEXT: Final = 255
 Read = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-def broker_of(url: str) -> BrokerSettings:
-    """The broker of mqtt://USER:PASSWORD@HOST:PORT.
+def parse_broker(url: str) -> BrokerSettings:
+    """Parse the broker of mqtt://USER:PASSWORD@HOST:PORT.
 
     Raises:
         ConfigError: not such an address.
@@ -48,19 +48,19 @@ def broker_of(url: str) -> BrokerSettings:
     raise ConfigError("home_assistant: give mqtt://HOST:PORT, or mqtt://USER:PASSWORD@HOST:PORT")
 
 
-def messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """All retained messages about the devices, by topic. `state`: from `Watch.state`."""
+def iterate_messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Iterate over the retained messages about the devices, by topic. `state`: from `Watch.get_state`."""
     federation = state["federation"]
     for device in state["devices"]:
-        topic = f"{_root(federation)}/devices/{device['id']}"
-        name = f"fedge_{_word(federation)}_{_word(device['id'])}"
-        figures = _figures(device)
+        topic = f"{_make_root(federation)}/devices/{device['id']}"
+        name = f"fedge_{_encode_name(federation)}_{_encode_name(device['id'])}"
+        figures = _collect_figures(device)
         config = {
             "device": {"identifiers": [name], "name": f"{device['id']} ({federation})", "manufacturer": "fedge"},
             "origin": {"name": "fedge", "sw_version": fedge.__version__},
-            "components": {f"{name}_{key}": _entity(name, key) for key in figures},
+            "components": {f"{name}_{key}": _make_entity(name, key) for key in figures},
             "state_topic": topic,
-            "availability_topic": f"{_root(federation)}/available",
+            "availability_topic": f"{_make_root(federation)}/available",
         }
         yield f"homeassistant/device/{name}/config", json.dumps(config).encode()
         yield topic, json.dumps(figures).encode()
@@ -82,8 +82,8 @@ ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def _figures(device: Mapping[str, Any]) -> dict[str, Any]:
-    """A device's values by entity; None: unknown yet."""
+def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect a device's values by entity; None if unknown yet."""
     health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
     figures = {
         "online": "ON" if device["presence"] == "online" else "OFF",
@@ -95,30 +95,30 @@ def _figures(device: Mapping[str, Any]) -> dict[str, Any]:
         "load": {"temperature": context.get("temperature_c")},
         "use": {"drift": "ON" if health.get("drift") else "OFF", "failed": health.get("n_failed", 0)} if health else {},
     }
-    for kind, told in by_kind.items():
+    for kind, values in by_kind.items():
         if kind not in device["withholds"]:
-            figures |= told
+            figures |= values
     return figures
 
 
-def _entity(name: str, key: str) -> dict[str, str]:
+def _make_entity(name: str, key: str) -> dict[str, str]:
     return {**ENTITIES[key], "unique_id": f"{name}_{key}", "value_template": f"{{{{ value_json.{key} }}}}"}
 
 
-def _root(federation: str) -> str:
+def _make_root(federation: str) -> str:
     return f"fedge-home/{federation}"
 
 
-def _word(name: str) -> str:
-    """A name in the characters of an object id; distinct names stay distinct."""
+def _encode_name(name: str) -> str:
+    """Encode a name in the characters of an object id; distinct names stay distinct."""
     return name.replace("_", "__").replace(".", "_-")
 
 
-async def tell(read: Read, url: str, federation: str) -> None:
+async def publish_devices(read: Read, url: str, federation: str) -> None:
     """Keep Home Assistant's broker informed until cancelled; a refusal is logged once."""
-    available = f"{_root(federation)}/available"
+    available = f"{_make_root(federation)}/available"
     ours = f"fedge-home:{federation}:{secrets.token_hex(4)}"  # others may tell of the same federation
-    transport = Transport(broker_of(url), ours, will=Will(available, b"offline"))
+    transport = Transport(parse_broker(url), ours, will=Will(available, b"offline"))
     said: dict[str, bytes] = {}
 
     async def forget() -> None:
@@ -131,7 +131,9 @@ async def tell(read: Read, url: str, federation: str) -> None:
                 while True:
                     said.pop(available, None)  # one of the others that has ended has said offline
                     try:
-                        await _update(transport, said, {available: b"online"} | dict(messages(await read())))
+                        await _publish_changes(
+                            transport, said, {available: b"online"} | dict(iterate_messages(await read()))
+                        )
                     except StoreError as error:
                         log.warning("event=cannot_read reason=%r", str(error))
                     await asyncio.sleep(LOOK_S)
@@ -143,7 +145,7 @@ async def tell(read: Read, url: str, federation: str) -> None:
         log.error("event=home_assistant_ended reason=%r", str(error))  # noqa: TRY400 - the text is all
 
 
-async def _update(transport: Transport, said: dict[str, bytes], now: Mapping[str, bytes]) -> None:
+async def _publish_changes(transport: Transport, said: dict[str, bytes], now: Mapping[str, bytes]) -> None:
     """Publish what is new, and clear what is gone."""
     for topic in [*now, *(said.keys() - now.keys())]:
         payload = now.get(topic, b"")

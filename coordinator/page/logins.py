@@ -38,8 +38,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
 
 
-def token_of(home: Path, given: str | None) -> str:
-    """The given token, or that in HOME/ui-token, which is created if missing."""
+def read_token(home: Path, given: str | None) -> str:
+    """Read the given token, or that in HOME/ui-token, which is created if missing."""
     if given is not None:
         return given
     file = home / "ui-token"
@@ -49,7 +49,7 @@ def token_of(home: Path, given: str | None) -> str:
 
 
 class Logins:
-    """Knows who asks.
+    """The logins to the page: who asks, and what they may do.
 
     Args:
         host: where the page listens; on this machine's own address, reading is free.
@@ -69,37 +69,37 @@ class Logins:
         self._lines = Lines()
 
     def may_read(self, request: web.Request) -> bool:
-        """Whether the request may be answered at all."""
+        """Return whether the request may be answered at all."""
         return self._is_free(request) or self.knows(request)
 
     def _is_free(self, request: web.Request) -> bool:
-        """Whether reading takes no login: on this machine, asked for by its own name."""
+        """Return whether reading takes no login: on this machine, asked for by its own name."""
         name = re.sub(r":\d*\Z", "", request.host.lower()).strip("[]")
         return self.reading_is_free and name in {*LOOPBACK, self._host}
 
     def knows(self, request: web.Request) -> bool:
-        """Whether somebody asks who has logged in, or has the token."""
-        return self.login_of(request) is not None or self._bearer(request)
+        """Return whether somebody asks who has logged in, or has the token."""
+        return self.find_login(request) is not None or self._has_token(request)
 
-    def login_of(self, request: web.Request) -> Login | None:
-        """Who asks; None: nobody who has logged in, or too long ago."""
+    def find_login(self, request: web.Request) -> Login | None:
+        """Return who asks; None for nobody who has logged in, or too long ago."""
         word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
         if time.monotonic() < until:
             return Login(word, may_act=True, name="token")
-        return None if self._certificates is None else self._certificates.login_of(request)
+        return None if self._certificates is None else self._certificates.find_login(request)
 
-    def _bearer(self, request: web.Request) -> bool:
-        """Programs such as Prometheus send the token itself."""
+    def _has_token(self, request: web.Request) -> bool:
+        """Return whether the request has the token itself, as programs such as Prometheus send it."""
         return is_same(request.headers.get("Authorization", ""), f"Bearer {self._token}")
 
-    async def session(self, request: web.Request) -> web.Response:
+    async def answer_session(self, request: web.Request) -> web.Response:
         """Answer who asks, and what they may do."""
-        login = self.login_of(request)
+        login = self.find_login(request)
         may_act = login is not None and login.may_act
-        told = {"may_act": may_act, "may_read": self._is_free(request) or login is not None, "login": not may_act}
-        return web.json_response(told | {"csrf": login.word if login else ""})
+        fields = {"may_act": may_act, "may_read": self._is_free(request) or login is not None, "login": not may_act}
+        return web.json_response(fields | {"csrf": login.word if login else ""})
 
-    async def login(self, request: web.Request) -> web.Response:
+    async def log_in(self, request: web.Request) -> web.Response:
         """Let in who shows the token."""
         given = msgspec.json.decode(await request.read(), type=Token)
         if not is_same(given.token, self._token):
@@ -115,7 +115,7 @@ class Logins:
         return answer
 
     async def _refuse_login(self, request: web.Request) -> NoReturn:
-        """Late, but whoever has the token waits for nobody."""
+        """Refuse a login late, but whoever has the token waits for nobody."""
         self._lines.warning(log, "event=login_refused address=%s", request.remote)
         if self._n_wrong >= MAX_WRONG:
             raise web.HTTPTooManyRequests(text="too many wrong tokens come in; try again in a second")
@@ -128,7 +128,7 @@ class Logins:
 
 
 def is_same(shown: str, secret: str) -> bool:
-    """Compare without telling by the time how much was right; a header may hold any bytes."""
+    """Return whether two texts are equal, without telling by the time how much was; a header may hold any bytes."""
     return hmac.compare_digest(shown.encode(errors="surrogateescape"), secret.encode(errors="surrogateescape"))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from fedge.wire.openmetrics import family
+from fedge.wire.openmetrics import make_metric
 
 
-def metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
-    """The metrics of one federation, whose name is a label of each."""
+def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
+    """Iterate over the metrics of one federation, whose name is a label of each."""
     name, devices = [state["federation"]], state["devices"]
     for metric, about, value in (
         ("fedge_round", "Rounds that are done.", state["round"]),
@@ -23,16 +23,16 @@ def metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("fedge_summary_age_seconds", "Since the coordinator last wrote how it stands.", state["age_s"]),
         ("fedge_clusters", "Clusters with an expert of their own.", len(state["clusters"])),
     ):
-        yield family("gauge", metric, about, ["federation"], [(name, value)])
-    yield family(
+        yield make_metric("gauge", metric, about, ["federation"], [(name, value)])
+    yield make_metric(
         "counter", "fedge_received_bytes", "Payload bytes from devices.", ["federation"], [(name, state["bytes_up"])]
     )
-    yield family(
+    yield make_metric(
         "counter", "fedge_sent_bytes", "Payload bytes to devices.", ["federation"], [(name, state["bytes_down"])]
     )
     states = Counter("quarantined" if d["quarantine"] else d["presence"] for d in devices)
     rows = [([*name, each], states[each]) for each in ("online", "sleeping", "offline", "quarantined")]
-    yield family("gauge", "fedge_devices", "Devices by state.", ["federation", "state"], rows)
+    yield make_metric("gauge", "fedge_devices", "Devices by state.", ["federation", "state"], rows)
     accuracy = [d["accuracy"][-1][1] if d["accuracy"] else None for d in devices]
     for kind, metric, about, values in (
         ("gauge", "fedge_device_accuracy", "The last one that it told, between 0 and 1.", accuracy),
@@ -41,10 +41,10 @@ def metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("counter", "fedge_device_trainings", "Rounds that it trained in.", [d["trained"] for d in devices]),
     ):
         rows = [([*name, d["id"]], value) for d, value in zip(devices, values, strict=True)]
-        yield family(kind, metric, about, ["federation", "device"], rows)
+        yield make_metric(kind, metric, about, ["federation", "device"], rows)
     if state["rounds_list"]:
         last = state["rounds_list"][-1]
         rows = [([*name, outcome], last[outcome]) for outcome in ("answered", "late", "failed", "open")]
-        yield family(
+        yield make_metric(
             "gauge", "fedge_round_orders", "Orders of the last round by outcome.", ["federation", "outcome"], rows
         )

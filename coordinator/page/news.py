@@ -14,7 +14,7 @@ from aiohttp import web
 from coordinator.page.answers import HEADERS, read_number
 from coordinator.page.logins import Logins
 from coordinator.store.records import Event
-from coordinator.watch.words import told
+from coordinator.watch.words import make_event_values
 from fedge.errors import StoreError
 
 log = logging.getLogger("fedge.ui")
@@ -33,19 +33,19 @@ Lines = list[tuple[int, bytes]]
 """Events by number, as lines of the stream; empty: of a rollout, or of times."""
 
 
-class Reads(Protocol):
-    """Has work done in the thread that reads."""
+class ReadingThread(Protocol):
+    """A function that has work done in the thread that reads."""
 
     def __call__(self, work: Callable[[], Lines], /) -> Awaitable[Lines]:
-        """Its result."""
+        """Do the work and return its result."""
 
 
-class News:
-    """Tells listeners what happens.
+class EventFeed:
+    """A feed of events to listeners, such as open pages.
 
     Args:
         read: has work done in the thread that reads.
-        events: reads the store's events, as `Store.events`.
+        events: reads the store's events, as `Store.get_events`.
         version: changes with the rollouts.
         forget: called before each look for news.
         logins: know who may listen.
@@ -53,7 +53,7 @@ class News:
 
     def __init__(
         self,
-        read: Reads,
+        read: ReadingThread,
         events: Callable[..., list[Event]],
         version: Callable[[], object],
         forget: Callable[[], None],
@@ -72,12 +72,12 @@ class News:
         """Whether anybody listens."""
         return bool(self._streams)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End all streams."""
         for queue in self._streams:
             queue.put_nowait(None)
 
-    async def look(self) -> None:
+    async def publish_new(self) -> None:
         """Send news to all listeners."""
         rollouts = self._version()
         while True:
@@ -85,22 +85,22 @@ class News:
             if rollouts != (rollouts := await asyncio.to_thread(self._version)):
                 self.send([])
             try:
-                new = await self._read(self._unsent)
+                new = await self._read(self._read_unsent)
             except StoreError as error:
                 log.warning("event=cannot_read reason=%r", str(error))
                 continue
             if new:
                 self.send(new)
 
-    def _unsent(self) -> Lines:
-        """What has happened since the last look; nothing is read if no page is open."""
+    def _read_unsent(self) -> Lines:
+        """Read what has happened since the last look; nothing is read if no page is open."""
         self._forget()
         new = self._events(after=self._sent, last=MAX_NEWS if self._streams else 1)
         self._sent = new[-1].number if new else self._sent
-        return _lines(new)
+        return _encode_lines(new)
 
     def send(self, news: Lines) -> None:
-        """Tell all listeners."""
+        """Send news to all listeners."""
         for queue in self._streams:
             if queue.qsize() < MAX_BEHIND:
                 queue.put_nowait(news)
@@ -109,7 +109,7 @@ class News:
         """Stream events as they occur."""
         known = self._logins.knows(request)
         if len(self._streams) >= MAX_STREAMS:
-            self._end_a_stream(known=known)
+            self._drop_stream(known=known)
         last = request.headers.get("Last-Event-ID", "")
         follows = last.isdecimal() and len(last) < 19
         after = int(last) if follows else read_number(request, "after", 0, 1 << 62)
@@ -118,7 +118,7 @@ class News:
         self._streams[queue] = known
         try:
             await answer.prepare(request)
-            if missed := await self._read(lambda: _lines(self._events(after=after, last=MAX_NEWS))):
+            if missed := await self._read(lambda: _encode_lines(self._events(after=after, last=MAX_NEWS))):
                 await answer.write(b"".join(line for _, line in missed))
                 after, _ = missed[-1]
             while True:
@@ -137,8 +137,8 @@ class News:
         finally:
             self._streams.pop(queue, None)
 
-    def _end_a_stream(self, *, known: bool) -> None:
-        """Make room: the oldest stream of somebody who has not logged in ends, for one who has.
+    def _drop_stream(self, *, known: bool) -> None:
+        """Make room: drop the oldest stream of somebody who has not logged in, for one who has.
 
         Raises:
             web.HTTPServiceUnavailable: nobody makes way.
@@ -150,5 +150,8 @@ class News:
         oldest.put_nowait(None)
 
 
-def _lines(events: list[Event]) -> Lines:
-    return [(each.number, b"id: %d\ndata: %b\n\n" % (each.number, msgspec.json.encode(told(each)))) for each in events]
+def _encode_lines(events: list[Event]) -> Lines:
+    return [
+        (each.number, b"id: %d\ndata: %b\n\n" % (each.number, msgspec.json.encode(make_event_values(each))))
+        for each in events
+    ]

@@ -22,21 +22,21 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 from aiohttp import web
 
-from coordinator.page.answers import HEADERS, answer_with, read_number
+from coordinator.page.answers import HEADERS, answer_json, read_number
 from coordinator.page.certificates import Certificates
-from coordinator.page.home_assistant import broker_of, tell
+from coordinator.page.home_assistant import parse_broker, publish_devices
 from coordinator.page.logins import Logins, is_same
-from coordinator.page.metrics import metrics
-from coordinator.page.news import MAX_STREAMS, News
+from coordinator.page.metrics import iterate_metrics
+from coordinator.page.news import MAX_STREAMS, EventFeed
 from coordinator.rollout.overview import Overview
 from coordinator.store.records import Event
-from coordinator.store.requests import ACTIONS, act
+from coordinator.store.requests import ACTIONS, request_action
 from coordinator.store.store import Store
 from coordinator.watch.state import Watch
-from coordinator.watch.words import told
+from coordinator.watch.words import make_event_values
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.system.text import host_and_port
-from fedge.wire.openmetrics import exposition
+from fedge.system.text import format_address
+from fedge.wire.openmetrics import format_metrics
 from fedge.wire.port import MAX_CONNECTIONS, Handler, Port
 
 log = logging.getLogger("fedge.ui")
@@ -55,8 +55,8 @@ DRAIN_S: Final = 1.0
 T = TypeVar("T")
 
 
-class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The target of an action: a device, or a rollout by the name of its repository (`Overview.ask`)."""
+class ActionTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The target of an action: a device, or a rollout by its repository's name (`Overview.request_action`)."""
 
     device: str = ""
     rollout: str = ""
@@ -97,31 +97,35 @@ class Page:
         self._logins = Logins(host, token, secure=tls is not None, certificates=certificates)
         self._home_assistant = home_assistant
         if home_assistant is not None:
-            broker_of(home_assistant)
+            parse_broker(home_assistant)
         self._rollouts = rollouts or Overview([], None)
-        self._news = News(self._read, self._events_of, self._rollouts.version, self._forget_state, self._logins)
+        self._news = EventFeed(
+            self._read, self._read_events, self._rollouts.get_version, self._forget_state, self._logins
+        )
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
         self._seen: bytes | None = None  # the state since the last look, if somebody has asked for it
         self._tasks: list[asyncio.Task[None]] = []
-        self._app = web.Application(middlewares=[self._port.watched, self._guarded], client_max_size=MAX_BODY_BYTES)
+        self._app = web.Application(
+            middlewares=[self._port.watch_request, self._guard_request], client_max_size=MAX_BODY_BYTES
+        )
         self._app.add_routes(
             [
-                *(web.get(f"/{name}", self._file) for name in FILES),
-                web.get("/metrics", self._metrics),
-                web.get("/api/session", self._logins.session),
-                web.post("/api/login", self._logins.login),
-                web.get("/api/state", self._state),
-                web.get("/api/devices/{id}", self._device),
-                web.get("/api/rounds/{round:\\d{1,9}}", self._round),
-                web.get("/api/rollouts", self._rollouts_of),
-                web.get("/api/events", self._events),
+                *(web.get(f"/{name}", self._handle_file) for name in FILES),
+                web.get("/metrics", self._handle_metrics),
+                web.get("/api/session", self._logins.answer_session),
+                web.post("/api/login", self._logins.log_in),
+                web.get("/api/state", self._handle_state),
+                web.get("/api/devices/{id}", self._handle_device),
+                web.get("/api/rounds/{round:\\d{1,9}}", self._handle_round),
+                web.get("/api/rollouts", self._handle_rollouts),
+                web.get("/api/events", self._handle_events),
                 web.get("/api/stream", self._news.stream),
-                web.post("/api/actions/{name}", self._act),
+                web.post("/api/actions/{name}", self._handle_action),
             ]
         )
 
     async def __aenter__(self) -> Self:
-        """Listen.
+        """Listen for requests.
 
         Raises:
             TransportError: the port is taken, or the host is not an address of this machine.
@@ -136,18 +140,20 @@ class Page:
         if self._port.tls is None and not self._logins.reading_is_free:
             reason = "the token goes over the network in clear: give a certificate (http_cert_file)"
             log.warning("event=page_in_clear url=%s reason=%r", self.url, reason)
-        self._tasks = [asyncio.create_task(self._news.look())]
+        self._tasks = [asyncio.create_task(self._news.publish_new())]
         if self._home_assistant is not None:
-            state = await self._read(self._watch.state)
-            told = tell(lambda: self._read(self._watch.state), self._home_assistant, state["federation"])
-            self._tasks.append(asyncio.create_task(told))
+            state = await self._read(self._watch.get_state)
+            publishing = publish_devices(
+                lambda: self._read(self._watch.get_state), self._home_assistant, state["federation"]
+            )
+            self._tasks.append(asyncio.create_task(publishing))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._news.end()
+        self._news.close()
         await self._port.close()
         await self._read(self._store.close)
         self._thread.shutdown()
@@ -155,7 +161,7 @@ class Page:
     @property
     def url(self) -> str:
         """The URL of the page."""
-        where = host_and_port(self._host, self._port.number)
+        where = format_address(self._host, self._port.number)
         return f"{'http' if self._port.tls is None else 'https'}://{where}/"
 
     def _open(self) -> None:
@@ -165,12 +171,12 @@ class Page:
     async def _read(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _told(self, work: Callable[[], Any]) -> web.Response:
-        """Answer with what is read, encoded in the reading thread."""
-        return answer_with(await self._read(lambda: msgspec.json.encode(work())))
+    async def _answer_read(self, work: Callable[[], Any]) -> web.Response:
+        """Read in the reading thread, and answer with it, encoded there."""
+        return answer_json(await self._read(lambda: msgspec.json.encode(work())))
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Add headers, turn errors into JSON, and require logins."""
         try:
             public = request.path in {"/api/session", "/api/login", *(f"/{name}" for name in FILES)}
@@ -192,47 +198,49 @@ class Page:
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
-    async def _file(self, request: web.Request) -> web.Response:
+    async def _handle_file(self, request: web.Request) -> web.Response:
         name, kind = FILES[request.path[1:]]
         return web.Response(body=(HERE / name).read_bytes(), content_type=kind, charset="utf-8")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _handle_metrics(self, request: web.Request) -> web.Response:
         body, kind = await self._read(
-            lambda: exposition(metrics(self._watch.state()), request.headers.get("Accept", ""))
+            lambda: format_metrics(iterate_metrics(self._watch.get_state()), request.headers.get("Accept", ""))
         )
         return web.Response(body=body, headers={"Content-Type": kind})
 
-    async def _state(self, _request: web.Request) -> web.Response:
-        return answer_with(await self._read(self._encoded_state))
+    async def _handle_state(self, _request: web.Request) -> web.Response:
+        return answer_json(await self._read(self._encode_state))
 
-    def _encoded_state(self) -> bytes:
+    def _encode_state(self) -> bytes:
         if self._seen is None or not self._news.heard:  # nobody would be told that there is something newer
-            self._seen = msgspec.json.encode(self._watch.state())
+            self._seen = msgspec.json.encode(self._watch.get_state())
         return self._seen
 
     def _forget_state(self) -> None:
         self._seen = None
 
-    def _events_of(self, **of: Any) -> list[Event]:
-        return self._store.events(**of)
+    def _read_events(self, **of: Any) -> list[Event]:
+        return self._store.get_events(**of)
 
-    async def _device(self, request: web.Request) -> web.Response:
-        return await self._told(lambda: self._watch.device(request.match_info["id"]))
+    async def _handle_device(self, request: web.Request) -> web.Response:
+        return await self._answer_read(lambda: self._watch.describe_device(request.match_info["id"]))
 
-    async def _round(self, request: web.Request) -> web.Response:
-        return await self._told(lambda: self._watch.round(int(request.match_info["round"])))
+    async def _handle_round(self, request: web.Request) -> web.Response:
+        return await self._answer_read(lambda: self._watch.describe_round(int(request.match_info["round"])))
 
-    async def _rollouts_of(self, _request: web.Request) -> web.Response:
-        return web.json_response({"rollouts": await asyncio.to_thread(self._rollouts.shown)})
+    async def _handle_rollouts(self, _request: web.Request) -> web.Response:
+        return web.json_response({"rollouts": await asyncio.to_thread(self._rollouts.list_states)})
 
-    async def _events(self, request: web.Request) -> web.Response:
+    async def _handle_events(self, request: web.Request) -> web.Response:
         last = read_number(request, "last", 300, 1000)
-        return await self._told(lambda: {"events": [told(event) for event in self._store.events(last=last)]})
+        return await self._answer_read(
+            lambda: {"events": [make_event_values(event) for event in self._store.get_events(last=last)]}
+        )
 
     # ------------------------------------------------------------------------------------------------------- actions
 
-    async def _act(self, request: web.Request) -> web.Response:
-        login = self._logins.login_of(request)
+    async def _handle_action(self, request: web.Request) -> web.Response:
+        login = self._logins.find_login(request)
         if login is None:
             raise web.HTTPUnauthorized(text="log in first")
         if not login.may_act:
@@ -240,12 +248,12 @@ class Page:
         if not is_same(request.headers.get("X-Fedge-Token", ""), login.word):
             raise web.HTTPForbidden(text="this request does not come from the fleet's page")
         name = request.match_info["name"]
-        about = msgspec.json.decode(await request.read(), type=Act)
+        about = msgspec.json.decode(await request.read(), type=ActionTarget)
         if name.startswith(ROLLOUT):
-            asked = partial(self._rollouts.ask, about.rollout, name.removeprefix(ROLLOUT))
+            asked = partial(self._rollouts.request_action, about.rollout, name.removeprefix(ROLLOUT))
             text = await asyncio.to_thread(asked, about.target, about.stages, about.canary)
         elif name in ACTIONS:
-            text = await self._read(lambda: act(self._store, name, about.device))
+            text = await self._read(lambda: request_action(self._store, name, about.device))
             self._forget_state()
         else:
             raise web.HTTPNotFound(text=f"there is no action {name!r}")

@@ -15,12 +15,12 @@ from coordinator.provision import installation
 from coordinator.provision.issuer import PARTS, Federation, Issuer
 from coordinator.provision.renewals import answer_requests
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.identity import certificates
-from fedge.identity.certificates import new_key, read_request
+from fedge.identity.certificates import make_key, read_request
 from fedge.identity.names import CRL, Role
 from fedge.membership.kit import SUFFIX, refuse_code
-from fedge.settings import given
+from fedge.settings import resolve_given
 from fedge.system import systemd
 from fedge.system.files import write_atomically
 from fedge.system.help import CommandGroup, json_option, option
@@ -108,13 +108,15 @@ def init(
     """
     given_here = {"federation": federation, "host": host, "port": port, "days": days}
     prefixes = {"topic_prefix": topic_prefix, "client_prefix": client_prefix}
-    settings = given(Federation, given_here | prefixes)
-    issuer = Issuer.create(folder, settings)
-    systemd.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
-    _tell(f"{federation} is founded in {folder}", {"federation": federation, "folder": str(folder)}, as_json=as_json)
+    settings = resolve_given(Federation, given_here | prefixes)
+    issuer = Issuer.make(folder, settings)
+    systemd.write_public(folder / "coordinator.toml", _format_coordinator_toml(issuer))
+    _print_result(
+        f"{federation} is founded in {folder}", {"federation": federation, "folder": str(folder)}, as_json=as_json
+    )
 
 
-def _coordinator_toml(issuer: Issuer) -> str:
+def _format_coordinator_toml(issuer: Issuer) -> str:
     folder = issuer.folder.absolute()
     home = Path("/var/lib/fedge-coordinator") if issuer.folder == FOLDER else folder / "home"
     settings = {
@@ -147,7 +149,7 @@ def server(name: str, folder: Path, *, as_json: bool) -> None:
     issuer = Issuer(folder)
     issuer.equip(Role(name))
     how = f"; {installation.restart_broker(issuer)}" if name == Role.BROKER else ""
-    _tell(f"{folder / name} has a new certificate{how}", {"identity": str(folder / name)}, as_json=as_json)
+    _print_result(f"{folder / name} has a new certificate{how}", {"identity": str(folder / name)}, as_json=as_json)
 
 
 @provision.command()
@@ -196,13 +198,13 @@ def device(
     if not to.is_dir():
         raise ConfigError(f"there is no folder {to} for the kits")
     issuer = Issuer(folder)
-    description = None if task is None else _task(task)
+    description = None if task is None else _read_task(task)
     kits = []
-    for name, key, public in _wanted(ids, requests):
-        subject = certificates.device_subject(issuer.settings.federation, name)
+    for name, key, public in _iterate_keys(ids, requests):
+        subject = certificates.make_device_subject(issuer.settings.federation, name)
         kits.append(to / f"{name}{SUFFIX}")
-        write_atomically(kits[-1], issuer.kit(issuer.enlist(subject, public), key, description))
-    _tell("\n".join(map(str, kits)), {"kits": list(map(str, kits))}, as_json=as_json)
+        write_atomically(kits[-1], issuer.make_kit(issuer.enlist(subject, public), key, description))
+    _print_result("\n".join(map(str, kits)), {"kits": list(map(str, kits))}, as_json=as_json)
 
 
 @provision.command()
@@ -230,27 +232,27 @@ def relay(site: str, to: Path, folder: Path, *, as_json: bool) -> None:
     """
     issuer = Issuer(folder)
     issuer.equip_relay(site, to / site)
-    _tell(f"{to / site} is the identity of relay {site}", {"identity": str(to / site)}, as_json=as_json)
+    _print_result(f"{to / site} is the identity of relay {site}", {"identity": str(to / site)}, as_json=as_json)
 
 
-def _wanted(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[str, Any, Any]]:
-    """Name and public key of each device, and its private key if we make it."""
+def _iterate_keys(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Iterate over name and public key of each device, and its private key if we make it."""
     for name in ids:
-        key = new_key()
+        key = make_key()
         yield name, key, key.public_key()
     for file in requests:
-        with failing_as(ConfigError, f"{file} cannot be read"):
+        with raise_as(ConfigError, f"{file} cannot be read"):
             name, public = read_request(file.read_bytes())
         yield name, None, public
 
 
-def _task(file: Path) -> TaskSpec:
-    """The description of a task for a kit.
+def _read_task(file: Path) -> TaskSpec:
+    """Read the description of a task for a kit.
 
     Raises:
         ConfigError: not a task, or it names code.
     """
-    with failing_as(ConfigError, f"{file} is no description of a task", on=(OSError, RecursionError, ValueError)):
+    with raise_as(ConfigError, f"{file} is no description of a task", on=(OSError, RecursionError, ValueError)):
         task = msgspec.json.decode(file.read_bytes(), type=TaskSpec)
     refuse_code(task)
     return task
@@ -278,7 +280,7 @@ def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
     for name in names:
         issuer.revoke(name)
     how = installation.restart_broker(issuer)
-    _tell(f"revoked: {', '.join(names)}; {how}", {"revoked": names, "broker": how}, as_json=as_json)
+    _print_result(f"revoked: {', '.join(names)}; {how}", {"revoked": names, "broker": how}, as_json=as_json)
 
 
 @provision.command()
@@ -300,8 +302,8 @@ def renew(folder: Path, *, as_json: bool) -> None:
     renewed = issuer.refresh()
     how = f"; {installation.restart_broker(issuer)}" if {Role.BROKER, CRL} & set(renewed) else ""
     devices = asyncio.run(answer_requests(issuer))
-    told = ", ".join([*renewed, *devices]) or "nothing was due"
-    _tell(f"renewed: {told}{how}", {"renewed": renewed, "devices": devices}, as_json=as_json)
+    names = ", ".join([*renewed, *devices]) or "nothing was due"
+    _print_result(f"renewed: {names}{how}", {"renewed": renewed, "devices": devices}, as_json=as_json)
 
 
 @provision.command()
@@ -326,9 +328,9 @@ def broker(folder: Path, *, as_json: bool) -> None:
         installation.install_services(issuer)
     how = installation.restart_broker(issuer)
     settings = issuer.settings
-    told = {"broker": settings.broker, "conf": str(file)}
-    _tell(f"{file} is for {settings.federation} at {settings.broker}; {how}", told, as_json=as_json)
+    fields = {"broker": settings.broker, "conf": str(file)}
+    _print_result(f"{file} is for {settings.federation} at {settings.broker}; {how}", fields, as_json=as_json)
 
 
-def _tell(text: str, record: Mapping[str, object], *, as_json: bool) -> None:
+def _print_result(text: str, record: Mapping[str, object], *, as_json: bool) -> None:
     click.echo(json.dumps(record) if as_json else text)

@@ -24,31 +24,31 @@ HOST: Final = rf"{_LABEL}(?:\.{_LABEL})*"
 """Of a name that a certificate can have: letters beyond ASCII only as xn--..."""
 
 
-def self_signed(federation: str, key: ec.EllipticCurvePrivateKey, at: dt.datetime) -> x509.Certificate:
-    """A new authority's own certificate."""
+def sign_authority(federation: str, key: ec.EllipticCurvePrivateKey, at: dt.datetime) -> x509.Certificate:
+    """Sign a new authority's own certificate."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedge {federation}")])
     end = at + dt.timedelta(days=CA_DAYS)
-    builder = begin_certificate(name, name, key.public_key(), at - BACKDATED, end)
+    builder = start_certificate(name, name, key.public_key(), at - BACKDATED, end)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return builder.add_extension(usage_of(signs=False), critical=True).sign(key, hashes.SHA256())
+    return builder.add_extension(make_key_usage(signs=False), critical=True).sign(key, hashes.SHA256())
 
 
-def begin_certificate(
+def start_certificate(
     name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: dt.datetime, end: dt.datetime
 ) -> x509.CertificateBuilder:
-    """Begin a certificate with what all of them have."""
+    """Start a certificate with what all of them have."""
     number = x509.random_serial_number()
     builder = x509.CertificateBuilder(issuer, name, key, number, begin, end)
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
-def authority_of(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    """Who signs, as an extension."""
+def make_authority_identifier(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    """Make the extension that says who signs."""
     return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
-def usage_of(*, signs: bool) -> x509.KeyUsage:
-    """Key usage: members sign messages and handshakes, an authority certificates and lists."""
+def make_key_usage(*, signs: bool) -> x509.KeyUsage:
+    """Make the key usage: members sign messages and handshakes, an authority certificates and lists."""
     return x509.KeyUsage(
         digital_signature=signs,
         content_commitment=False,
@@ -78,8 +78,8 @@ def require_host(host: str) -> None:
         )
 
 
-def names_of_host(host: str) -> list[x509.GeneralName]:
-    """The broker certificate's names: the host, and the machine's own names for itself."""
+def list_host_names(host: str) -> list[x509.GeneralName]:
+    """List the names in the broker's certificate: the host, and the machine's own names for itself."""
     names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(text)) for text in ("127.0.0.1", "::1")]
     try:
         return [*names, x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(host))]

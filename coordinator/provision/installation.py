@@ -18,8 +18,8 @@ MOSQUITTO: Final = "mosquitto"
 """Its service, and the user that it runs as: it alone reads the broker's key."""
 
 
-def conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
-    """The configuration file for this federation, existing or not."""
+def get_conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
+    """Return the configuration file for this federation, existing or not."""
     return conf_d / f"fedge-{issuer.settings.federation}.conf"
 
 
@@ -37,14 +37,14 @@ def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
     if not conf_d.is_dir():
         raise ConfigError(f"there is no {conf_d}, where Mosquitto's configuration goes: apt install mosquitto")
     identity = (issuer.folder / Role.BROKER).absolute()
-    systemd.give(identity, owner)
-    rules = broker_configuration.access_list(issuer.settings.federation, issuer.settings.topic_prefix or "")
+    systemd.give_to(identity, owner)
+    rules = broker_configuration.format_access_list(issuer.settings.federation, issuer.settings.topic_prefix or "")
     systemd.write_public(identity / broker_configuration.ACCESS_LIST, rules)
     systemd.write_public(
-        conf_d / "00-fedge.conf", broker_configuration.before_listeners()
+        conf_d / "00-fedge.conf", broker_configuration.format_global_settings()
     )  # read in the order of their names
-    file = conf_file(issuer, conf_d)
-    systemd.write_public(file, broker_configuration.for_members(identity, identity, issuer.settings.port))
+    file = get_conf_file(issuer, conf_d)
+    systemd.write_public(file, broker_configuration.format_member_listener(identity, identity, issuer.settings.port))
     return file
 
 
@@ -55,11 +55,11 @@ def install_services(issuer: Issuer) -> None:
         ConfigError, StoreError: something cannot be set up.
     """
     folder = issuer.folder.absolute()
-    systemd.give(folder / Role.COORDINATOR, systemd.make_user())
+    systemd.give_to(folder / Role.COORDINATOR, systemd.make_user())
     arguments = f"coordinator --config {folder / 'coordinator.toml'}"
-    unit = systemd.unit("coordinator", systemd.COORDINATOR, arguments, "coordinator")
+    unit = systemd.format_unit("coordinator", systemd.COORDINATOR, arguments, "coordinator")
     systemd.write_public(systemd.UNITS / "fedge-coordinator.service", unit)
-    renew, timer = systemd.daily("renewal of certificates", f"provision renew --folder {folder}")
+    renew, timer = systemd.format_daily_units("renewal of certificates", f"provision renew --folder {folder}")
     systemd.write_public(systemd.UNITS / "fedge-renewal.service", renew)
     systemd.write_public(systemd.UNITS / "fedge-renewal.timer", timer)
     systemd.run("systemctl", "daemon-reload")
@@ -72,7 +72,7 @@ def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
     Raises:
         ConfigError: it does not start again.
     """
-    file = conf_file(issuer, conf_d)
+    file = get_conf_file(issuer, conf_d)
     if not file.exists() or str((issuer.folder / Role.BROKER).absolute()) not in file.read_text(encoding="utf-8"):
         return "a `fedge broker --identity` starts anew by itself"
     if systemd.restart(MOSQUITTO):

@@ -29,24 +29,24 @@ from msgspec import Meta, Struct
 
 from coordinator.provision.extensions import (
     BACKDATED,
-    authority_of,
-    begin_certificate,
-    names_of_host,
+    list_host_names,
+    make_authority_identifier,
+    make_key_usage,
     require_host,
-    self_signed,
-    usage_of,
+    sign_authority,
+    start_certificate,
 )
 from coordinator.provision.members import MEMBERS, Member, Members, read_members, write_members
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.identity import certificates
-from fedge.identity.certificates import RENEW_AT, is_past, pem_of, pem_of_key
-from fedge.identity.names import CRL, Role, Subject, subject_of
+from fedge.identity.certificates import RENEW_AT, encode_key, encode_pem, is_past
+from fedge.identity.names import CRL, Role, Subject, find_subject
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
-from fedge.membership.kit import Kit, seal
+from fedge.membership.kit import Kit, seal_kit
 from fedge.settings import ClientPrefix, Name, TopicPrefix
-from fedge.system.files import locked, write_atomically
-from fedge.system.text import host_and_port
+from fedge.system.files import lock_folder, write_atomically
+from fedge.system.text import format_address
 
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
@@ -56,7 +56,7 @@ LEAVES_LIST: Final = dt.timedelta(days=365)
 """A revoked certificate leaves the list so long after it expired: the clock of a device may be behind."""
 SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
 """What every federation has."""
-PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
+PARTS: Final = tuple(role for role in Role if role.effective_role is not Role.DEVICE)
 """What it may have."""
 KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR, Role.INTAKE)
 KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
@@ -64,7 +64,7 @@ Days = Annotated[int, Meta(ge=1, le=10 * 365)]
 
 
 class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What all members of a federation have in common. host, port: of the broker, as seen by the others."""
+    """The settings that all members of a federation share. host, port: of the broker, as seen by the others."""
 
     federation: Name
     host: str
@@ -76,14 +76,14 @@ class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     @property
     def broker(self) -> str:
         """The broker's address for the others."""
-        return host_and_port(self.host, self.port)
+        return format_address(self.host, self.port)
 
 
 class Issuer:
-    """The authority in a folder that `create` has made."""
+    """The authority in a folder that `make` has made."""
 
-    def __init__(self, folder: Path, clock: Callable[[], dt.datetime] = certificates.now) -> None:
-        """Open it.
+    def __init__(self, folder: Path, clock: Callable[[], dt.datetime] = certificates.get_time) -> None:
+        """Open the authority in a folder.
 
         Raises:
             ConfigError: there is none in the folder, or it is not readable.
@@ -101,7 +101,9 @@ class Issuer:
         self._key = certificates.load_key(folder / CA_KEY)
 
     @classmethod
-    def create(cls, folder: Path, settings: Federation, clock: Callable[[], dt.datetime] = certificates.now) -> Issuer:
+    def make(
+        cls, folder: Path, settings: Federation, clock: Callable[[], dt.datetime] = certificates.get_time
+    ) -> Issuer:
         """Make an authority with a new key, and the identities of the server.
 
         Raises:
@@ -109,13 +111,13 @@ class Issuer:
             StoreError: the folder cannot be written.
         """
         require_host(settings.host)
-        with locked(folder, None):
+        with lock_folder(folder, None):
             if (folder / CA_KEY).exists():
                 raise ConfigError(f"{folder} holds a federation's authority already; give another --folder")
             folder.chmod(0o755)  # broker and coordinator run as other users, and have folders in it
-            key = certificates.new_key()
-            write_atomically(folder / CA_KEY, pem_of_key(key))
-            write_atomically(folder / CA, pem_of(self_signed(settings.federation, key, clock())))
+            key = certificates.make_key()
+            write_atomically(folder / CA_KEY, encode_key(key))
+            write_atomically(folder / CA, encode_pem(sign_authority(settings.federation, key, clock())))
             write_atomically(folder / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=1))
             issuer = cls(folder, clock)
             issuer._holds = True
@@ -137,20 +139,20 @@ class Issuer:
         return read_members(self.members_file)
 
     def _write_members(self, members: Members) -> None:
-        for folder in (self.folder, *self._folders(KNOW_MEMBERS)):
+        for folder in (self.folder, *self._list_folders(KNOW_MEMBERS)):
             write_members(folder / MEMBERS, members)
 
-    def _folders(self, roles: Iterable[Role]) -> list[Path]:
-        """Of those that every federation has, and of others that this one has."""
+    def _list_folders(self, roles: Iterable[Role]) -> list[Path]:
+        """List the folders of roles that every federation has, and of others that this one has."""
         return [self.folder / role for role in roles if role in SERVER or (self.folder / role).exists()]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Exclusive use of the folder; may be nested."""
+    def _lock_folder(self) -> Iterator[None]:
+        """Lock the folder; may be nested."""
         if self._holds:
             yield
             return
-        with locked(self.folder, None):
+        with lock_folder(self.folder, None):
             self._holds = True
             try:
                 yield
@@ -173,15 +175,15 @@ class Issuer:
         Raises:
             ConfigError: it has a valid one, or the site's name is not allowed.
         """
-        name = certificates.device_subject(self.settings.federation, site).name
+        name = certificates.make_device_subject(self.settings.federation, site).name
         self._equip(Subject(self.settings.federation, Role.RELAY, name), folder)
 
     def _equip(self, subject: Subject, folder: Path) -> x509.Certificate:
-        key = certificates.new_key()
+        key = certificates.make_key()
         certificate = self.enlist(subject, key.public_key())
-        write_atomically(folder / CA, pem_of(self.certificate))
-        write_atomically(folder / KEY, pem_of_key(key))
-        write_atomically(folder / CERTIFICATE, pem_of(certificate))
+        write_atomically(folder / CA, encode_pem(self.certificate))
+        write_atomically(folder / KEY, encode_key(key))
+        write_atomically(folder / CERTIFICATE, encode_pem(certificate))
         if subject.role is Role.INTAKE:  # the others already have the lists
             write_atomically(folder / CRL, (self.folder / CRL).read_bytes())
             write_members(folder / MEMBERS, self.members)
@@ -194,7 +196,7 @@ class Issuer:
             ConfigError: it has a valid one: two devices with one name would disconnect each other; or one of the two
                 names would be that of a device behind the other, a relay (RELAY.DEVICE).
         """
-        with self._alone():
+        with self._lock_folder():
             self._require_own_name(subject)
             member = self.members.members.get(subject.name)
             if member is not None and member.revoked is None:
@@ -212,7 +214,7 @@ class Issuer:
                 raise ConfigError(f"{name} would be a device behind the relay {relay}: give another name")
 
     def renew(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """A device's next certificate: a new one for its present key, or the last if that is recent.
+        """Return a device's next certificate: a new one for its present key, or the last if that is recent.
 
         Args:
             device: the sender, by the topic of the request.
@@ -222,14 +224,19 @@ class Issuer:
         Raises:
             ConfigError: it is not a member, was revoked, has expired, or has another key.
         """
-        with self._alone():
-            return self._renewed(device, name, key)
+        with self._lock_folder():
+            return self._renew_device(device, name, key)
 
-    def _renewed(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
+    def _renew_device(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         member = self.members.members.get(device)
-        if member is None or member.role.speaks_as is not Role.DEVICE or member.revoked is not None or name != device:
+        if (
+            member is None
+            or member.role.effective_role is not Role.DEVICE
+            or member.revoked is not None
+            or name != device
+        ):
             raise ConfigError(f"no device {device} belongs to the federation, or it was revoked")
-        last = certificates.load_certificate(self._issued_file(device, member.serial))
+        last = certificates.load_certificate(self._get_issued_file(device, member.serial))
         if last.public_key() != key:
             raise ConfigError(f"the request is not signed with the key of {device}")
         if certificates.is_past(1, last, self._clock()):
@@ -238,7 +245,7 @@ class Issuer:
             return last
         return self.issue(Subject(self.settings.federation, member.role, device), key)
 
-    def _issued_file(self, name: str, serial: str) -> Path:
+    def _get_issued_file(self, name: str, serial: str) -> Path:
         return self.folder / "issued" / f"{name}-{serial}.crt"
 
     def issue(self, subject: Subject, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
@@ -248,23 +255,23 @@ class Issuer:
         usage = ExtendedKeyUsageOID.SERVER_AUTH if subject.role is Role.BROKER else ExtendedKeyUsageOID.CLIENT_AUTH
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject.uri)]
         if subject.role is Role.BROKER:
-            names += names_of_host(self.settings.host)
+            names += list_host_names(self.settings.host)
         certificate = (
-            begin_certificate(certificates.distinguished(subject), self.certificate.subject, key, at - BACKDATED, end)
+            start_certificate(certificates.make_x509_name(subject), self.certificate.subject, key, at - BACKDATED, end)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(usage_of(signs=True), critical=True)
-            .add_extension(authority_of(self._key), critical=False)
+            .add_extension(make_key_usage(signs=True), critical=True)
+            .add_extension(make_authority_identifier(self._key), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         serial = f"{certificate.serial_number:x}"
-        write_atomically(self._issued_file(subject.name, serial), pem_of(certificate))
-        with self._alone():
-            self._note(subject.name, Member(role=subject.role, serial=serial, not_after=_text(end)))
+        write_atomically(self._get_issued_file(subject.name, serial), encode_pem(certificate))
+        with self._lock_folder():
+            self._record_member(subject.name, Member(role=subject.role, serial=serial, not_after=_format_time(end)))
         return certificate
 
-    def _note(self, name: str, member: Member) -> None:
+    def _record_member(self, name: str, member: Member) -> None:
         known = self.members
         self._write_members(msgspec.structs.replace(known, members=known.members | {name: member}))
 
@@ -276,20 +283,20 @@ class Issuer:
         Raises:
             ConfigError: no such member.
         """
-        with self._alone():
+        with self._lock_folder():
             member = self.members.members.get(name)
             if member is None:
                 raise ConfigError(f"the federation has no member {name}")
             if member.revoked is None:
-                self._note(name, msgspec.structs.replace(member, revoked=_text(self._clock())))
-            self.publish_revoked(certificate.serial_number for certificate in self._issued(name))
+                self._record_member(name, msgspec.structs.replace(member, revoked=_format_time(self._clock())))
+            self.publish_revoked(certificate.serial_number for certificate in self._iterate_issued(name))
 
     def publish_revoked(self, revoked: Iterable[int] = ()) -> None:
         """Sign the revocation list again, with these added."""
-        with self._alone():
-            before = self._genuine(self.folder / CRL)
+        with self._lock_folder():
+            before = self._read_genuine(self.folder / CRL)
             added = dict.fromkeys(revoked, self._clock())
-            self._sign_revoked(added | _entries(before), number=1 + _number(before))
+            self._sign_revoked(added | _list_entries(before), number=1 + _get_number(before))
 
     def _sign_revoked(self, entries: dict[int, dt.datetime], number: int) -> None:
         at = self._clock()
@@ -299,17 +306,17 @@ class Issuer:
             .last_update(at)
             .next_update(at + dt.timedelta(days=CRL_DAYS))
             .add_extension(x509.CRLNumber(number), critical=False)
-            .add_extension(authority_of(self._key), critical=False)
+            .add_extension(make_authority_identifier(self._key), critical=False)
         )
-        for serial, when in sorted(self._still_needed(entries).items()):
+        for serial, when in sorted(self._select_needed(entries).items()):
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when)
             builder = builder.add_revoked_certificate(entry.build())
-        data = pem_of(builder.sign(self._key, hashes.SHA256()))
-        for folder in (self.folder, *self._folders(KNOW_REVOKED)):
+        data = encode_pem(builder.sign(self._key, hashes.SHA256()))
+        for folder in (self.folder, *self._list_folders(KNOW_REVOKED)):
             write_atomically(folder / CRL, data)
 
-    def _genuine(self, file: Path) -> x509.CertificateRevocationList:
-        """A revocation list signed by this authority.
+    def _read_genuine(self, file: Path) -> x509.CertificateRevocationList:
+        """Read a revocation list signed by this authority.
 
         Raises:
             ConfigError: there is none.
@@ -319,8 +326,8 @@ class Issuer:
             raise ConfigError(f"{file} is not by this authority: bring it back from a backup")
         return found
 
-    def _still_needed(self, entries: dict[int, dt.datetime]) -> dict[int, dt.datetime]:
-        """The entries whose certificates some clock might still accept."""
+    def _select_needed(self, entries: dict[int, dt.datetime]) -> dict[int, dt.datetime]:
+        """Return the entries whose certificates some clock might still accept."""
         files = {file.stem.rpartition("-")[2]: file for file in (self.folder / "issued").glob("*.crt")}
         needed = {}
         for serial, since in entries.items():
@@ -329,11 +336,11 @@ class Issuer:
                 needed[serial] = since
         return needed
 
-    def _issued(self, name: str) -> Iterator[x509.Certificate]:
-        """All certificates ever issued to this name."""
+    def _iterate_issued(self, name: str) -> Iterator[x509.Certificate]:
+        """Iterate over all certificates ever issued to this name."""
         for file in (self.folder / "issued").glob(f"{name}-*.crt"):
             certificate = certificates.load_certificate(file)
-            owner = subject_of(certificate)
+            owner = find_subject(certificate)
             if owner is not None and owner.name == name:  # "cam-1-4f.crt" does not belong to "cam"
                 yield certificate
 
@@ -341,29 +348,29 @@ class Issuer:
 
     def refresh(self) -> list[str]:
         """Renew what is past two thirds of its life: the server's certificates, the revocation list."""
-        with self._alone():
+        with self._lock_folder():
             done = []
-            if is_past(RENEW_AT, self._genuine(self.folder / CRL), self._clock()):
+            if is_past(RENEW_AT, self._read_genuine(self.folder / CRL), self._clock()):
                 self.publish_revoked()
                 done.append(CRL)
-            return done + [role for role in PARTS if self._refreshed(role)]
+            return done + [role for role in PARTS if self._renew_role(role)]
 
-    def _refreshed(self, role: Role) -> bool:
+    def _renew_role(self, role: Role) -> bool:
         file, member = self.folder / role / CERTIFICATE, self.members.members.get(role)
         if not file.exists() or member is None or member.revoked is not None:
             return False
-        last = certificates.load_certificate(self._issued_file(role, member.serial))
+        last = certificates.load_certificate(self._get_issued_file(role, member.serial))
         key = last.public_key()
         if not is_past(RENEW_AT, last, self._clock()) or not isinstance(key, ec.EllipticCurvePublicKey):
             return False
-        write_atomically(file, pem_of(self.issue(Subject(self.settings.federation, role, role), key)))
+        write_atomically(file, encode_pem(self.issue(Subject(self.settings.federation, role, role), key)))
         return True
 
-    def kit(
+    def make_kit(
         self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey | None, task: TaskSpec | None
     ) -> bytes:
-        """The start-up kit of a device (`fedge.membership.kit`)."""
-        subject = subject_of(certificate)
+        """Make the start-up kit of a device (`fedge.membership.kit`)."""
+        subject = find_subject(certificate)
         assert subject is not None
         kit = Kit(
             federation=subject.federation,
@@ -371,22 +378,22 @@ class Issuer:
             broker=self.settings.broker,
             topic_prefix=self.settings.topic_prefix,
             client_prefix=self.settings.client_prefix,
-            ca=pem_of(self.certificate).decode(),
-            certificate=pem_of(certificate).decode(),
-            key=None if key is None else pem_of_key(key).decode(),
+            ca=encode_pem(self.certificate).decode(),
+            certificate=encode_pem(certificate).decode(),
+            key=None if key is None else encode_key(key).decode(),
             task=task,
         )
-        return seal(kit, self._key)
+        return seal_kit(kit, self._key)
 
 
-def _entries(revoked: x509.CertificateRevocationList) -> dict[int, dt.datetime]:
-    """Serial numbers and dates on a list."""
+def _list_entries(revoked: x509.CertificateRevocationList) -> dict[int, dt.datetime]:
+    """List the serial numbers and dates on a revocation list."""
     return {entry.serial_number: entry.revocation_date_utc for entry in revoked}
 
 
-def _number(revoked: x509.CertificateRevocationList) -> int:
+def _get_number(revoked: x509.CertificateRevocationList) -> int:
     return revoked.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
 
 
-def _text(at: dt.datetime) -> str:
+def _format_time(at: dt.datetime) -> str:
     return f"{at:%Y-%m-%dT%H:%M:%SZ}"

@@ -18,7 +18,7 @@ from msgspec import Struct
 from fedge.errors import ConfigError, ProtocolError
 from fedge.identity.authority import Authority
 from fedge.identity.names import CRL, Role, Subject
-from fedge.system.files import version_of, write_atomically
+from fedge.system.files import get_version, write_atomically
 from fedge.wire.messages import Id
 
 log = logging.getLogger("fedge.coordinator")
@@ -36,19 +36,19 @@ class Member(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Members(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of members.json."""
+    """The list of members: the content of members.json."""
 
     federation: Id
     members: dict[Id, Member] = {}
 
     def admits(self, name: str, role: Role) -> bool:
-        """Whether this name may speak in this role."""
+        """Return whether this name may speak in this role."""
         member = self.members.get(name)
         return member is not None and member.role == role and member.revoked is None
 
 
 def read_members(file: Path) -> Members:
-    """Read the list.
+    """Read the list of members.
 
     Raises:
         ConfigError: it is missing or malformed.
@@ -62,7 +62,7 @@ def read_members(file: Path) -> Members:
 
 
 def write_members(file: Path, members: Members) -> None:
-    """Replace the list; after a crash the old or the new one is there.
+    """Replace the list of members; after a crash the old or the new one is there.
 
     Raises:
         StoreError: the disk is full or broken.
@@ -70,8 +70,8 @@ def write_members(file: Path, members: Members) -> None:
     write_atomically(file, msgspec.json.format(msgspec.json.encode(members), indent=1))
 
 
-class Watched:
-    """The two files, checked from time to time and read again after a change.
+class WatchedMembers:
+    """The two files of members, checked from time to time and read again after a change.
 
     Args:
         folder: of the files.
@@ -84,7 +84,7 @@ class Watched:
     def __init__(self, folder: Path, federation: str) -> None:
         self._file, self._revocations = folder / MEMBERS, folder / CRL
         self._federation = federation
-        self._seen = version_of(self._file), version_of(self._revocations)
+        self._seen = get_version(self._file), get_version(self._revocations)
         self._read_at = self._seen[0]
         self._members = self._read()
 
@@ -96,7 +96,7 @@ class Watched:
 
     def _refresh(self) -> None:
         """Load a list that was rewritten; an unreadable one changes nothing."""
-        if (now := version_of(self._file)) == self._read_at:
+        if (now := get_version(self._file)) == self._read_at:
             return
         self._read_at = now
         try:
@@ -121,18 +121,18 @@ class Watched:
         raise ProtocolError("not-a-member", f"{subject} is not in {self._file}")
 
     def admits(self, name: str, role: Role) -> bool:
-        """Whether this name may speak in this role."""
+        """Return whether this name may speak in this role."""
         return self._members.admits(name, role)
 
-    def look(self, authority: Authority) -> bool:
-        """Read what has changed since the last look, and pass it to the authority; False: nothing."""
-        if (now := (version_of(self._file), version_of(self._revocations))) == self._seen:
+    def update_authority(self, authority: Authority) -> bool:
+        """Read what has changed since the last look, and pass it to the authority; returns whether anything had."""
+        if (now := (get_version(self._file), get_version(self._revocations))) == self._seen:
             return False
         self._seen = now
         self._refresh()
         try:
             if now[1] is not None:
-                authority.read(self._revocations)
+                authority.read_revocations(self._revocations)
         except ConfigError as error:
             log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
         return True

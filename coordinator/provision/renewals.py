@@ -12,10 +12,10 @@ from secrets import token_hex
 
 from coordinator.provision.issuer import Issuer
 from fedge.errors import ConfigError
-from fedge.identity.certificates import pem_of, read_request
+from fedge.identity.certificates import encode_pem, read_request
 from fedge.identity.names import Role
 from fedge.membership.credentials import Credentials
-from fedge.wire.retained import retained
+from fedge.wire.retained import collect_retained
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
@@ -35,9 +35,9 @@ async def answer_requests(issuer: Issuer) -> list[str]:
         topic_prefix=settings.topic_prefix,
         client_prefix=settings.client_prefix,
     )
-    broker = own.at(settings.broker)
-    transport = Transport(broker, topics.client_id("renewal", token_hex(8)), session_expiry_s=0)
-    async with retained(transport, topics, "renewal") as requests:
+    broker = own.make_broker_settings(settings.broker)
+    transport = Transport(broker, topics.make_client_id("renewal", token_hex(8)), session_expiry_s=0)
+    async with collect_retained(transport, topics, "renewal") as requests:
         return [device for device in sorted(requests) if await _answer(issuer, transport, device, requests[device])]
 
 
@@ -49,6 +49,6 @@ async def _answer(issuer: Issuer, transport: Transport, device: str, request: by
         log.warning("event=renewal_refused device=%s reason=%r", device, str(error))
         certificate = None
     if certificate is not None:
-        await transport.publish(topics.agent(device, "certificate"), pem_of(certificate), retain=True)
-    await transport.publish(topics.agent(device, "renewal"), b"", retain=True)
+        await transport.publish(topics.make_agent_topic(device, "certificate"), encode_pem(certificate), retain=True)
+    await transport.publish(topics.make_agent_topic(device, "renewal"), b"", retain=True)
     return certificate is not None

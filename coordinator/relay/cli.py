@@ -19,11 +19,11 @@ from fedge.membership.credentials import Credentials
 from fedge.models.weights import Allow
 from fedge.settings import CODE, Name, resolve, settings_options
 from fedge.system.background import STOP_S, on_signal
-from fedge.system.help import Command, json_lines
+from fedge.system.help import Command, json_lines_option
 from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
 from fedge.system.text import Heading
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -50,7 +50,7 @@ class RelaySettings(Credentials, frozen=True, kw_only=True):
 
 @click.command(cls=Command)
 @settings_options(RelaySettings, "relay")
-@json_lines("event")
+@json_lines_option("event")
 def relay(config: Path | None, as_json: bool, **flags: object) -> int:
     """Represent the devices of a site, until Ctrl-C or SIGTERM.
 
@@ -77,23 +77,23 @@ def relay(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 async def _run(settings: RelaySettings, observe: Observer) -> None:
-    async with relaying(settings, observe) as agent:
+    async with open_relay(settings, observe) as agent:
         on_signal(agent.stop, within_s=STOP_S)
         await agent.run()
 
 
 @asynccontextmanager
-async def relaying(settings: RelaySettings, observe: Observer) -> AsyncIterator[Agent]:
-    """The relay described by the settings, with its site connected inside the block; `Agent.run` runs it."""
-    task = task_spec(settings.task, allow=settings.allow.split(","))
-    below = Credentials(identity=settings.site_identity).at(settings.site_broker)
-    above = settings.at(settings.broker)
+async def open_relay(settings: RelaySettings, observe: Observer) -> AsyncIterator[Agent]:
+    """Open the relay by the settings, with its site connected inside the block; `Agent.run` runs it."""
+    task = load_task(settings.task, allow=settings.allow.split(","))
+    below = Credentials(identity=settings.site_identity).make_broker_settings(settings.site_broker)
+    above = settings.make_broker_settings(settings.broker)
     site = Site(below, settings.site_federation, settings.home, task, lambda event, f: observe(f"site_{event}", f))
     async with site:
         steps = {kind.STEP: kind for kind in STEPS}
-        identity = Identity(settings.id, settings.federation, task, 0, steps=steps, site=site.listed)
+        identity = Identity(settings.id, settings.federation, task, 0, steps=steps, site=site.list_present)
         agent = Agent(identity, above, settings.home, lambda: site, observe=observe)
-        watching = asyncio.create_task(site.watch(agent.tell))
+        watching = asyncio.create_task(site.watch(agent.publish_status))
         try:
             yield agent
         finally:

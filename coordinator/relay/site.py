@@ -21,19 +21,19 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.fleet.fleet import Answer, answering
+from coordinator.fleet.fleet import Answer, require_answer
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
-from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
-from coordinator.fleet.sites import SiteSums, averages
+from coordinator.fleet.relayed import Relay, Relayed, SiteAnswer, SiteOrders, Sum, Summed
+from coordinator.fleet.sites import SiteSums, average_updates
 from coordinator.store.records import Device
 from coordinator.store.store import Store
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.steps.contract import Action, Unsupported, installed_steps, read_action, report_of
+from fedge.steps.contract import Action, Unsupported, decode_action, load_installed_steps, make_report
 from fedge.steps.training.train import Train, Trained
-from fedge.system.files import digest_of, write_atomically
+from fedge.system.files import compute_digest, write_atomically
 from fedge.system.stopping import Stop, StoppedError
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, Tensors, unflatten
@@ -64,14 +64,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiteFleet(MqttFleet):
-    """The fleet below, with the time per step that the relay allows."""
+    """The fleet of a site, with the time per step that the relay allows."""
 
     left_s = 0.0
 
-    def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
+    def _compute_allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         return dict.fromkeys(actions, self.left_s)
 
-    async def enter(self, number: int, ids: set[str], keep: set[str]) -> None:
+    async def enter_round(self, number: int, ids: set[str], keep: set[str]) -> None:
         """Enter a round of the coordinator above, if it is new; `ids`: devices asked there.
 
         Devices known at that time belong to it even if absent: the coordinator has seen them, and they may return. Data
@@ -80,18 +80,20 @@ class SiteFleet(MqttFleet):
         if self._round == number:
             return
 
-        async def heard() -> None:
-            await self.hear_of(ids, self.left_s / 4)
-            await asyncio.to_thread(self._store.keep_only, keep | self.needed())
+        async def wait_for_devices() -> None:
+            await self.wait_for_status(ids, self.left_s / 4)
+            await asyncio.to_thread(self._store.remove_others, keep | self.find_needed_blobs())
 
-        await self._enter(number, heard)
+        await self._enter(number, wait_for_devices)
 
-    def _present(self) -> tuple[Device, ...]:
-        return self.registry.known()
+    def _find_present(self) -> tuple[Device, ...]:
+        return self.registry.list_known()
 
-    def listed(self) -> tuple[SiteDevice, ...]:
-        """The devices present, as the relay's status lists them."""
-        there = sorted((*self.registry.online(), *self.registry.inference_only()), key=lambda device: device.id)
+    def list_present(self) -> tuple[SiteDevice, ...]:
+        """Return the devices present, as the relay's status lists them."""
+        there = sorted(
+            (*self.registry.list_online(), *self.registry.list_inference_only()), key=lambda device: device.id
+        )
         if len(there) > MAX_SITE:
             log.warning("event=site_full devices=%d most=%d", len(there), MAX_SITE)
         return tuple(
@@ -101,7 +103,7 @@ class SiteFleet(MqttFleet):
 
 
 class Site:
-    """A relay's worker (`edge_agent.agent.carrier.Works`). Async context manager: inside it, the site is connected.
+    """The worker of a relay (`edge_agent.agent.carrier.OrderExecutor`). Async context manager: connected inside.
 
     Args:
         broker: of the site.
@@ -130,17 +132,17 @@ class Site:
     async def __aenter__(self) -> Site:
         self._loop = asyncio.get_running_loop()
         file = self._folder / "run"
-        await self._begin(msgspec.json.decode(file.read_bytes(), type=Run) if file.exists() else self._run)
+        await self._start_run(msgspec.json.decode(file.read_bytes(), type=Run) if file.exists() else self._run)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._open.aclose()
 
-    async def _begin(self, run: Run, there: Callable[[], tuple[SiteDevice, ...]] = tuple) -> None:
-        """Take part in a run, and delete earlier ones.
+    async def _start_run(self, run: Run, there: Callable[[], tuple[SiteDevice, ...]] = tuple) -> None:
+        """Start to take part in a run, and delete earlier ones.
 
-        `there`: lists the devices that are on the site. `listed` goes on doing so until the new fleet has heard of
-        them; else the coordinator above would begin rounds without them.
+        `there`: lists the devices that are on the site. `list_present` goes on doing so until the new fleet has heard
+        of them; else the coordinator above would begin rounds without them.
         """
         before = {device.id for device in there()}
         await self._open.aclose()
@@ -161,26 +163,26 @@ class Site:
             if other.is_dir() and other != home:
                 shutil.rmtree(other)
         await self._open.enter_async_context(fleet)
-        await fleet.hear_of(before, REPEAT_S)
+        await fleet.wait_for_status(before, REPEAT_S)
         self.store, self.fleet, self._run = store, fleet, run
 
-    def listed(self) -> tuple[SiteDevice, ...]:
-        """The devices present."""
-        return self.fleet.listed()
+    def list_present(self) -> tuple[SiteDevice, ...]:
+        """Return the devices present."""
+        return self.fleet.list_present()
 
     async def watch(self, tell: Callable[[], None]) -> None:
         """Report changes in the devices present immediately. Never returns."""
-        told: tuple[SiteDevice, ...] | None = None
+        published: tuple[SiteDevice, ...] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
-            now = tuple(SiteDevice(*msgspec.structs.astuple(device)[:-1]) for device in self.listed())
-            if now != told:
-                told = now
+            now = tuple(SiteDevice(*msgspec.structs.astuple(device)[:-1]) for device in self.list_present())
+            if now != published:
+                published = now
                 tell()
 
     # ------------------------------------------------------------------------------------------------- orders
 
-    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Stop, action: Action) -> Finished:
+    def execute(self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Stop, action: Action) -> FinishedOrder:
         """Carry out an order, in the agent's worker thread.
 
         Raises:
@@ -189,27 +191,27 @@ class Site:
             msgspec.DecodeError: the order cannot be read.
         """
         if isinstance(action, Sum):
-            return self._sum(msgspec.msgpack.decode(fetch(action.wanted), type=SiteSums))
+            return self._compute_means(msgspec.msgpack.decode(fetch(action.wanted), type=SiteSums))
         assert isinstance(action, Relay)
         began = time.monotonic()
         orders = msgspec.msgpack.decode(fetch(action.orders), type=SiteOrders)
         run = Run(id=order.run, seed=orders.seed, layout=orders.layout)
         if run != self._run:
-            self._in_loop(self._begin(run, self.listed), stop)
+            self._run_in_loop(self._start_run(run, self.list_present), stop)
         left_s = order.left_s - min(10.0, MARGIN * order.left_s)
         self.fleet.left_s = left_s
         keep = {*orders.keep, *(ref.digest for ref in action.models)}
-        self._in_loop(self.fleet.enter(order.round, set(orders.devices), keep), stop)
+        self._run_in_loop(self.fleet.enter_round(order.round, set(orders.devices), keep), stop)
         for ref in action.models:
             if ref.digest not in self.store.blobs:
                 self.store.blobs.put_as(ref.digest, fetch(ref))
         self.fleet.left_s = max(left_s - (time.monotonic() - began), 1.0)
-        told = self._in_loop(self._ask(order, orders), stop)
-        data = msgspec.msgpack.encode(told)
-        answers = BlobRef(digest=digest_of(data), size_bytes=len(data))
-        return Finished(Relayed(answers=answers), {answers.digest: data})
+        results = self._run_in_loop(self._run_orders(order, orders), stop)
+        data = msgspec.msgpack.encode(results)
+        answers = BlobRef(digest=compute_digest(data), size_bytes=len(data))
+        return FinishedOrder(Relayed(answers=answers), {answers.digest: data})
 
-    def _in_loop(self, work: Coroutine[Any, Any, T], stop: Stop) -> T:
+    def _run_in_loop(self, work: Coroutine[Any, Any, T], stop: Stop) -> T:
         """Run work on the loop until it is done or `stop` is true."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
@@ -222,14 +224,14 @@ class Site:
                     future.cancel()
                     raise StoppedError from None
 
-    async def _ask(self, order: Order, orders: SiteOrders) -> dict[str, Told]:
-        """The devices' answers, without those that did not answer what was asked above."""
-        known = installed_steps()
+    async def _run_orders(self, order: Order, orders: SiteOrders) -> dict[str, SiteAnswer]:
+        """Run the orders, and return the devices' answers, without those that do not fit what was asked above."""
+        known = load_installed_steps()
         actions = [
-            read_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
+            decode_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
             for a in orders.asked
         ]
-        there = {device.id for device in (*self.fleet.devices(), *self.fleet.inference_only())}
+        there = {device.id for device in (*self.fleet.get_devices(), *self.fleet.get_inference_devices())}
         asked: dict[str, Action] = {}
         answers: dict[str, Answer] = {}
         for i, number in orders.devices.items():
@@ -240,55 +242,55 @@ class Site:
                 asked[i] = action
         answers |= await self.fleet.run(order.label, asked)
         return {
-            i: self._told(order, answer, asked.get(i))
+            i: self._make_answer(order, answer, asked.get(i))
             for i, answer in sorted(answers.items())
-            if answer.result is not None and self._answers(asked.get(i), answer)
+            if answer.result is not None and self._is_fitting(asked.get(i), answer)
         }
 
-    def _answers(self, action: Action | None, answer: Answer) -> bool:
-        """Whether an answer fits: a device was asked for less if it withholds more than the coordinator above knew."""
+    def _is_fitting(self, action: Action | None, answer: Answer) -> bool:
+        """Return whether an answer fits: who withholds more than the coordinator above knew was asked for less."""
         try:
             if action is not None and answer.result is not None:
-                answering(action, answer.result, self._task)
+                require_answer(action, answer.result, self._task)
         except ProtocolError as error:
             log.warning("event=not_told device=%s name=%s detail=%r", answer.device_id, error.name, str(error))
             return False
         return True
 
-    def _told(self, order: Order, answer: Answer, action: Action | None) -> Told:
+    def _make_answer(self, order: Order, answer: Answer, action: Action | None) -> SiteAnswer:
         assert answer.result is not None
-        report = report_of(order, answer.result, answer.seconds)
+        report = make_report(order, answer.result, answer.seconds)
         norms = None
         if isinstance(answer.result, Trained) and isinstance(action, Train):
-            norms = self.fleet.norms(answer.result.update, self._run.layout.without(action.personal))
-        return Told(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body, norms=norms)
+            norms = self.fleet.get_norms(answer.result.update, self._run.layout.without(action.personal))
+        return SiteAnswer(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body, norms=norms)
 
     # --------------------------------------------------------------------------------------------------- sums
 
-    def _sum(self, wanted: SiteSums) -> Finished:
-        """The mean of each cluster over the updates stored here, by ascending device id."""
+    def _compute_means(self, wanted: SiteSums) -> FinishedOrder:
+        """Return the mean of each cluster over the updates stored here, by ascending device id."""
         here = [i for i, ref in wanted.updates.items() if ref.digest in self.store.blobs]
-        means, found = averages(
+        means, found = average_updates(
             wanted,
             here,
             lambda ref: codecs.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True),
         )
         directions: Tensors = {i: direction.astype(np.float32) for i, direction in found.items()}
-        models = [None if mean is None else mean.as_model() for mean in means]
+        models = [None if mean is None else mean.to_model() for mean in means]
         blobs: dict[str, bytes] = {}
 
-        def put(data: bytes) -> BlobRef:
-            ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
+        def put_blob(data: bytes) -> BlobRef:
+            ref = BlobRef(digest=compute_digest(data), size_bytes=len(data))
             blobs[ref.digest] = data
             return ref
 
         result = Summed(
-            means=tuple(None if m is None else put(_encoded(unflatten(m, wanted.layout))) for m in models),
+            means=tuple(None if m is None else put_blob(_encode(unflatten(m, wanted.layout))) for m in models),
             missing=tuple(i for i in wanted.updates if i not in here),
-            directions=put(_encoded(directions)) if directions else None,
+            directions=put_blob(_encode(directions)) if directions else None,
         )
-        return Finished(result, blobs)
+        return FinishedOrder(result, blobs)
 
 
-def _encoded(tensors: Tensors) -> bytes:
+def _encode(tensors: Tensors) -> bytes:
     return codecs.encode(tensors, Codec.FLOAT32)

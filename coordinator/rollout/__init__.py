@@ -4,6 +4,6 @@
 `overview` is for the page and `cli` for people. Begin with `decision`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "decision")
+__getattr__ = make_getattr(__name__, "decision")

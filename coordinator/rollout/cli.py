@@ -17,17 +17,17 @@ from msgspec import Meta
 from coordinator.rollout.decision import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.making import make_release
-from coordinator.rollout.service import Observer, Release, Supervisor, words_of
+from coordinator.rollout.service import Observer, Release, Supervisor, describe_event
 from coordinator.watch.options import HOME, STORE
 from export.signing import Repository
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.membership.credentials import Broker, Credentials, FederationName
 from fedge.settings import Seconds, resolve, settings_options
-from fedge.system.background import until_stopped
-from fedge.system.help import CommandGroup, json_lines, json_option, option
-from fedge.system.loading import code_in
+from fedge.system.background import run_until_stopped
+from fedge.system.help import CommandGroup, json_lines_option, json_option, option
+from fedge.system.loading import find_code
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import Heading, printable
+from fedge.system.text import Heading, escape_controls
 from fedge.wire.messages import RolloutState, Share
 
 _json = json_option()
@@ -98,7 +98,7 @@ def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool
     Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet, a key is missing, or the
     run names code that is not allowed, 4 the store cannot be read or the release cannot be written.
     """
-    target = make_release(repo, home, store, code_in(allow))
+    target = make_release(repo, home, store, find_code(allow))
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
 
@@ -106,7 +106,7 @@ def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool
 @_repo
 @click.argument("target", required=False)
 @settings_options(RolloutSettings, "rollout")
-@json_lines("event")
+@json_lines_option("event")
 def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool, **flags: object) -> int:
     """Supervise a rollout to its end, and serve its files to the devices.
 
@@ -123,30 +123,30 @@ def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool,
     not there, or another rollout is under way, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """
     settings = resolve(RolloutSettings, "rollout", config, flags)
-    broker = settings.at(settings.broker)
+    broker = settings.make_broker_settings(settings.broker)
     repository, folder = Repository(repo), Folder(repo)
     if target is None:
-        plan = _record(folder, repo).plan
+        plan = _read_record(folder, repo).plan
         release = Release(repository, repo, plan.target)
     else:
         release = Release(repository, repo, target)
-        plan = plan_of(settings, target, release)
-    expired = [role for role, date in repository.expiries().items() if date <= datetime.now(UTC)]
+        plan = make_plan(settings, target, release)
+    expired = [role for role, date in repository.get_expiries().items() if date <= datetime.now(UTC)]
     if expired:
         raise ConfigError(
             f"the signatures of {', '.join(expired)} have expired, and devices would refuse the release: "
             f"`fedge release renew {repo}` first"
         )
-    with folder.supervised():
-        supervisor = Supervisor(folder, release, plan, broker, settings.federation, _observer(as_json=as_json))
-        ended = asyncio.run(until_stopped(supervisor.run()))
+    with folder.supervise():
+        supervisor = Supervisor(folder, release, plan, broker, settings.federation, _make_observer(as_json=as_json))
+        ended = asyncio.run(run_until_stopped(supervisor.run()))
     if ended is None:
         return INTERRUPTED
     return 0 if ended.state is RolloutState.DONE else 1
 
 
-def plan_of(settings: RolloutSettings, target: str, release: Release) -> Plan:
-    """The plan that the settings describe.
+def make_plan(settings: RolloutSettings, target: str, release: Release) -> Plan:
+    """Make the plan that the settings describe.
 
     Raises:
         ConfigError: the stages are not ascending shares up to 1.
@@ -170,35 +170,35 @@ def plan_of(settings: RolloutSettings, target: str, release: Release) -> Plan:
         "max_failures": settings.max_failures,
         "accuracy_drop": settings.accuracy_drop,
     }
-    with failing_as(ConfigError, "canary", on=msgspec.ValidationError):
+    with raise_as(ConfigError, "canary", on=msgspec.ValidationError):
         return msgspec.convert(described, Plan)
 
 
-def _observer(*, as_json: bool) -> Observer:
-    """JSON lines, or lines for people."""
+def _make_observer(*, as_json: bool) -> Observer:
+    """Make an observer that prints JSON lines, or lines for people."""
     if as_json:
         return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
-    return lambda event, fields: _show(_event_lines(event, fields), err=True)
+    return lambda event, fields: _print_lines(_format_event(event, fields), err=True)
 
 
-def _show(lines: list[str], *, err: bool = False) -> None:
-    """Escape reasons: devices can write anything into them."""
-    click.echo("\n".join(printable(line) for line in lines), err=err)
+def _print_lines(lines: list[str], *, err: bool = False) -> None:
+    """Print lines with control characters escaped, since devices can write anything into reasons."""
+    click.echo("\n".join(escape_controls(line) for line in lines), err=err)
 
 
-def _event_lines(event: str, fields: dict[str, Any]) -> list[str]:
+def _format_event(event: str, fields: dict[str, Any]) -> list[str]:
     if event == "device":
-        return [f"  {fields['device']}: {words_of(event, fields)}"]
-    return [words_of(event, fields), *(f"  {reason}" for reason in fields["reasons"])]
+        return [f"  {fields['device']}: {describe_event(event, fields)}"]
+    return [describe_event(event, fields), *(f"  {reason}" for reason in fields["reasons"])]
 
 
-def _asks(request: Request, about: str) -> None:
+def _add_request_command(request: Request, about: str) -> None:
     """Add a command for one request to the supervisor."""
 
-    def ask(repo: Path, *, as_json: bool) -> None:
+    def send_request(repo: Path, *, as_json: bool) -> None:
         folder = Folder(repo)
-        record = _record(folder, repo)
-        folder.ask(request)
+        record = _read_record(folder, repo)
+        folder.write_request(request)
         supervised = folder.is_supervised()
         if as_json:
             click.echo(json.dumps({"id": record.plan.id, "request": str(request), "supervised": supervised}))
@@ -209,12 +209,12 @@ def _asks(request: Request, about: str) -> None:
 
     codes = "Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken."
     text = f"{about}\n\nExamples:\n  fedge rollout {request} releases\n\n{codes}"
-    rollout.command(str(request), help=text)(_repo(_json(ask)))
+    rollout.command(str(request), help=text)(_repo(_json(send_request)))
 
 
-_asks(Request.PAUSE, "Have no further device begin with the release; those that run it go on.")
-_asks(Request.RESUME, "Go on with a rollout that was paused.")
-_asks(Request.ABORT, "Stop a rollout: the devices that run the release go back to the bundle before.")
+_add_request_command(Request.PAUSE, "Have no further device begin with the release; those that run it go on.")
+_add_request_command(Request.RESUME, "Go on with a rollout that was paused.")
+_add_request_command(Request.ABORT, "Stop a rollout: the devices that run the release go back to the bundle before.")
 
 
 @rollout.command()
@@ -229,22 +229,22 @@ def status(repo: Path, *, as_json: bool) -> None:
     Exit codes: 0, 2 there is no rollout, 4 its state cannot be read.
     """
     folder = Folder(repo)
-    record = _record(folder, repo)
+    record = _read_record(folder, repo)
     supervised = folder.is_supervised()
     if as_json:
         click.echo(json.dumps({**msgspec.to_builtins(record), "supervised": supervised}))
     else:
-        _show(_lines(record, supervised=supervised))
+        _print_lines(_format_record(record, supervised=supervised))
 
 
-def _record(folder: Folder, repo: Path) -> Record:
+def _read_record(folder: Folder, repo: Path) -> Record:
     record = folder.read()
     if record is None:
         raise ConfigError(f"no rollout in {repo}: begin one with `fedge rollout start {repo} TARGET`")
     return record
 
 
-def _lines(record: Record, *, supervised: bool) -> list[str]:
+def _format_record(record: Record, *, supervised: bool) -> list[str]:
     plan, progress = record.plan, record.progress
     n_devices = sum(line.takes_part for line in record.devices.values())
     shown = [

@@ -28,7 +28,7 @@ from fedge.wire.messages import (
     Share,
     Text,
 )
-from fedge.wire.rollout import place, takes_part
+from fedge.wire.rollout import compute_place, takes_part
 
 MAX_REASONS: Final = 10
 """Devices named when a rollout is aborted."""
@@ -72,15 +72,15 @@ class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reasons: tuple[str, ...] = ()
 
 
-class Seen(Struct, frozen=True, kw_only=True):
-    """A device's last message, and its time by our clock."""
+class DeviceHealth(Struct, frozen=True, kw_only=True):
+    """A device's last health message, and its time by our clock."""
 
     health: Health
     at: float
 
 
-def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> Progress:
-    """The rollout's next state: unchanged, one stage further, done, or aborted with the reasons.
+def decide(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> Progress:
+    """Return the rollout's next state: unchanged, one stage further, done, or aborted with the reasons.
 
     Args:
         plan: what is rolled out.
@@ -88,14 +88,14 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float
         fleet: each device's last message, by its id.
         now: seconds since the epoch.
     """
-    progress = _not_after(now, progress)
+    progress = _limit_times(now, progress)
     if progress.state is not RolloutState.RUNNING:
         return progress
-    progress = replace(progress, share=share_of(plan, progress, fleet, now))
-    reasons = objections(plan, progress, fleet)
+    progress = replace(progress, share=compute_share(plan, progress, fleet, now))
+    reasons = list_objections(plan, progress, fleet)
     if reasons:
-        return aborted(progress, reasons, now)
-    if not _stage_is_well(plan, progress, fleet, now):
+        return abort(progress, reasons, now)
+    if not _is_stage_healthy(plan, progress, fleet, now):
         return replace(progress, good_since=None)
     good_since = now if progress.good_since is None else progress.good_since
     if now - good_since < plan.soak_s:
@@ -103,37 +103,39 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float
     if progress.stage + 1 == len(plan.stages):
         return replace(progress, state=RolloutState.DONE, good_since=good_since)
     further = replace(progress, stage=progress.stage + 1, began=now, good_since=None)
-    return replace(further, share=share_of(plan, further, fleet, now))
+    return replace(further, share=compute_share(plan, further, fleet, now))
 
 
-def _not_after(now: float, progress: Progress) -> Progress:
+def _limit_times(now: float, progress: Progress) -> Progress:
     """Limit recorded times to now, so that a clock set back does not delay the rollout."""
     since = progress.good_since
     return replace(progress, began=min(progress.began, now), good_since=None if since is None else min(since, now))
 
 
-def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
-    """The rollout's abort, after which devices revert."""
+def abort(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
+    """Abort the rollout, after which devices revert."""
     return replace(progress, state=RolloutState.ABORTED, began=now, reasons=tuple(reasons[:MAX_REASONS]))
 
 
-def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
-    """The stage's share, enlarged if need be until one present device takes part, since an empty stage proves nothing.
+def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> float:
+    """Return the stage's share, enlarged until one present device takes part: an empty stage proves nothing.
 
     A device that disappeared while running the release counts as present: no other is put at risk in its place.
     """
     share = max(plan.stages[progress.stage], progress.share)
     there = [
-        device for device, seen in fleet.items() if runs(plan, seen.health) or not _absent(plan, progress, seen, now)
+        device
+        for device, seen in fleet.items()
+        if is_running(plan, seen.health) or not _is_absent(plan, progress, seen, now)
     ]
     if plan.canaries or not there:
         return share
-    first = min(place(plan.id, device) for device in there)
+    first = min(compute_place(plan.id, device) for device in there)
     return share if first < share else math.nextafter(first, 1.0)
 
 
-def message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> Rollout:
-    """The announcement to the fleet."""
+def make_message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> Rollout:
+    """Make the announcement to the fleet."""
     return Rollout(
         id=plan.id,
         state=progress.state,
@@ -145,41 +147,41 @@ def message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> 
     )
 
 
-def members(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
-    """The devices that take part at this stage, by ascending id."""
-    rollout = message(plan, progress, {})
+def list_members(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth]) -> list[str]:
+    """List the devices that take part at this stage, by ascending id."""
+    rollout = make_message(plan, progress, {})
     return [device for device in sorted(fleet) if takes_part(rollout, device)]
 
 
-def runs(plan: Plan, health: Health) -> bool:
-    """Whether the device serves the release, on trial or for good."""
+def is_running(plan: Plan, health: Health) -> bool:
+    """Return whether the device serves the release, on trial or for good."""
     return health.bundle_digest == plan.digest
 
 
-def objections(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
-    """Reasons against continuing the rollout; empty: there are none."""
+def list_objections(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth]) -> list[str]:
+    """List the reasons against continuing the rollout; empty without any."""
     healths = {device: fleet[device].health for device in sorted(fleet)}
     failed = {device: health for device, health in healths.items() if _has_failed(plan, health)}
-    allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(members(plan, progress, fleet))
+    allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(list_members(plan, progress, fleet))
     found = [f"{device} {health.phase}: {health.reason}" for device, health in failed.items()]
-    return [*(found if len(found) > allowed else []), *_measured(plan, [*healths.values()])]
+    return [*(found if len(found) > allowed else []), *_compare_quality(plan, [*healths.values()])]
 
 
-def _measured(plan: Plan, healths: list[Health]) -> list[str]:
-    """Measurements of the devices that run the release, before and now, compared on average."""
-    there = [health for health in healths if runs(plan, health) and health.rollout == plan.id]
+def _compare_quality(plan: Plan, healths: list[Health]) -> list[str]:
+    """Compare measurements of the devices that run the release, before and now, on average."""
+    there = [health for health in healths if is_running(plan, health) and health.rollout == plan.id]
     pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
     found = []
-    accuracy = _means(pairs, lambda quality: quality.accuracy)
-    if accuracy is not None and accuracy[0] - accuracy[1] > max(plan.accuracy_drop, _accuracy_error(pairs)):
+    accuracy = _compute_means(pairs, lambda quality: quality.accuracy)
+    if accuracy is not None and accuracy[0] - accuracy[1] > max(plan.accuracy_drop, _estimate_accuracy_error(pairs)):
         found.append(f"accuracy: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
-    latency = _means(pairs, lambda quality: quality.latency_ms)
+    latency = _compute_means(pairs, lambda quality: quality.latency_ms)
     if latency is not None and latency[1] > plan.latency_ratio * latency[0] + plan.latency_slack_ms:
         found.append(f"latency: {latency[1]:.2f} ms on average, {latency[0]:.2f} ms before")
-    free = _means(pairs, lambda quality: quality.free_energy)
+    free = _compute_means(pairs, lambda quality: quality.free_energy)
     if free is not None and abs(free[1] - free[0]) > plan.free_energy_shift:
         found.append(f"free energy: {free[1]:.2f} on average, {free[0]:.2f} before")
-    entropy = _means(pairs, lambda quality: quality.gate_entropy)
+    entropy = _compute_means(pairs, lambda quality: quality.gate_entropy)
     if entropy is not None and abs(entropy[1] - entropy[0]) > plan.gate_entropy_shift:
         found.append(f"gate entropy: {entropy[1]:.2f} on average, {entropy[0]:.2f} before")
     warm = [health.temperature_c for health in there if health.temperature_c is not None]
@@ -188,16 +190,18 @@ def _measured(plan: Plan, healths: list[Health]) -> list[str]:
     return found
 
 
-def _means(pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float | None]) -> tuple[float, float] | None:
-    """Mean before and now over the devices that measured both."""
+def _compute_means(
+    pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float | None]
+) -> tuple[float, float] | None:
+    """Compute the mean before and now over the devices that measured both."""
     both = [(was, now) for was, now in ((of(a), of(b)) for a, b in pairs) if was is not None and now is not None]
     if not both:
         return None
     return sum(was for was, _ in both) / len(both), sum(now for _, now in both) / len(both)
 
 
-def _accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
-    """An upper bound for the standard error of the mean difference of accuracy over devices.
+def _estimate_accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
+    """Estimate an upper bound for the standard error of the mean difference of accuracy over devices.
 
     It assumes that the two bundles, each right with probability p, err independently: a device with n samples has the
     variance 2 p (1 - p) / n.
@@ -215,43 +219,43 @@ def _has_failed(plan: Plan, health: Health) -> bool:
 
 
 def _awaits_signatures(plan: Plan, health: Health) -> bool:
-    """Whether a device would take the release if only its metadata were signed again."""
+    """Return whether a device would take the release if only its metadata were signed again."""
     return _has_failed(plan, health) and health.phase is Phase.REFUSED and health.reason.startswith("expired")
 
 
 def _is_on_its_way(plan: Plan, health: Health) -> bool:
-    """Whether the device may be running the release by the time it learns of an end."""
+    """Return whether the device may be running the release by the time it learns of an end."""
     return health.rollout == plan.id and health.phase is Phase.FETCHING
 
 
-def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
-    """Whether to stop waiting for a device: for too long it was not heard of, or could not fetch the release."""
-    if runs(plan, seen.health) and seen.health.phase is Phase.SERVING:
+def _is_absent(plan: Plan, progress: Progress, seen: DeviceHealth, now: float) -> bool:
+    """Return whether to stop waiting for a device: too long not heard of, or it could not fetch the release."""
+    if is_running(plan, seen.health) and seen.health.phase is Phase.SERVING:
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
     return now - heard > plan.absent_s
 
 
-def _stage_is_well(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
-    """Whether all present devices of the stage serve the release for good, and there is at least one."""
+def _is_stage_healthy(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> bool:
+    """Return whether all present devices of the stage serve the release for good, and there is at least one."""
     waited_for = [
         fleet[device].health
-        for device in members(plan, progress, fleet)
-        if not _absent(plan, progress, fleet[device], now) and not _has_failed(plan, fleet[device].health)
+        for device in list_members(plan, progress, fleet)
+        if not _is_absent(plan, progress, fleet[device], now) and not _has_failed(plan, fleet[device].health)
     ]
-    return bool(waited_for) and all(runs(plan, h) and h.phase is Phase.SERVING for h in waited_for)
+    return bool(waited_for) and all(is_running(plan, h) and h.phase is Phase.SERVING for h in waited_for)
 
 
-def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
-    """Whether no device is left to update or revert."""
+def is_over(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> bool:
+    """Return whether no device is left to update or revert."""
     if progress.state is RolloutState.DONE:
         return all(
             (_has_failed(plan, seen.health) and not _awaits_signatures(plan, seen.health))
-            or (runs(plan, seen.health) and seen.health.phase is Phase.SERVING)
+            or (is_running(plan, seen.health) and seen.health.phase is Phase.SERVING)
             for seen in fleet.values()
         )
     if progress.state is RolloutState.ABORTED:
         since = now - progress.began
-        busy = any(runs(plan, s.health) or _is_on_its_way(plan, s.health) for s in fleet.values())
+        busy = any(is_running(plan, s.health) or _is_on_its_way(plan, s.health) for s in fleet.values())
         return since > plan.absent_s or (since >= MINIMUM_S and not busy)
     return False

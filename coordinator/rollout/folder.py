@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.rollout.decision import Plan, Progress
-from fedge.system.files import InUseError, locked, read_kept, read_lasting, write_atomically
+from fedge.system.files import InUseError, lock_folder, read_kept, read_lasting, write_atomically
 from fedge.wire.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
@@ -35,7 +35,7 @@ class Request(StrEnum):
     ABORT = "abort"
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class DeviceLine(Struct, frozen=True, kw_only=True):
     """A device as shown to people: its last Health, and when it arrived by our clock."""
 
     phase: Phase
@@ -53,20 +53,20 @@ class Line(Struct, frozen=True, kw_only=True):
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
-        """Before and now; None: at least one is unknown."""
+        """The accuracy before and now; None if at least one is unknown."""
         was, now = (None if quality is None else quality.accuracy for quality in (self.before, self.now))
         return None if was is None or now is None else (was, now)
 
 
-class News(Struct, frozen=True, kw_only=True):
-    """An event. device: which, or empty."""
+class RolloutEvent(Struct, frozen=True, kw_only=True):
+    """An event of a rollout. device: which, or empty."""
 
     at: float
     device: str = ""
     text: str
 
 
-class Earlier(Struct, frozen=True, kw_only=True):
+class EarlierRollout(Struct, frozen=True, kw_only=True):
     """The outcome of an earlier rollout."""
 
     id: Id
@@ -77,19 +77,19 @@ class Earlier(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of state.json. version: of the last announcement, of this rollout or one before."""
+    """The content of state.json. version: of the last announcement, of this rollout or one before."""
 
     plan: Plan
     progress: Progress
     version: Count = 0
-    devices: dict[Id, Line] = {}
-    events: tuple[News, ...] = ()
-    earlier: tuple[Earlier, ...] = ()
+    devices: dict[Id, DeviceLine] = {}
+    events: tuple[RolloutEvent, ...] = ()
+    earlier: tuple[EarlierRollout, ...] = ()
 
-    def ended(self) -> Earlier:
-        """The part kept once another rollout begins."""
+    def to_earlier(self) -> EarlierRollout:
+        """Return the part that is kept once another rollout begins."""
         plan, progress = self.plan, self.progress
-        return Earlier(
+        return EarlierRollout(
             id=plan.id, target=plan.target, state=progress.state, began=progress.began, reasons=progress.reasons
         )
 
@@ -101,7 +101,7 @@ class Folder:
         self.path = repo / "rollout"
 
     def read(self) -> Record | None:
-        """The last rollout; None before the first.
+        """Read the last rollout; None before the first.
 
         Raises:
             StoreError: it cannot be read.
@@ -109,26 +109,26 @@ class Folder:
         return read_lasting(self.path / "state.json", msgspec.json.Decoder(Record).decode)
 
     def write(self, record: Record) -> None:
-        """Replace it.
+        """Replace the stored rollout.
 
         Raises:
             StoreError: the disk is full or broken.
         """
         write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
 
-    def heard(self) -> dict[str, int]:
-        """The numbers last written by `keep_heard`, by topic and key."""
+    def read_heard(self) -> dict[str, int]:
+        """Read the numbers last written by `write_heard`, by topic and key."""
         return read_kept(self.path / "heard.json", msgspec.json.Decoder(dict[str, int]).decode) or {}
 
-    def keep_heard(self, heard: dict[str, int]) -> None:
-        """Keep the last numbers, so that the next supervisor refuses replays, too.
+    def write_heard(self, heard: dict[str, int]) -> None:
+        """Write the last numbers, so that the next supervisor refuses replays, too.
 
         Raises:
             StoreError: the disk is full or broken.
         """
         write_atomically(self.path / "heard.json", msgspec.json.encode(heard))
 
-    def ask(self, request: Request) -> None:
+    def write_request(self, request: Request) -> None:
         """Leave a request; it replaces one not yet read.
 
         Raises:
@@ -136,26 +136,26 @@ class Folder:
         """
         write_atomically(self.path / "request", request.encode())
 
-    def asked(self) -> Request | None:
-        """The request to carry out: the same until it is `answered`, even if another arrives."""
+    def take_request(self) -> Request | None:
+        """Return the request to carry out: the same until `finish_request`, even if another arrives."""
         taken = self.path / "request.taken"
         try:
             if not taken.exists():
                 (self.path / "request").replace(taken)
             return Request(taken.read_text())
         except ValueError:  # not one of our words
-            self.answered()
+            self.finish_request()
         except OSError:
             pass
         return None
 
-    def answered(self) -> None:
+    def finish_request(self) -> None:
         """Mark the request as carried out."""
         (self.path / "request.taken").unlink(missing_ok=True)
 
     @contextmanager
-    def supervised(self) -> Iterator[None]:
-        """Hold the lock.
+    def supervise(self) -> Iterator[None]:
+        """Hold the lock of the one supervisor.
 
         Raises:
             ConfigError: another process supervises the rollout.
@@ -173,10 +173,10 @@ class Folder:
             yield
 
     def _lock(self) -> AbstractContextManager[None]:
-        return locked(self.path, f"another process supervises the rollout in {self.path}")
+        return lock_folder(self.path, f"another process supervises the rollout in {self.path}")
 
     def is_supervised(self) -> bool:
-        """Whether a process holds the lock."""
+        """Return whether a process holds the lock."""
         try:
             with self._lock():
                 return False

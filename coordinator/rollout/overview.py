@@ -17,8 +17,8 @@ import msgspec
 from coordinator.rollout.folder import Folder, Request
 from export.signing import Repository
 from fedge.errors import ConfigError
-from fedge.system.child import command
-from fedge.system.files import version_of
+from fedge.system.child import make_command
+from fedge.system.files import get_version
 from fedge.wire.messages import RolloutState
 
 BEGIN_S: Final = 60.0
@@ -52,19 +52,19 @@ class Overview:
         self._config = config
         self._begun: list[subprocess.Popen[bytes]] = []  # kept to reap those that have ended
 
-    def version(self) -> object:
-        """A value that changes whenever there is something new to show."""
-        return [version_of(Folder(repo).path / "state.json") for repo in self._repos.values()]
+    def get_version(self) -> object:
+        """Return a value that changes whenever there is something new to show."""
+        return [get_version(Folder(repo).path / "state.json") for repo in self._repos.values()]
 
-    def shown(self) -> list[dict[str, Any]]:
-        """The state of each as JSON values; `actions`: what may be requested now.
+    def list_states(self) -> list[dict[str, Any]]:
+        """List the state of each rollout as JSON values; `actions`: what may be requested now.
 
         Raises:
             StoreError: one cannot be read.
         """
-        return [self._shown(name, repo) for name, repo in self._repos.items()]
+        return [self._read_state(name, repo) for name, repo in self._repos.items()]
 
-    def _shown(self, name: str, repo: Path) -> dict[str, Any]:
+    def _read_state(self, name: str, repo: Path) -> dict[str, Any]:
         folder = Folder(repo)
         record = folder.read()
         state = None if record is None else record.progress.state
@@ -76,10 +76,10 @@ class Overview:
         else:
             actions = ("go-on",) if state in {RolloutState.RUNNING, RolloutState.PAUSED} else ("start",)
         kept = {} if record is None else msgspec.to_builtins(record)
-        targets = Repository(repo).targets()
+        targets = Repository(repo).list_targets()
         return {**kept, "rollout": name, "targets": targets, "supervised": supervised, "actions": list(actions)}
 
-    def ask(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
+    def request_action(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
         """Pause, resume, abort, start or supervise a rollout again; returns the reply for the user.
 
         Args:
@@ -96,31 +96,31 @@ class Overview:
         if name not in self._repos:
             raise ConfigError(f"there is no repository {name!r} here")
         repo = self._repos[name]
-        if action not in self._shown(name, repo)["actions"]:
+        if action not in self._read_state(name, repo)["actions"]:
             raise ConfigError(f"the rollout of {name} cannot be asked to {action} as it stands")
         if action == "start":
-            if target not in Repository(repo).targets():
+            if target not in Repository(repo).list_targets():
                 raise ConfigError(f"there is no release {target!r} in {name}")
             if not (stages + canary).isprintable():
                 raise ConfigError("stages and canary are words without control characters")
             given = {"stages": stages, "canary": canary}
-            self._begin(repo, target, *(f"--{key}={value}" for key, value in given.items() if value))
+            self._start_supervisor(repo, target, *(f"--{key}={value}" for key, value in given.items() if value))
             return f"The rollout of {target} has begun."
         if action == "go-on":
-            self._begin(repo)
+            self._start_supervisor(repo)
             return "The rollout is supervised again."
-        Folder(repo).ask(Request(action))
+        Folder(repo).write_request(Request(action))
         return {
             "pause": "No further device begins with the release.",
             "resume": "The rollout goes on.",
             "abort": "The devices that run the release go back.",
         }[action]
 
-    def _begin(self, repo: Path, *words: str) -> None:
+    def _start_supervisor(self, repo: Path, *words: str) -> None:
         """Start a supervisor that outlives us, and wait until it works."""
         folder = Folder(repo)
         folder.path.mkdir(exist_ok=True)
-        start = command("fedge", "rollout", "start", str(repo), *words, "--config", str(self._config))
+        start = make_command("fedge", "rollout", "start", str(repo), *words, "--config", str(self._config))
         with (folder.path / "log").open("w+b") as log:
             process = subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             self._begun = [each for each in [*self._begun, process] if each.poll() is None]

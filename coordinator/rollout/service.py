@@ -19,18 +19,27 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from coordinator.rollout.decision import Plan, Progress, Seen, aborted, decide, members, message, over, runs
-from coordinator.rollout.folder import Folder, Line, News, Record, Request
+from coordinator.rollout.decision import (
+    DeviceHealth,
+    Plan,
+    Progress,
+    abort,
+    decide,
+    is_over,
+    is_running,
+    list_members,
+    make_message,
+)
+from coordinator.rollout.folder import DeviceLine, Folder, Record, Request, RolloutEvent
 from coordinator.store.registry import MAX_DEVICES
 from export.signing import Repository
-from fedge.bundle.manifest import Manifest
-from fedge.bundle.manifest import decode as decode_manifest
+from fedge.bundle.manifest import Manifest, decode_manifest
 from fedge.errors import ConfigError, ProtocolError
 from fedge.identity.names import Role, Subject
-from fedge.membership.signed_messages import Signed, speaker
-from fedge.system.files import digest_of, version_of
+from fedge.membership.signed_messages import Signed, make_speaker
+from fedge.system.files import compute_digest, get_version
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode, encode
+from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode_message, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import SHORT_SESSION_S, Transport
@@ -55,7 +64,7 @@ class Release:
     """The files of a target as announced to devices; read again after the repository is re-signed."""
 
     def __init__(self, repository: Repository, repo: Path, target: str) -> None:
-        """Read it.
+        """Read the target's files from the repository.
 
         Raises:
             ConfigError: no such target, or a part of it is damaged.
@@ -68,7 +77,7 @@ class Release:
         self.metadata: dict[str, FileRef] = {}
         self.refresh()
         (data,) = (data for name, data in self._files.items() if name.startswith(target.rpartition("/")[0] + "/"))
-        self.digest = digest_of(data)
+        self.digest = compute_digest(data)
         self.manifest: Manifest = decode_manifest(data)
         self._parts = {part.digest for part in self.manifest.files.values()}
         for name, part in self.manifest.files.items():
@@ -76,7 +85,7 @@ class Release:
 
     def _require_whole(self, name: str, digest: str) -> None:
         """Refuse a release with a part that differs from what was signed: no device could take it."""
-        path = self.repository.parts.path(digest)
+        path = self.repository.parts.get_path(digest)
         try:
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -91,24 +100,24 @@ class Release:
 
     def refresh(self) -> None:
         """Load new signatures."""
-        while (signed := version_of(self._timestamp)) != self._signed:  # repeat if it was signed meanwhile
-            self._files = {name: path.read_bytes() for name, path in self.repository.files(self._target).items()}
-            self._bytes = {digest_of(data): data for data in self._files.values()}
+        while (signed := get_version(self._timestamp)) != self._signed:  # repeat if it was signed meanwhile
+            self._files = {name: path.read_bytes() for name, path in self.repository.find_files(self._target).items()}
+            self._bytes = {compute_digest(data): data for data in self._files.values()}
             self.metadata = {
-                name: FileRef(digest=digest_of(data), size_bytes=len(data)) for name, data in self._files.items()
+                name: FileRef(digest=compute_digest(data), size_bytes=len(data)) for name, data in self._files.items()
             }
             self._signed = signed
 
-    def source(self, digest: str) -> Path | bytes | None:
-        """The bytes of an announced file."""
+    def find_file(self, digest: str) -> Path | bytes | None:
+        """Return the bytes of an announced file."""
         if digest in self._bytes:
             return self._bytes[digest]
         parts = self.repository.parts
-        return parts.path(digest) if digest in self._parts and digest in parts else None
+        return parts.get_path(digest) if digest in self._parts and digest in parts else None
 
 
 class Supervisor:
-    """Takes one rollout to its end.
+    """A supervisor that takes one rollout to its end.
 
     Args:
         folder: durable state; the caller holds its lock.
@@ -132,21 +141,21 @@ class Supervisor:
         self._release = release
         record = folder.read()
         self._version = 0 if record is None else record.version
-        self._plan, self._progress = begin(folder, plan, time.time())
+        self._plan, self._progress = start_rollout(folder, plan, time.time())
         news, self._earlier = ((), ()) if record is None else (record.events, record.earlier)
         if record is not None and record.plan.id != self._plan.id:
-            news, self._earlier = (), (*record.earlier, record.ended())[-MAX_EARLIER:]
+            news, self._earlier = (), (*record.earlier, record.to_earlier())[-MAX_EARLIER:]
         self._happened = deque(news, MAX_NEWS)
-        self._fleet: dict[str, Seen] = {}
+        self._fleet: dict[str, DeviceHealth] = {}
         self._observe = observe
         self._federation = federation
         self._topics = Topics(federation)
-        client = self._topics.client_id("rollout", token_hex(8))
+        client = self._topics.make_client_id("rollout", token_hex(8))
         self._transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S)
-        self._sender = Sender(self._transport, release.source)
-        self._signed = speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
+        self._sender = Sender(self._transport, release.find_file)
+        self._signed = make_speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
         if isinstance(self._signed, Signed):
-            self._signed.heard = folder.heard()
+            self._signed.heard = folder.read_heard()
         self._news = asyncio.Event()
         self._started = time.time()
         self._written_at = 0.0
@@ -160,25 +169,25 @@ class Supervisor:
             StoreError: the state cannot be written; what was published had been written before.
             TransportError: the broker refused us for good.
         """
-        self._release.repository.announce(message(self._plan, self._progress, {}), self._federation)
-        await self._transport.subscribe(self._topics.agent("+", "health"), self._on_health)
-        await self._transport.subscribe(self._topics.agent("+", "release-wants"), self._on_want)
-        await self._signed.follow(self._transport, self._topics)
+        self._release.repository.announce(make_message(self._plan, self._progress, {}), self._federation)
+        await self._transport.subscribe(self._topics.make_agent_topic("+", "health"), self._on_health)
+        await self._transport.subscribe(self._topics.make_agent_topic("+", "release-wants"), self._on_want)
+        await self._signed.follow_revocations(self._transport, self._topics)
         self._transport.on_connect(self._on_connect)
-        self._keep(self._progress)
+        self._save(self._progress)
         async with self._transport, self._sender:
-            await self._look_around()
+            await self._collect_devices()
             while True:
                 self._news.clear()
                 await self._step()
-                if self._fleet and over(self._plan, self._progress, self._fleet, time.time()):
-                    self._keep(self._progress)
+                if self._fleet and is_over(self._plan, self._progress, self._fleet, time.time()):
+                    self._save(self._progress)
                     return self._progress
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
                         await self._news.wait()
 
-    async def _look_around(self) -> None:
+    async def _collect_devices(self) -> None:
         """Collect all devices known to the broker, since the first stage depends on who is present."""
         known = -1
         while known != len(self._fleet):
@@ -189,27 +198,27 @@ class Supervisor:
         """Process requests, decide, write, publish, in this order."""
         self._release.refresh()
         now = time.time()
-        request = self._folder.asked()
-        progress = decide(self._plan, requested(self._progress, request, now), self._fleet, now)
+        request = self._folder.take_request()
+        progress = decide(self._plan, apply_request(self._progress, request, now), self._fleet, now)
         if progress != self._progress or time.monotonic() - self._written_at > WRITE_S:
-            self._keep(progress)
+            self._save(progress)
         if request is not None:
-            self._folder.answered()
-        rollout = message(self._plan, self._progress, self._release.metadata)
+            self._folder.finish_request()
+        rollout = make_message(self._plan, self._progress, self._release.metadata)
         if rollout != self._said:
             self._version = max(self._version + 1, int(1000 * now))  # even if the folder of an earlier one is lost
-            self._keep(self._progress)
+            self._save(self._progress)
             signed = self._release.repository.announce(replace(rollout, version=self._version), self._federation)
-            await self._transport.publish(self._topics.rollout, encode(signed), retain=True)
+            await self._transport.publish(self._topics.rollout, encode_message(signed), retain=True)
             self._said = rollout
 
-    def _keep(self, progress: Progress) -> None:
+    def _save(self, progress: Progress) -> None:
         before, self._progress, self._written_at = self._progress, progress, time.monotonic()
         goes_on = (before.state, before.stage) != (progress.state, progress.stage)
         if goes_on or not self._happened:
-            self._note("rollout", self._summary())
-        taking_part = set(members(self._plan, progress, self._fleet))
-        lines = {device: _line(seen, takes_part=device in taking_part) for device, seen in self._fleet.items()}
+            self._record_event("rollout", self._summarise())
+        taking_part = set(list_members(self._plan, progress, self._fleet))
+        lines = {device: _make_line(seen, takes_part=device in taking_part) for device, seen in self._fleet.items()}
         self._folder.write(
             Record(
                 plan=self._plan,
@@ -221,15 +230,17 @@ class Supervisor:
             )
         )
         if isinstance(self._signed, Signed):
-            self._folder.keep_heard(self._signed.heard)
+            self._folder.write_heard(self._signed.heard)
         if goes_on:
             log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
-            self._observe("rollout", self._summary())
+            self._observe("rollout", self._summarise())
 
-    def _note(self, event: str, fields: dict[str, Any]) -> None:
-        self._happened.append(News(at=time.time(), device=fields.get("device", ""), text=words_of(event, fields)))
+    def _record_event(self, event: str, fields: dict[str, Any]) -> None:
+        self._happened.append(
+            RolloutEvent(at=time.time(), device=fields.get("device", ""), text=describe_event(event, fields))
+        )
 
-    def _summary(self) -> dict[str, Any]:
+    def _summarise(self) -> dict[str, Any]:
         plan, progress = self._plan, self._progress
         return {
             "id": plan.id,
@@ -238,7 +249,7 @@ class Supervisor:
             "stages": len(plan.stages),
             "share": progress.share,
             "devices": len(self._fleet),
-            "running": sum(runs(plan, seen.health) for seen in self._fleet.values()),
+            "running": sum(is_running(plan, seen.health) for seen in self._fleet.values()),
             "reasons": list(progress.reasons),
         }
 
@@ -251,33 +262,33 @@ class Supervisor:
     async def _on_health(self, inbound: Inbound) -> None:
         if not inbound.payload:  # a cleared retained message
             return
-        device = self._topics.parts(inbound.topic)[1]
-        health = decode(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Health)
+        device = self._topics.split(inbound.topic)[1]
+        health = decode_message(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Health)
         if health.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {health.device_id}")
         if device not in self._fleet and len(self._fleet) >= MAX_DEVICES:
             raise ProtocolError("too-many-devices", f"{device} is one more than {MAX_DEVICES}")
         before = self._fleet.get(device)
-        self._fleet[device] = Seen(health=health, at=self._started if inbound.retained else time.time())
-        if before is None or _shown(before.health) != _shown(health):
+        self._fleet[device] = DeviceHealth(health=health, at=self._started if inbound.retained else time.time())
+        if before is None or _select_shown(before.health) != _select_shown(health):
             fields = {"device": device, "phase": str(health.phase), "release": health.release, "reason": health.reason}
-            self._note("device", fields)
+            self._record_event("device", fields)
             self._observe("device", fields)
             self._news.set()
 
     async def _on_want(self, inbound: Inbound) -> None:
-        device = self._topics.parts(inbound.topic)[1]
+        device = self._topics.split(inbound.topic)[1]
         payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
-        self._sender.want_of(device, payload, self._topics)
+        self._sender.handle_want(device, payload, self._topics)
 
 
-def _shown(health: Health) -> tuple[object, ...]:
-    """The part whose changes are shown to people."""
+def _select_shown(health: Health) -> tuple[object, ...]:
+    """Return the part whose changes are shown to people."""
     return health.phase, health.release, health.reason
 
 
-def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
-    """The rollout begun with these settings, or a new one; a pending request belongs to the former.
+def start_rollout(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
+    """Return the rollout begun with these settings, or a new one; a pending request belongs to the former.
 
     Raises:
         ConfigError: another rollout is in progress.
@@ -291,33 +302,35 @@ def begin(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
                 f"a rollout of {record.plan.target} is {record.progress.state}, with other settings or another target:"
                 " start it as it was, or abort it first"
             )
-    while folder.asked() is not None:
-        folder.answered()
+    while folder.take_request() is not None:
+        folder.finish_request()
     return plan, Progress(began=now)
 
 
-def requested(progress: Progress, request: Request | None, now: float) -> Progress:
-    """The rollout after a user's request; one that does not apply to its state changes nothing."""
+def apply_request(progress: Progress, request: Request | None, now: float) -> Progress:
+    """Return the rollout after a user's request; one that does not apply to its state changes nothing."""
     match request, progress.state:
         case Request.PAUSE, RolloutState.RUNNING:
             return replace(progress, state=RolloutState.PAUSED)
         case Request.RESUME, RolloutState.PAUSED:
             return replace(progress, state=RolloutState.RUNNING, began=now, good_since=None)
         case Request.ABORT, RolloutState.RUNNING | RolloutState.PAUSED | RolloutState.DONE:
-            return aborted(progress, ["asked for"], now)
+            return abort(progress, ["asked for"], now)
         case _:
             return progress
 
 
-def _line(seen: Seen, *, takes_part: bool) -> Line:
-    told = {
-        name: getattr(seen.health, name) for name in Line.__struct_fields__ if name not in {"takes_part", "seen_at"}
+def _make_line(seen: DeviceHealth, *, takes_part: bool) -> DeviceLine:
+    fields = {
+        name: getattr(seen.health, name)
+        for name in DeviceLine.__struct_fields__
+        if name not in {"takes_part", "seen_at"}
     }
-    return Line(**told, takes_part=takes_part, seen_at=seen.at)
+    return DeviceLine(**fields, takes_part=takes_part, seen_at=seen.at)
 
 
-def words_of(event: str, fields: dict[str, Any]) -> str:
-    """An event in words."""
+def describe_event(event: str, fields: dict[str, Any]) -> str:
+    """Describe an event in words."""
     if event == "device":
         why = f" ({fields['reason']})" if fields["reason"] else ""
         return f"{fields['phase']}, release {fields['release']}{why}"

@@ -4,6 +4,6 @@
 with `select`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "select")
+__getattr__ = make_getattr(__name__, "select")

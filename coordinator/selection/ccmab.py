@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.selection.reward_model import TIE, Vectors, exploration, greedy, posterior
+from coordinator.selection.reward_model import TIE, Vectors, compute_exploration, compute_posterior, select_greedily
 from fedge.wire.messages import MAX_LEFT_S
 
 RawContext = tuple[float, float, float, float, float]
@@ -103,8 +103,8 @@ class Selection:
 # ------------------------------------------------------------------------------------------------ 5.1: contexts
 
 
-def raw_contexts(arms: Sequence[Arm], participations: Mapping[str, Sequence[Participation]]) -> Vectors:
-    """Raw contexts [f, m, n, gbar, dbar], (9): (n, 5), NaN where a value is missing or not finite."""
+def collect_contexts(arms: Sequence[Arm], participations: Mapping[str, Sequence[Participation]]) -> Vectors:
+    """Collect raw contexts [f, m, n, gbar, dbar], (9): (n, 5), NaN where a value is missing or not finite."""
     rows = []
     for arm in arms:
         past = participations.get(arm.id, ())
@@ -121,8 +121,8 @@ def raw_contexts(arms: Sequence[Arm], participations: Mapping[str, Sequence[Part
     return np.where(np.isfinite(raw), raw, np.nan)
 
 
-def filled(raw: Vectors) -> Vectors:
-    """Missing entries become the mean over the devices that have one; 0 if none has. (n, 5) -> (n, 5)."""
+def fill_missing(raw: Vectors) -> Vectors:
+    """Fill missing entries with the mean over the devices that have one; 0 if none has. (n, 5) -> (n, 5)."""
     known = np.isfinite(raw)
     counts = known.sum(axis=0)
     means = np.where(known, raw, 0.0).sum(axis=0) / np.maximum(counts, 1)
@@ -130,7 +130,7 @@ def filled(raw: Vectors) -> Vectors:
 
 
 def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -> Vectors:
-    """Contexts x = clip((raw - lo) / (hi - lo), 0, 1), (n, 5); 0.5 for a constant or never seen feature."""
+    """Normalize contexts, clip((raw - lo) / (hi - lo), 0, 1), (n, 5); 0.5 for a constant or never seen feature."""
     lo, hi = np.asarray(lowest), np.asarray(highest)
     varies = hi - lo > TIE
     span = np.where(varies, hi - lo, 1.0)
@@ -140,14 +140,14 @@ def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -
 # ------------------------------------------------------------------------------ 5.2: time, deadline, number
 
 
-def transfer_time(arm: Arm) -> float:
-    """2 B / r_i, seconds: the model there and back; 0 where the link rate is unknown."""
+def estimate_transfer(arm: Arm) -> float:
+    """Estimate 2 B / r_i, seconds: the model there and back; 0 where the link rate is unknown."""
     rate = arm.link_mbit_s or 0.0
     return 2 * 8e-6 * arm.model_bytes / rate if rate > 0 else 0.0
 
 
-def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
-    """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; replaced by the mean of the device's own last tau times.
+def predict_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
+    """Predict t_i = E n_i kappa / f_i + 2 B / r_i, seconds; or the mean of the device's own last tau times.
 
     A measured time runs from an order to its answer, so it includes the transfer. At most a day, as an order takes:
     absurd rates of some devices must not make the quantile of all infinite, or no number.
@@ -156,31 +156,31 @@ def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], c
 
     Example:
         >>> arm = Arm(id="a", n_samples=100, work=5 * 100, link_mbit_s=10.0, model_bytes=150_000)
-        >>> round(predicted_seconds(arm, 3.0, (), 0.02), 6)
+        >>> round(predict_seconds(arm, 3.0, (), 0.02), 6)
         3.573333
     """
     if past:
         return min(float(np.mean([p.seconds for p in past])), MAX_LEFT_S)
-    return min((arm.work * cycles_per_sample / cpu_ghz if cpu_ghz > 0 else 0.0) + transfer_time(arm), MAX_LEFT_S)
+    return min((arm.work * cycles_per_sample / cpu_ghz if cpu_ghz > 0 else 0.0) + estimate_transfer(arm), MAX_LEFT_S)
 
 
-def measured_cycles(
+def estimate_cycles(
     arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]]
 ) -> float:
-    """kappa: the median over measured devices of (mean seconds - transfer) * f_i / work; a guess where none is.
+    """Estimate kappa: the median over devices of (mean seconds - transfer) * f_i / work; a guess without any.
 
     `cpu_ghz`: (n,) f_i of each arm, missing values filled.
     """
     found = [
-        max(0.0, float(np.mean([p.seconds for p in participations[arm.id]])) - transfer_time(arm)) * f / arm.work
+        max(0.0, float(np.mean([p.seconds for p in participations[arm.id]])) - estimate_transfer(arm)) * f / arm.work
         for arm, f in zip(arms, cpu_ghz.tolist(), strict=True)
         if participations.get(arm.id) and arm.work > 0 and f > 0
     ]
     return float(np.median(found)) if found else CYCLES_PER_SAMPLE
 
 
-def quota(share: float, n_devices: int) -> int:
-    """Number of devices m = max(1, ceil(rho_c N_k - 1e-9)); 0 for an empty cluster."""
+def compute_quota(share: float, n_devices: int) -> int:
+    """Compute the number of devices m = max(1, ceil(rho_c N_k - 1e-9)); 0 for an empty cluster."""
     return max(1, math.ceil(share * n_devices - 1e-9)) if n_devices else 0
 
 
@@ -189,7 +189,7 @@ def quota(share: float, n_devices: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What methods set.
+    """The settings of a bandit, as methods set them.
 
     Attributes:
         quota: rho_c in (0, 1], share of a cluster that trains in a round.
@@ -203,11 +203,11 @@ class Settings:
     deadline_s: float | None = None
     budget_s: float | None = None
     fairness: bool = True
-    search: Callable[..., list[int]] = greedy
+    search: Callable[..., list[int]] = select_greedily
 
 
-def overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
-    """Positions of devices that have waited for more than F = ceil(2 N_k / m) rounds, oldest first (5.5).
+def find_overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
+    """Find positions of devices that waited for more than F = ceil(2 N_k / m) rounds, oldest first (5.5).
 
     `waits`: rounds since each selectable device's last participation, by ascending id. At most ceil(m/4) devices.
     """
@@ -239,26 +239,26 @@ def select(
     Cost: O(h^3 + N_k h^2 + m N_k h) time, O(N_k h) memory, h <= 100.
     """
     arms = sorted(arms, key=lambda arm: arm.id)
-    raw = raw_contexts(arms, state.participations)
-    full = filled(raw)
+    raw = collect_contexts(arms, state.participations)
+    full = fill_missing(raw)
     state = msgspec.structs.replace(
         state,
         round=state.round + 1,
         lowest=tuple(np.fmin.reduce([*raw, state.lowest]).tolist()),
         highest=tuple(np.fmax.reduce([*raw, state.highest]).tolist()),
     )
-    cycles = measured_cycles(arms, full[:, 0], state.participations)
+    cycles = estimate_cycles(arms, full[:, 0], state.participations)
     able = [arm.n_samples >= 1 and (arm.cpu_ghz is None or not arm.cpu_ghz <= 0) for arm in arms]
     selectable = np.flatnonzero(able).tolist()
     ids = [arms[i].id for i in selectable]
     predicted = [
-        predicted_seconds(arms[i], float(full[i, 0]), state.participations.get(arms[i].id, ()), cycles)
+        predict_seconds(arms[i], float(full[i, 0]), state.participations.get(arms[i].id, ()), cycles)
         for i in selectable
     ]
     seconds = np.array([max(t, state.at_least.get(i, 0.0)) for i, t in zip(ids, predicted, strict=True)])
-    m = quota(settings.quota, len(arms)) if size is None else size
+    m = compute_quota(settings.quota, len(arms)) if size is None else size
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
-    late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
+    late = find_overdue(waits, m, len(arms)) if settings.fairness and ids else []
     deadline = settings.deadline_s
     if deadline is None and ids:
         deadline = float(np.quantile(seconds, DEADLINE_QUANTILE))
@@ -278,7 +278,7 @@ def select(
     selection = Selection(
         ids=tuple(picked),
         overdue=tuple(sorted(ids[i] for i in late)),
-        contexts={ids[i]: _context(full[selectable[i]]) for i in sorted(chosen)},
+        contexts={ids[i]: _make_context(full[selectable[i]]) for i in sorted(chosen)},
         seconds=dict(zip(ids, seconds.tolist(), strict=True)),
         deadline_s=deadline,
         estimates=estimates,
@@ -291,7 +291,7 @@ def select(
     )
 
 
-def _context(row: Vectors) -> RawContext:
+def _make_context(row: Vectors) -> RawContext:
     f, memory, n, gradient, drop = row.tolist()
     return f, memory, n, gradient, drop
 
@@ -306,14 +306,14 @@ def _choose(
     m: int,
     settings: Settings,
 ) -> tuple[list[int], list[tuple[float, float]]]:
-    """Positions of the chosen devices, and of every device the terms of its own score."""
+    """Choose devices by position; returns these, and of every device the terms of its own score."""
     seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
     x = normalise(full, state.lowest, state.highest)
-    of = posterior(x, seen, np.array(state.rewards))
-    beta = exploration(state.selections + 1)
+    of = compute_posterior(x, seen, np.array(state.rewards))
+    beta = compute_exploration(state.selections + 1)
     budget_s = math.inf if settings.budget_s is None else settings.budget_s
     among = {"first": late, "allowed": feasible, "size": m, "seconds": seconds, "budget_s": budget_s}
-    chosen = settings.search(of.mean, of.variance, of.column, beta, **among)
+    chosen = settings.search(of.mean, of.variance, of.compute_column, beta, **among)
     bonus = np.sqrt(beta * np.maximum(of.variance, 0.0))
     return chosen, [*zip(of.mean.tolist(), bonus.tolist(), strict=True)]
 
@@ -321,17 +321,17 @@ def _choose(
 # ----------------------------------------------------------------------------------------- 5.3: what is observed
 
 
-def reward(outcome: Participation | None) -> float:
-    """Reward r_i = clip(loss drop, -1, 1); -1 for a failed device or a non-finite result."""
-    return min(1.0, max(-1.0, outcome.loss_drop)) if _succeeded(outcome) else FAILED
+def compute_reward(outcome: Participation | None) -> float:
+    """Compute r_i = clip(loss drop, -1, 1); -1 for a failed device or a non-finite result."""
+    return min(1.0, max(-1.0, outcome.loss_drop)) if _has_succeeded(outcome) else FAILED
 
 
-def _succeeded(outcome: Participation | None) -> TypeGuard[Participation]:
+def _has_succeeded(outcome: Participation | None) -> TypeGuard[Participation]:
     return outcome is not None and all(map(math.isfinite, msgspec.structs.astuple(outcome)))
 
 
 def observe(state: State, selection: Selection, outcomes: Mapping[str, Participation | None]) -> State:
-    """The bandit after a round.
+    """Return the bandit after a round.
 
     Args:
         state: as `select` returned it.
@@ -339,21 +339,21 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Participa
         outcomes: of the chosen devices; None: it failed or timed out. A missing device declined politely, and nothing
             is learned about it.
     """
-    told = [i for i in selection.ids if i in outcomes]
+    participants = [i for i in selection.ids if i in outcomes]
     deadline_s = math.inf if selection.deadline_s is None else selection.deadline_s
     participations = dict(state.participations)
-    at_least = {i: seconds for i, seconds in state.at_least.items() if i not in told}
-    for i in told:
+    at_least = {i: seconds for i, seconds in state.at_least.items() if i not in participants}
+    for i in participants:
         outcome = outcomes[i]
-        if not _succeeded(outcome):
+        if not _has_succeeded(outcome):
             at_least[i] = 2 * (deadline_s if math.isfinite(deadline_s) else selection.seconds[i])
         else:
             participations[i] = (*participations.get(i, ()), outcome)[-WINDOW:]
     return msgspec.structs.replace(
         state,
-        contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-HISTORY:],
-        rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-HISTORY:],
+        contexts=(*state.contexts, *(selection.contexts[i] for i in participants))[-HISTORY:],
+        rewards=(*state.rewards, *(compute_reward(outcomes[i]) for i in participants))[-HISTORY:],
         participations=participations,
         at_least=at_least,
-        learned=selection.learn({i: outcomes[i] for i in told}) if selection.learn else state.learned,
+        learned=selection.learn({i: outcomes[i] for i in participants}) if selection.learn else state.learned,
     )

@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from coordinator.selection.ccmab import Participation
 from fedge.errors import ConfigError
-from fedge.system.loading import FAILURES, load_named, reason_of
+from fedge.system.loading import FAILURES, describe_error, load_named
+from fedge.system.moved import alias_members
 
 GROUP: Final = "fedge.selections"
 """Entry points of installed packages, ours among them, that name a rule each."""
@@ -54,41 +55,42 @@ Draw: TypeAlias = Callable[[Candidates, int, np.random.Generator], ArrayLike]
 """(devices, n >= 1, random numbers) -> positions of at most n different devices, in any order."""
 
 
+@alias_members(sizes="divide_cohort")
 class Rule(Struct, frozen=True, kw_only=True):
-    """A rule that learns. An instance is what it knows of one cluster, and is stored between rounds.
+    """A rule that learns: an instance is what it knows of one cluster, and is stored between rounds.
 
     So every field has a default, and holds numbers, texts, tuples, dictionaries or frozen structs of these.
     """
 
     CLUSTERS: ClassVar[bool] = False
-    """Whether `sizes` says how many of each cluster train; methods without clusters refuse such a rule."""
+    """Whether `divide_cohort` says how many of each cluster train; methods without clusters refuse such a rule."""
 
     def select(self, devices: Candidates, n: int, rng: np.random.Generator) -> ArrayLike:
-        """The positions of at most `n` >= 1 different devices."""
+        """Return the positions of at most `n` >= 1 different devices."""
         raise NotImplementedError
 
     def observe(self, outcomes: Mapping[str, Participation | None]) -> Self:  # noqa: ARG002 - it learns nothing
-        """What it knows after a round. `outcomes`: of the chosen, by id; None: it failed; missing: it declined."""
+        """Return what the rule knows after a round. `outcomes`: by id; None: it failed; missing: it declined."""
         return self
 
-    def sizes(
+    def divide_cohort(
         self, clusters: Mapping[int, Sequence[str]], n: int, rng: np.random.Generator, last_visit: Mapping[int, int]
     ) -> Mapping[int, int]:
-        """How many >= 1 of each cluster train, `n` in all; those that are left out rest. For `CLUSTERS` alone.
+        """Return how many >= 1 of each cluster train, `n` in all; those left out rest. For `CLUSTERS` alone.
 
         `last_visit`: grows with the last round in which a cluster was chosen from.
         """
         raise NotImplementedError
 
-    def loaded(self, learned: bytes) -> Self:
-        """What `after` stored; itself if nothing was, or by another rule or version."""
+    def load(self, learned: bytes) -> Self:
+        """Load what `encode_after` stored; itself if nothing was, or by another rule or version."""
         try:
             return msgspec.msgpack.decode(learned, type=type(self)) if learned else self
         except msgspec.DecodeError:
             return self
 
-    def after(self, how: str, outcomes: Mapping[str, Participation | None]) -> bytes:
-        """What it knows after the round, as bytes.
+    def encode_after(self, how: str, outcomes: Mapping[str, Participation | None]) -> bytes:
+        """Return what the rule knows after the round, as bytes.
 
         Raises:
             ConfigError: `observe` fails, or gives what cannot be stored.
@@ -96,11 +98,11 @@ class Rule(Struct, frozen=True, kw_only=True):
         try:
             return msgspec.msgpack.encode(self.observe(outcomes), order="deterministic")
         except FAILURES as error:
-            raise ConfigError(f"selection {how} cannot observe the round: {reason_of(error)}") from error
+            raise ConfigError(f"selection {how} cannot observe the round: {describe_error(error)}") from error
 
 
-def rule_named(how: str) -> Draw | Rule:
-    """The rule of that name or path (`package.module:name`); one that learns knows nothing yet.
+def load_rule(how: str) -> Draw | Rule:
+    """Load the rule of that name or path (`package.module:name`); one that learns knows nothing yet.
 
     Raises:
         ConfigError: there is none (the text lists the installed ones), or it is no rule.
@@ -119,8 +121,8 @@ def rule_named(how: str) -> Draw | Rule:
     return cast("Draw", found)
 
 
-def checked(how: str, draw: Callable[[], Any], n_devices: int, n: int) -> list[int]:
-    """The positions that a rule chooses.
+def draw_positions(how: str, draw: Callable[[], Any], n_devices: int, n: int) -> list[int]:
+    """Return the positions that a rule chooses.
 
     Raises:
         ConfigError: it fails, or does not give at most `n` different positions of `n_devices`.
@@ -128,7 +130,7 @@ def checked(how: str, draw: Callable[[], Any], n_devices: int, n: int) -> list[i
     try:
         given = np.asarray(draw())
     except FAILURES as error:
-        raise ConfigError(f"selection {how} failed: {reason_of(error)}") from error
+        raise ConfigError(f"selection {how} failed: {describe_error(error)}") from error
     chosen = given.astype(np.int64) if given.size == 0 or given.dtype.kind in "iu" else np.array([-1])
     fits = chosen.ndim == 1 and len(np.unique(chosen)) == len(chosen) <= n
     if not fits or not ((chosen >= 0) & (chosen < n_devices)).all():

@@ -23,18 +23,18 @@ KERNEL_LENGTH: Final = 1.0  # rho
 NOISE: Final = 0.01  # s2
 
 
-def features(x: Vectors) -> Vectors:
-    """phi(x) = [x, x*x]: (n, c) -> (n, 2c)."""
+def expand_features(x: Vectors) -> Vectors:
+    """Compute phi(x) = [x, x*x]: (n, c) -> (n, 2c)."""
     return np.concatenate([x, x * x], axis=1)
 
 
-def ridge(phi: Vectors, rewards: Vectors) -> Vectors:
-    """Weights theta = (lambda I + Phi^T Phi)^(-1) Phi^T r, (12): (h, p), (h,) -> (p,)."""
+def fit_ridge(phi: Vectors, rewards: Vectors) -> Vectors:
+    """Fit the weights theta = (lambda I + Phi^T Phi)^(-1) Phi^T r, (12): (h, p), (h,) -> (p,)."""
     return np.asarray(np.linalg.solve(RIDGE * np.eye(phi.shape[1]) + phi.T @ phi, phi.T @ rewards))
 
 
-def kernel(a: Vectors, b: Vectors) -> Vectors:
-    """Matern 3/2: kap(d) = v (1 + sqrt(3) d/rho) exp(-sqrt(3) d/rho), d Euclidean, (10): (n, c), (m, c) -> (n, m)."""
+def compute_kernel(a: Vectors, b: Vectors) -> Vectors:
+    """Compute Matern 3/2, v (1 + sqrt(3) d/rho) exp(-sqrt(3) d/rho), (10): (n, c), (m, c) -> (n, m)."""
     distance = np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=2))
     z = math.sqrt(3) * distance / KERNEL_LENGTH
     return np.asarray(KERNEL_SCALE * (1 + z) * np.exp(-z))
@@ -42,7 +42,7 @@ def kernel(a: Vectors, b: Vectors) -> Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """Of the rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
+    """The rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
 
     `x`: normalised contexts, (n, 5). `whitened`: L^(-1) k with G = L L^T, (h, n). All covariances at once would be
     n * n numbers: 800 MB with 10,000 devices.
@@ -53,13 +53,13 @@ class Posterior:
     x: Vectors
     whitened: Vectors
 
-    def column(self, i: int) -> Vectors:
-        """Covariances of all devices with device i, (n,)."""
-        return np.asarray(kernel(self.x, self.x[i : i + 1])[:, 0] - self.whitened[:, i] @ self.whitened)
+    def compute_column(self, i: int) -> Vectors:
+        """Compute the covariances of all devices with device i, (n,)."""
+        return np.asarray(compute_kernel(self.x, self.x[i : i + 1])[:, 0] - self.whitened[:, i] @ self.whitened)
 
 
-def posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
-    """What is known of the rewards of devices with normalised contexts x, (n, 5).
+def compute_posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
+    """Compute what is known of the rewards of devices with normalised contexts x, (n, 5).
 
     mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
     G = K + s2 I.
@@ -68,16 +68,18 @@ def posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
     prior = np.full(len(x), KERNEL_SCALE)  # kap(0)
     if not len(seen):
         return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))))
-    theta = ridge(features(seen), rewards)
-    lower = np.linalg.cholesky(kernel(seen, seen) + NOISE * np.eye(len(seen)))  # no eigenvalue is below the noise
-    whitened = np.asarray(np.linalg.solve(lower, kernel(seen, x)), np.float64)
-    residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
-    mean = features(x) @ theta + whitened.T @ residual
+    theta = fit_ridge(expand_features(seen), rewards)
+    lower = np.linalg.cholesky(
+        compute_kernel(seen, seen) + NOISE * np.eye(len(seen))
+    )  # no eigenvalue is below the noise
+    whitened = np.asarray(np.linalg.solve(lower, compute_kernel(seen, x)), np.float64)
+    residual = np.linalg.solve(lower, rewards - expand_features(seen) @ theta)
+    mean = expand_features(x) @ theta + whitened.T @ residual
     return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened)
 
 
-def exploration(t: int) -> float:
-    """beta_t = 2 ln(t^2 / delta), t >= 1."""
+def compute_exploration(t: int) -> float:
+    """Compute beta_t = 2 ln(t^2 / delta), t >= 1."""
     return 2 * math.log(t * t / DELTA)
 
 
@@ -85,7 +87,7 @@ Column = Callable[[int], Vectors]
 """Covariances of all devices with one of them, (n,)."""
 
 
-def greedy(
+def select_greedily(
     mean: Vectors,
     variance: Vectors,
     column: Column,
@@ -106,7 +108,7 @@ def greedy(
     within, across = 0.0, np.zeros(len(mean))  # var(A), and each device's covariance with A
     left_s = budget_s
 
-    def take(device: int) -> None:
+    def add_device(device: int) -> None:
         nonlocal within, across, left_s
         within += 2 * float(across[device]) + float(variance[device])
         across = across + column(device)
@@ -114,12 +116,12 @@ def greedy(
         chosen.append(device)
 
     for overdue in first:
-        take(overdue)
+        add_device(overdue)
     remaining = np.array(sorted(set(allowed) - set(first)), np.intp)
     while len(chosen) < size and len(remaining := remaining[seconds[remaining] <= left_s * (1 + TIE)]):
         variances = within + 2 * across[remaining] + variance[remaining]
         scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
         best = int(np.argmax(scores >= scores.max() - TIE))
-        take(int(remaining[best]))
+        add_device(int(remaining[best]))
         remaining = np.delete(remaining, best)
     return chosen

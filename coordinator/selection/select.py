@@ -1,8 +1,8 @@
 """Who trains in a round: uniform, stratified (per cluster), the fastest, `ccmab`, a bandit, or a rule of one's own.
 
-A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which finds all
-rules by entry point (`contract.GROUP`): deadline and overdue devices (FedEPC sections 5.2 and 5.5) always follow the
-bandit's settings, so that selections differ only in the choice. `ccmab` itself chooses where no rule does.
+A method without clusters calls `draw_uniform` or `select_fastest` itself. A method with clusters calls `choose`, which
+finds all rules by entry point (`contract.GROUP`): deadline and overdue devices (FedEPC sections 5.2 and 5.5) always
+follow the bandit's settings, so that selections differ only in the choice. `ccmab` itself chooses where no rule does.
 
 Source: uniform: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
 2017, Algorithm 1; size of the cohort and stratified: Yang et al., "Cluster Federated Learning with Intra-Cluster
@@ -22,33 +22,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.selection import ccmab
-from coordinator.selection.contract import Candidates, Draw, Rule, checked, rule_named
+from coordinator.selection.contract import Candidates, Draw, Rule, draw_positions, load_rule
 
 OURS: Final = ("ccmab", "uniform", "fastest", "stratified")
 BANDIT: Final[object] = ccmab.select
 """What the entry point ccmab names: it chooses itself unless a rule does."""
 
 
-def cohort_size(n_clients: int, share: float) -> int:
-    """n_s = min(K, max(1, floor(K gamma + 0.5 + 1e-9))): rounded half up; 0 of 0 clients.
+def compute_cohort_size(n_clients: int, share: float) -> int:
+    """Compute n_s = min(K, max(1, floor(K gamma + 0.5 + 1e-9))): rounded half up; 0 of 0 clients.
 
     Args:
         n_clients: K >= 0.
         share: gamma, in (0, 1].
 
     Example:
-        >>> [cohort_size(n, 0.3) for n in (0, 1, 5, 100)]
+        >>> [compute_cohort_size(n, 0.3) for n in (0, 1, 5, 100)]
         [0, 1, 2, 30]
     """
     return min(n_clients, max(1, math.floor(n_clients * share + 0.5 + 1e-9)))
 
 
-def uniform(ids: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
-    """min(n, len(ids)) different clients, drawn uniformly without replacement; by ascending id."""
+def draw_uniform(ids: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
+    """Draw min(n, len(ids)) different clients, uniformly without replacement; by ascending id."""
     return sorted(rng.permutation(ids)[:n].tolist()) if ids else []
 
 
-def stratified(
+def draw_stratified(
     clusters: Mapping[int, Sequence[str]],
     n: int,
     rng: np.random.Generator,
@@ -56,7 +56,7 @@ def stratified(
     others: Sequence[str] = (),
     last_visit: Mapping[int, int],
 ) -> list[str]:
-    """min(n, clients there are) different clients, by ascending id; all draws uniform without replacement.
+    """Draw min(n, clients there are) different clients, each uniformly without replacement; by ascending id.
 
     With n >= m clusters: base_i = min(|G_i|, floor(n/m)) from each, the rest from all that were not drawn yet. With
     n < m: one client each from the n clusters that were visited longest ago, ties at random. Without clusters: n of
@@ -73,15 +73,15 @@ def stratified(
     if n < m:
         order = rng.permutation(sorted(clusters)).tolist()
         chosen = sorted(order, key=lambda key: last_visit.get(key, 0))[:n]  # stable: ties stay at random
-        return sorted(i for key in sorted(chosen) for i in uniform(clusters[key], 1, rng))
-    base = [i for key in sorted(clusters) for i in uniform(clusters[key], n // m, rng)]
+        return sorted(i for key in sorted(chosen) for i in draw_uniform(clusters[key], 1, rng))
+    base = [i for key in sorted(clusters) for i in draw_uniform(clusters[key], n // m, rng)]
     drawn = set(base)
     rest = sorted(i for pool in (*clusters.values(), others) for i in pool if i not in drawn)
-    return sorted(base + uniform(rest, n - len(base), rng))
+    return sorted(base + draw_uniform(rest, n - len(base), rng))
 
 
-def fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: Mapping[str, float]) -> list[str]:
-    """The min(n, len(ids)) devices with the shortest rounds; by ascending id, the lowest id on a tie.
+def select_fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: Mapping[str, float]) -> list[str]:
+    """Select the min(n, len(ids)) devices with the shortest rounds; by ascending id, the lowest id on a tie.
 
     A device that was never measured is assumed to need c / f seconds, with c the median cycles of the measured devices
     (1 without any) and f its clock; one with an unknown clock comes last but one. A device that did not answer its last
@@ -94,17 +94,17 @@ def fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: M
         cpu_ghz: clock f of each device, > 0, if known.
 
     Example:
-        >>> fastest(["a", "b", "c"], 2, {"a": 9.0, "b": 4.0}, {"a": 1.0, "b": 2.0, "c": 4.0})
+        >>> select_fastest(["a", "b", "c"], 2, {"a": 9.0, "b": 4.0}, {"a": 1.0, "b": 2.0, "c": 4.0})
         ['b', 'c']
     """
     cycles = [seconds[i] * cpu_ghz[i] for i in ids if i in cpu_ghz and math.isfinite(seconds.get(i, math.inf))]
     typical = float(np.median(cycles)) if cycles else 1.0
 
-    def expected(device: str) -> tuple[bool, float, str]:
+    def make_sort_key(device: str) -> tuple[bool, float, str]:
         guess = typical / cpu_ghz[device] if device in cpu_ghz else math.inf
         return seconds.get(device) == math.inf, seconds.get(device, guess), device
 
-    return sorted(sorted(ids, key=expected)[:n])
+    return sorted(sorted(ids, key=make_sort_key)[:n])
 
 
 def choose(
@@ -119,8 +119,9 @@ def choose(
     """Choose devices in each cluster; returns, by cluster, the choice and the bandit with which this round was held.
 
     Args:
-        how: a selection by name or path (`coordinator.selection.contract.rule_named`). `ccmab`, `uniform` and `fastest`
-            choose the quota of every cluster; `stratified` draws about equally many devices from each cluster, the
+        how: a selection by name or path (`coordinator.selection.contract.load_rule`). `ccmab`, `uniform` and
+        `fastest`
+            choose the quota of every cluster; `draw_stratified` draws about equally many devices from each cluster, the
             quota of all together (CFIC section 5).
         arms: the reachable devices of each cluster, by its number >= 0.
         bandits: of each cluster; rivals use only what they know of times and waiting.
@@ -131,21 +132,21 @@ def choose(
     Raises:
         ConfigError: there is no such selection, or it fails, or chooses others than it may.
     """
-    rule = rule_named(how)
+    rule = load_rule(how)
     sizes: Mapping[int, int | None] = dict.fromkeys(arms)
     if isinstance(rule, Rule) and rule.CLUSTERS:
         present = {k: [arm.id for arm in of_cluster] for k, of_cluster in arms.items() if of_cluster}
-        size = cohort_size(sum(map(len, present.values())), settings.quota)
-        sizes = rule.sizes(present, size, np.random.default_rng(seed), last_visit)
+        size = compute_cohort_size(sum(map(len, present.values())), settings.quota)
+        sizes = rule.divide_cohort(present, size, np.random.default_rng(seed), last_visit)
     if rule is BANDIT:
         return {k: ccmab.select(bandits[k], arms[k], settings, size=size) for k, size in sizes.items()}
     return {
-        k: _chosen(how, rule, arms[k], bandits[k], settings, size, np.random.default_rng((*seed, k)))
+        k: _choose_by_rule(how, rule, arms[k], bandits[k], settings, size, np.random.default_rng((*seed, k)))
         for k, size in sizes.items()
     }
 
 
-def _chosen(
+def _choose_by_rule(
     how: str,
     found: Draw | Rule,
     arms: Sequence[ccmab.Arm],
@@ -154,29 +155,31 @@ def _chosen(
     size: int | None,
     rng: np.random.Generator,
 ) -> tuple[ccmab.Selection, ccmab.State]:
-    """The choice of a rule other than the bandit, in one cluster."""
-    rule = found.loaded(bandit.learned) if isinstance(found, Rule) else None
+    """Choose by a rule other than the bandit, in one cluster."""
+    rule = found.load(bandit.learned) if isinstance(found, Rule) else None
     draw = rule.select if rule is not None else cast("Draw", found)
 
-    def choice(ids: Sequence[str], n: int, seconds: Mapping[str, float]) -> list[str]:
-        devices = _candidates(ids, seconds, arms, bandit)
-        return [ids[i] for i in checked(how, lambda: draw(devices, n, rng), len(ids), n)] if n > 0 else []
+    def apply_rule(ids: Sequence[str], n: int, seconds: Mapping[str, float]) -> list[str]:
+        devices = _make_candidates(ids, seconds, arms, bandit)
+        return [ids[i] for i in draw_positions(how, lambda: draw(devices, n, rng), len(ids), n)] if n > 0 else []
 
-    selection, held = ccmab.select(bandit, arms, settings, size=size, rule=choice)
-    return selection if rule is None else replace(selection, learn=lambda told: rule.after(how, told)), held
+    selection, held = ccmab.select(bandit, arms, settings, size=size, rule=apply_rule)
+    return selection if rule is None else replace(
+        selection, learn=lambda outcomes: rule.encode_after(how, outcomes)
+    ), held
 
 
-def _candidates(
+def _make_candidates(
     ids: Sequence[str], seconds: Mapping[str, float], arms: Sequence[ccmab.Arm], bandit: ccmab.State
 ) -> Candidates:
-    """The devices `ids` of a cluster, as rules see them."""
+    """Return the devices `ids` of a cluster, as rules see them."""
     own = {arm.id: arm for arm in arms}
     past = [bandit.participations.get(i, ()) for i in ids]
 
-    def known(name: str) -> NDArray[np.float64]:
+    def read_known(name: str) -> NDArray[np.float64]:
         return np.array([getattr(own[i], name) for i in ids], np.float64)  # None becomes NaN
 
-    def mean(name: str) -> NDArray[np.float64]:
+    def compute_mean(name: str) -> NDArray[np.float64]:
         return np.array([sum(getattr(p, name) for p in each) / len(each) if each else np.nan for each in past])
 
     return Candidates(
@@ -184,31 +187,31 @@ def _candidates(
         n_samples=np.array([own[i].n_samples for i in ids], np.int64),
         seconds=np.array([seconds[i] for i in ids], np.float64),
         waited=np.array([bandit.round + 1 - bandit.last_asked.get(i, 0) for i in ids], np.int64),
-        cpu_ghz=known("cpu_ghz"),
-        free_ram_gb=known("free_ram_gb"),
-        link_mbit_s=known("link_mbit_s"),
-        loss_drop=mean("loss_drop"),
-        gradient_norm=mean("gradient_norm"),
+        cpu_ghz=read_known("cpu_ghz"),
+        free_ram_gb=read_known("free_ram_gb"),
+        link_mbit_s=read_known("link_mbit_s"),
+        loss_drop=compute_mean("loss_drop"),
+        gradient_norm=compute_mean("gradient_norm"),
     )
 
 
 # --------------------------------------------------------------------------------- ours, as entry points name them
 
 
-def _positions(devices: Candidates, chosen: Sequence[str]) -> list[int]:
+def _find_positions(devices: Candidates, chosen: Sequence[str]) -> list[int]:
     place = {i: position for position, i in enumerate(devices.ids)}
     return [place[i] for i in chosen]
 
 
 def by_lot(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:
     """Devices are drawn uniformly."""
-    return _positions(devices, uniform(devices.ids, n, rng))
+    return _find_positions(devices, draw_uniform(devices.ids, n, rng))
 
 
 def by_time(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:  # noqa: ARG001 - nothing is drawn
     """Those with the shortest rounds are chosen."""
     seconds = dict(zip(devices.ids, devices.seconds.tolist(), strict=True))
-    return _positions(devices, fastest(devices.ids, n, seconds, {}))
+    return _find_positions(devices, select_fastest(devices.ids, n, seconds, {}))
 
 
 class Stratified(Rule, frozen=True):
@@ -217,12 +220,12 @@ class Stratified(Rule, frozen=True):
     CLUSTERS = True
 
     def select(self, devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:
-        """By lot within a cluster."""
+        """Draw by lot within a cluster."""
         return by_lot(devices, n, rng)
 
-    def sizes(
+    def divide_cohort(
         self, clusters: Mapping[int, Sequence[str]], n: int, rng: np.random.Generator, last_visit: Mapping[int, int]
     ) -> dict[int, int]:
-        """As many of each cluster as `stratified` draws; without those that have none."""
-        drawn = set(stratified(clusters, n, rng, last_visit=last_visit))
+        """Return how many of each cluster `draw_stratified` draws; without those that have none."""
+        drawn = set(draw_stratified(clusters, n, rng, last_visit=last_visit))
         return {k: size for k, ids in clusters.items() if (size := len(drawn.intersection(ids)))}

@@ -5,6 +5,6 @@ what it says of the run. `cli` is `fedge coordinator` and `status`; `checks` and
 anything starts; `backup` copies a home. Begin with `service`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "service", "settings", "beginning", "summary", "coordinator.store.store")
+__getattr__ = make_getattr(__name__, "service", "settings", "beginning", "summary", "coordinator.store.store")

@@ -18,13 +18,13 @@ from typing import Final
 import click
 import msgspec
 
-from coordinator.store.blobs import blobs_in, undeleted
-from coordinator.store.database import Database, database, failures, migrate
+from coordinator.store.blobs import open_blobs, prevent_deletion
+from coordinator.store.database import Database, get_failures, make_connector, migrate
 from coordinator.store.store import AT_BROKER, ISSUE
 from coordinator.watch.options import HOME, JSON, STORE
 from coordinator.watch.state import read_summary
 from fedge.errors import ConfigError, StoreError
-from fedge.system.files import BlobFolder, copy_durably, whole_folder
+from fedge.system.files import BlobFolder, copy_durably, fill_folder
 from fedge.system.help import Command, option
 from fedge.system.text import Heading
 from fedge.wire.messages import Order
@@ -44,10 +44,13 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
     federation = read_summary(home)["federation"]
     if store is None and not ((home / "store.db").exists() or (home / "store.elsewhere").exists()):
         raise ConfigError(f"{home} has no store.db: name the whole home of a coordinator of this version")
-    with _made(folder) as made, undeleted(home):
-        with closing(database(home, store, federation)()) as source, closing(database(made, None, "")()) as target:
+    with _make_folder(folder) as made, prevent_deletion(home):
+        with (
+            closing(make_connector(home, store, federation)()) as source,
+            closing(make_connector(made, None, "")()) as target,
+        ):
             migrate(source, check=True)
-            source.snapshot()
+            source.begin_reading()
             bucket = [url for (url,) in source.execute("SELECT value FROM meta WHERE name = 'blobs'") if url]
             _copy_tables(source, target)
         return _copy_files(home, made, bucket[0] if bucket else None)
@@ -67,17 +70,20 @@ def restore_to(folder: Path, home: Path, store: str | None, blobs: str | None = 
         StoreError: it cannot be read or written, is from a newer fedge, or a tensor is damaged.
     """
     federation = read_summary(folder)["federation"]
-    with _made(home) as made:
+    with _make_folder(home) as made:
         n_tensors = _copy_files(folder, made)
         if blobs is not None:
-            blobs_in(made, blobs, dispatcher=True).send_all()
+            open_blobs(made, blobs, dispatcher=True).send_all()
         given = made / "given"  # opening a file changes it, and its tables may be of an earlier version
         given.mkdir()
         shutil.copyfile(folder / "store.db", given / "store.db")
-        with closing(database(given, None, "")()) as source, closing(database(made, store, federation)()) as target:
+        with (
+            closing(make_connector(given, None, "")()) as source,
+            closing(make_connector(made, store, federation)()) as target,
+        ):
             migrate(source)
-            target.alone(f"a coordinator works for federation {federation} on this server: stop it")
-            if target.version() and target.execute("SELECT name FROM meta"):
+            target.become_dispatcher(f"a coordinator works for federation {federation} on this server: stop it")
+            if target.get_version() and target.execute("SELECT name FROM meta"):
                 raise ConfigError(f"{federation} is on this server already: drop the schema of that name first")
             source.execute("UPDATE meta SET value = $1 WHERE name = 'blobs'", blobs or "")
             _reissue(source)
@@ -87,13 +93,13 @@ def restore_to(folder: Path, home: Path, store: str | None, blobs: str | None = 
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which is there when it is whole; made by root it belongs to the owner of the one above."""
+def _make_folder(folder: Path) -> Iterator[Path]:
+    """Make a new folder to fill, which is there when it is whole; root gives it to the owner of the one above."""
     taken = ConfigError(f"{folder} is there already: name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise taken
     try:
-        with whole_folder(folder, replace=False) as made:
+        with fill_folder(folder, replace=False) as made:
             yield made
             if os.geteuid() == 0:
                 owner = folder.parent.stat()
@@ -103,13 +109,13 @@ def _made(folder: Path) -> Iterator[Path]:
                     os.fchown(at, owner.st_uid, owner.st_gid)
     except FileExistsError as error:  # since we looked
         raise taken from error
-    except failures() as error:
+    except get_failures() as error:
         raise StoreError(f"cannot make {folder}: {error}") from error
 
 
 def _copy_tables(source: Database, target: Database) -> None:
     migrate(target)
-    target.begin()
+    target.begin_writing()
     for table in TABLES:
         if rows := source.execute(f"SELECT * FROM {table}"):  # noqa: S608 - ours
             values = ", ".join(f"${n}" for n in range(1, len(rows[0]) + 1))
@@ -123,7 +129,7 @@ def _copy_files(source: Path, target: Path, bucket: str | None = None) -> int:
         if (source / name).exists():
             copy_durably(source / name, target / name)
     if bucket is not None:
-        return blobs_in(target, bucket, dispatcher=True).bring_all()
+        return open_blobs(target, bucket, dispatcher=True).fetch_all()
     blobs = sorted(BlobFolder(source / "blobs"))
     (target / "blobs").mkdir()
     for digest in blobs:
@@ -140,7 +146,7 @@ def _reissue(db: Database) -> None:
     coordinator that still runs would share the reports under the old names.
     """
     issue = f"-{uuid.uuid4().hex[:8]}"
-    db.begin()
+    db.begin_writing()
     db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value", ISSUE, issue)
     db.execute("DELETE FROM meta WHERE name = $1", AT_BROKER)
     for old, body in db.execute("SELECT id, body FROM orders WHERE status = 'open'"):
@@ -172,7 +178,7 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     Exit codes: 0 done, 2 no coordinator's folder or FOLDER is there already, 4 the store cannot be read or the copy
     cannot be written, or a tensor is damaged.
     """
-    return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
+    return _print_result("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
 
 
 @click.command(cls=Command)
@@ -208,12 +214,12 @@ def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_j
     Exit codes: 0 done, 2 no backup, or HOME or the federation's schema is there already, 4 the backup cannot be read or
     the home cannot be written, a newer fedge made it, or a tensor is damaged.
     """
-    return _tell("restored", restore_to(folder, home, store, blobs), folder, home, home, as_json)
+    return _print_result("restored", restore_to(folder, home, store, blobs), folder, home, home, as_json)
 
 
-def _tell(event: str, n_tensors: int, source: Path, target: Path, made: Path, as_json: bool) -> int:
+def _print_result(event: str, n_tensors: int, source: Path, target: Path, made: Path, as_json: bool) -> int:
     summary = read_summary(made)
-    told = {"event": event, "from": str(source), "to": str(target), "tensors": n_tensors, "round": summary["round"]}
+    fields = {"event": event, "from": str(source), "to": str(target), "tensors": n_tensors, "round": summary["round"]}
     text = f"{source} is in {target}: {summary['federation']}, {n_tensors} tensors, after round {summary['round']}"
-    click.echo(json.dumps(told) if as_json else text)
+    click.echo(json.dumps(fields) if as_json else text)
     return 0

@@ -15,33 +15,33 @@ from typing import Annotated, Any, Final
 
 import click
 
-from coordinator.fleet.mqtt.presence import outdated
-from coordinator.fleet.problems import Problem, reasons_of, told
-from coordinator.methods.options import check, method_options, resolve_options
-from coordinator.page.cli import UiSettings, page
-from coordinator.service.service import Observer, happened, help_out, serve
+from coordinator.fleet.mqtt.presence import explain_outdated
+from coordinator.fleet.problems import Problem, describe_reasons, select_reasons
+from coordinator.methods.options import method_options, require_method_options, resolve_options
+from coordinator.page.cli import UiSettings, make_page
+from coordinator.service.service import Observer, make_event, serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
-from coordinator.watch.options import HOME_HELP, ago, lasting
+from coordinator.watch.options import HOME_HELP, format_age, format_duration
 from coordinator.watch.state import read_summary
-from coordinator.watch.tracking import tracking
-from coordinator.watch.words import count_devices, headline, without_bundle_because
+from coordinator.watch.tracking import open_tracking
+from coordinator.watch.words import describe_progress, explain_no_bundle, format_devices
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials
-from fedge.membership.signed_messages import speaker
+from fedge.membership.signed_messages import make_speaker
 from fedge.models.choice import with_network
 from fedge.settings import resolve, settings_options
-from fedge.system.background import until_stopped
-from fedge.system.help import Command, json_lines, json_option
-from fedge.system.logs import bind, in_json, note
+from fedge.system.background import run_until_stopped
+from fedge.system.help import Command, json_lines_option, json_option
+from fedge.system.logs import bind, is_json, log_event
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import Heading, printable
-from fedge.tasks import task_spec
+from fedge.system.text import Heading, escape_controls
+from fedge.tasks import load_task
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.connection.route import parse_address
-from fedge.wire.messages import Status, decode, is_outdated
-from fedge.wire.retained import retained
+from fedge.wire.messages import Status, decode_message, is_outdated
+from fedge.wire.retained import collect_retained
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
@@ -56,7 +56,7 @@ LAST_ROUNDS: Final = 9
 @click.command(cls=Command)
 @settings_options(CoordinatorSettings, "coordinator")
 @method_options
-@json_lines("event")
+@json_lines_option("event")
 def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
     """Run a federation to its end, or continue it.
 
@@ -77,8 +77,8 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     bind(federation=settings.federation)
     own = resolve_options(config, options)
-    check(settings.method, own)
-    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
+    require_method_options(settings.method, own)
+    task = load_task(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
     alone = settings.role == "all"
     opened = Store(
@@ -86,16 +86,20 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     )
     if not alone:
         with contextlib.closing(opened) as store:
-            asyncio.run(until_stopped(help_out(settings, task, store)))
+            asyncio.run(run_until_stopped(serve_role(settings, task, store)))
         return INTERRUPTED
-    with contextlib.closing(opened) as store, _observer(as_json) as show, _tracked(settings, store, show) as observe:
+    with (
+        contextlib.closing(opened) as store,
+        _open_observer(as_json) as show,
+        _track_rounds(settings, store, show) as observe,
+    ):
         summary = asyncio.run(
-            until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))
+            run_until_stopped(_run_with_page(settings, config, lambda: serve(settings, task, store, observe, own)))
         )
     return INTERRUPTED if summary is None else 0
 
 
-async def _served(
+async def _run_with_page(
     settings: CoordinatorSettings, config: Path | None, work: Callable[[], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Run the federation, with its page if requested; the page's further settings are in section [ui]."""
@@ -106,23 +110,23 @@ async def _served(
         raise ConfigError(f"ui: write HOST:PORT, not {settings.ui!r}")
     given = {"home": settings.home, "store": settings.store, "host": at.host, "port": at.port}
     shown = resolve(UiSettings, "ui", config, given)
-    async with page(shown, settings.federation, config) as running:
+    async with make_page(shown, settings.federation, config) as running:
         log.info("event=page url=%s token_file=%s", running.url, settings.home / "ui-token")
         return await work()
 
 
 @contextlib.contextmanager
-def _observer(as_json: bool) -> Iterator[Observer]:
-    """JSON lines; or events as JSON log lines; or a live line on a terminal; or a line per round."""
-    if as_json or in_json():
+def _open_observer(as_json: bool) -> Iterator[Observer]:
+    """Open an observer: JSON lines, events as JSON log lines, a live line on a terminal, or a line per round."""
+    if as_json or is_json():
 
-        def tell(event: str, fields: dict[str, Any]) -> None:
+        def print_event(event: str, fields: dict[str, Any]) -> None:
             if as_json:
                 click.echo(json.dumps({"event": event, **fields}))
-            if in_json():
-                _logged(event, fields)
+            if is_json():
+                _log_event(event, fields)
 
-        yield tell
+        yield print_event
         return
     progress = Progress(live=sys.stderr.isatty())
     try:
@@ -131,18 +135,18 @@ def _observer(as_json: bool) -> Iterator[Observer]:
         progress.close()
 
 
-def _logged(event: str, fields: dict[str, Any]) -> None:
+def _log_event(event: str, fields: dict[str, Any]) -> None:
     """Log an event with the fields that the store keeps."""
-    told = happened(event, fields, fields.get("round", 0))
-    about = {"round": told.round or None, "device": told.device or None}
-    note(log, event, {name: value for name, value in about.items() if value} | told.fields)
+    record = make_event(event, fields, fields.get("round", 0))
+    about = {"round": record.round or None, "device": record.device or None}
+    log_event(log, event, {name: value for name, value in about.items() if value} | record.fields)
 
 
 @contextlib.contextmanager
-def _tracked(settings: CoordinatorSettings, store: Store, show: Observer) -> Iterator[Observer]:
-    """An observer that also sends each round's figures to TensorBoard and MLflow, if configured."""
-    run = store.remember("tracked", uuid.uuid4().hex)
-    with tracking(settings.tensorboard, settings.mlflow, settings.federation, run) as track:
+def _track_rounds(settings: CoordinatorSettings, store: Store, show: Observer) -> Iterator[Observer]:
+    """Return an observer that also sends each round's figures to TensorBoard and MLflow, if configured."""
+    run = store.put_value_once("tracked", uuid.uuid4().hex)
+    with open_tracking(settings.tensorboard, settings.mlflow, settings.federation, run) as track:
 
         def observe(event: str, fields: dict[str, Any]) -> None:
             show(event, fields)
@@ -169,41 +173,41 @@ class Progress:
         """Process an event and redraw."""
         if event == "beginning":
             self._text = "making the first model, and checking the network"
-            self._line(self._text)
+            self._print_line(self._text)
         elif event == "finished":
             more = "start it with more --rounds to go on, or with another --home to begin anew"
-            self._line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
+            self._print_line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
         elif event == "waiting":
             self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
-            self._line(self._text)
+            self._print_line(self._text)
         elif event == "round_begun":
             self._answers = 0
             after = self._rounds is not None and fields["round"] > self._rounds
             name = "after the last round" if after else f"round {fields['round']}"
-            self._text = f"{name}: {count_devices(fields['devices'])}"
+            self._text = f"{name}: {format_devices(fields['devices'])}"
             if self._rounds is None:  # the first round of this process takes longest: devices load torch
-                self._line(self._text)
+                self._print_line(self._text)
         elif event == "answer":
             self._answers += 1
         elif event == "round_done":
-            self._line(self._round_line(fields))
+            self._print_line(self._format_round(fields))
             self._told, self._rounds = fields["round"], fields["rounds"]
         if self._live:
             click.echo(f"\r\x1b[2K{self._text}, {self._answers} answers", nl=False, err=True)
 
-    def _round_line(self, summary: dict[str, Any]) -> str:
+    def _format_round(self, summary: dict[str, Any]) -> str:
         number, rounds = summary["round"], summary["rounds"]
         nobody: dict[str, Any] = {"accuracy": None, "answered": 0, "asked": 0}
         last = summary["history"][-1] if summary["history"] else nobody
         problems = {i: Problem(**problem) for i, problem in summary["problems"].items()}
         devices = f"answered {last['answered']} of {last['asked']}"
-        if last["answered"] < last["asked"] and (why := told(reasons_of(problems, number))):
+        if last["answered"] < last["asked"] and (why := describe_reasons(select_reasons(problems, number))):
             devices += f" ({why})"
         shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
         traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
         promise = summary.get("privacy")
         if summary["done"]:
-            why = told(without_bundle_because(summary))
+            why = describe_reasons(explain_no_bundle(summary))
             missing = f", NO BUNDLE on {why}" if why else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
             return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s" + (
@@ -211,9 +215,11 @@ class Progress:
             )
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
-        return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}{until_bundles(summary)}"
+        return (
+            f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}{describe_time_left(summary)}"
+        )
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         click.echo(("\r\x1b[2K" if self._live else "") + text, err=True)
 
     def close(self) -> None:
@@ -222,8 +228,8 @@ class Progress:
             click.echo("", err=True)
 
 
-def until_bundles(summary: Mapping[str, Any]) -> str:
-    """How long it will take until the devices have their bundles, for the line of a round; empty: nobody knows yet.
+def describe_time_left(summary: Mapping[str, Any]) -> str:
+    """Describe how long it takes until devices have bundles, for a round's line; empty if nobody knows yet.
 
     Rounds take as long as the median of the last ones. Writing the bundles takes about as long as the longest round:
     mostly the first one, in which devices load torch, as they then load what exports a network.
@@ -268,11 +274,11 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
         case Path() as home, None, None:
             summary = read_summary(home)
             try:
-                lines = _federation_lines(summary)
+                lines = _format_federation(summary)
             except (KeyError, TypeError, AttributeError) as error:
                 raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
         case None, str(broker), str(federation):
-            devices = asyncio.run(look(settings.at(broker), federation))
+            devices = asyncio.run(read_presence(settings.make_broker_settings(broker), federation))
             if not devices:
                 raise ConfigError(f"the broker at {broker} knows no device of a federation {federation!r}")
             summary = {"federation": federation, "devices": devices}
@@ -282,16 +288,16 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
             ]
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
-    click.echo(json.dumps(summary) if as_json else "\n".join(map(printable, lines)))
+    click.echo(json.dumps(summary) if as_json else "\n".join(map(escape_controls, lines)))
     return 0
 
 
-def _federation_lines(summary: dict[str, Any]) -> list[str]:
+def _format_federation(summary: dict[str, Any]) -> list[str]:
     history, devices = summary["history"], summary["devices"]
     accuracy = history[-1]["accuracy"] if history else None
     lines = [
-        f"federation  {summary['federation']} ({summary['method']}), as it was {lasting(summary['age_s'])} ago",
-        f"rounds      {summary['round']} of {summary['rounds']}, {headline(summary)}",
+        f"federation  {summary['federation']} ({summary['method']}), as it was {format_duration(summary['age_s'])} ago",
+        f"rounds      {summary['round']} of {summary['rounds']}, {describe_progress(summary)}",
         f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
@@ -303,7 +309,7 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     lines += [f"refused     {text}" for text in refused or ["nothing"]]
     lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     if second := summary.get("second"):
-        lines.append(f"second      {second['where']} came {ago(second['at'])} as this federation's coordinator")
+        lines.append(f"second      {second['where']} came {format_age(second['at'])} as this federation's coordinator")
     problems = summary["problems"]
     was = "was " if summary.get("ended") else ""
     for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):
@@ -311,12 +317,12 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         seen_at = summary["fleet"].get(device, {}).get("seen_at")
-        heard = f", heard {ago(seen_at)}" if seen_at else ""
+        heard = f", heard {format_age(seen_at)}" if seen_at else ""
         presence = f"{was}{devices[device]}" if device in devices else "not seen"
         lines.append(f"  {device}: {presence}{heard}, trained {trained} times{bundle}")
         if device in summary["clocks"]:
             ahead_s = summary["clocks"][device]
-            where = f"{lasting(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
+            where = f"{format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
             lines.append(f"    its clock is {where} the coordinator's: set the wrong one")
         if out := summary["quarantined"].get(device):
             lines.append(f"    in quarantine until round {out['until']}; --readmit {device} ends it")
@@ -328,24 +334,26 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
-    """Presence of each device as retained by the broker, or advice about one of an earlier version.
+async def read_presence(broker: BrokerSettings, federation: str) -> dict[str, str]:
+    """Return the presence of each device as retained by the broker, or advice about one of an earlier version.
 
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
     """
     topics = Topics(federation)
-    signed = speaker(broker, Subject(federation, Role.STATUS, "status"), None)
-    transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
-    await signed.follow(transport, topics)
-    async with retained(transport, topics, "status") as said:
+    signed = make_speaker(broker, Subject(federation, Role.STATUS, "status"), None)
+    transport = Transport(broker, topics.make_client_id("status", uuid.uuid4().hex))
+    await signed.follow_revocations(transport, topics)
+    async with collect_retained(transport, topics, "status") as said:
         pass
     found: dict[str, str] = {}
     for device, data in said.items():  # only when complete: revocations may come last
-        topic = topics.agent(device, "status")
+        topic = topics.make_agent_topic(device, "status")
         try:
             payload = signed.open(topic, data, Role.DEVICE, name=device)
-            found[device] = outdated(device) if is_outdated(payload) else decode(payload, Status).presence
+            found[device] = (
+                explain_outdated(device) if is_outdated(payload) else decode_message(payload, Status).presence
+            )
         except ProtocolError as error:
             if error.name == "revoked":
                 found[device] = "revoked"

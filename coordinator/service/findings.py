@@ -24,7 +24,7 @@ class Finding(Struct, frozen=True):
 
 
 class Samples(NamedTuple):
-    """Model inputs (n, *input_shape) and labels (n,), n >= 1."""
+    """A few samples: model inputs (n, *input_shape) and labels (n,), n >= 1."""
 
     x: NDArray[np.float32]
     y: NDArray[np.int64]

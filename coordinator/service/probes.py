@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.service.findings import Finding, Samples
-from export.parity import difference, leaning
+from export.parity import compute_difference, favour_routes
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.models.constants import constants, digest
-from fedge.models.network import dump, state
-from fedge.models.training import Network, Trainer, tensor
+from fedge.models.constants import collect_constants, compute_digest
+from fedge.models.network import dump_model, iterate_tensors
+from fedge.models.training import Network, Trainer, to_tensor
 from fedge.steps.sgd import Sgd
-from fedge.system.loading import FAILURES, reason_of, users_line
+from fedge.system.loading import FAILURES, describe_error, find_user_line
 from fedge.tensors.layout import Layout, Model
 
 N_ALONE: Final = 4
@@ -47,32 +47,32 @@ _ENDS: Final = {
 """The last operation of a network, as torch names it for the gradient."""
 
 
-def outputs(module: nn.Module, x: Tensor, task: TaskSpec) -> Iterator[Finding]:
-    """Whether the network, in evaluation mode, turns n samples and one sample into logits."""
+def probe_outputs(module: nn.Module, x: Tensor, task: TaskSpec) -> Iterator[Finding]:
+    """Probe whether the network, in evaluation mode, turns n samples and one sample into logits."""
     for n in dict.fromkeys((len(x), 1)):
         try:
             with torch.no_grad():
                 found = module(x[:n].clone())
         except FAILURES as error:
-            yield _raises("the network", n, error)
+            yield _make_raise_finding("the network", n, error)
             return
-        if (wrong := _no_logits(found, n, task)) is not None:
+        if (wrong := _examine_logits(found, n, task)) is not None:
             yield wrong
             return
 
 
-def _raises(what: str, n: int, error: BaseException) -> Finding:
+def _make_raise_finding(what: str, n: int, error: BaseException) -> Finding:
     samples = f"{n} samples" if n > 1 else "one sample alone"
     do = "a device asks about any number of samples, also about one: compute each from its own values only"
     return Finding(
-        f"{what} does not take {samples} ({reason_of(error)})",
+        f"{what} does not take {samples} ({describe_error(error)})",
         do if n == 1 else "let forward take inputs of the task's shape, and return one tensor of logits",
         stops=True,
     )
 
 
-def _no_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | None:
-    """What is wrong with an answer to n samples; None: nothing."""
+def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | None:
+    """Return what is wrong with an answer to n samples; None if nothing is."""
     shape = f"(n, {task.n_classes})"
     if not isinstance(found, Tensor):
         what = f"a {type(found).__name__}" if found is not None else "nothing"
@@ -99,34 +99,36 @@ def _no_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | 
     return None
 
 
-def answers(module: nn.Module, x: Tensor) -> Iterator[Finding]:
-    """Whether an answer depends on its sample alone, and asking changes nothing."""
-    before, rng = _copied(module), _generators()
+def probe_answers(module: nn.Module, x: Tensor) -> Iterator[Finding]:
+    """Probe whether an answer depends on its sample alone, and asking changes nothing."""
+    before, rng = _copy_state(module), _get_generators()
     inputs = x.clone()
     with torch.no_grad():
         first = module(inputs)
-        drawn = _generators() != rng
-        kept = {place: digest(value) for place, value in constants(module).items()}
+        drawn = _get_generators() != rng
+        kept = {place: compute_digest(value) for place, value in collect_constants(module).items()}
         second = module(x.clone())
-    yield from _changed_input(inputs, x)
-    if changed := _changed(before, module):
+    yield from _probe_input(inputs, x)
+    if changed := _find_changed(before, module):
         yield Finding(
-            f"the network changes {_some(changed)} while it predicts",
+            f"the network changes {_format_some(changed)} while it predicts",
             "change it in training only (if self.training), and in place (copy_, mul_)",
             stops=True,
         )
-    elif _differ(first, second):
-        yield _unsteady(drawn, [place for place, v in constants(module).items() if kept.get(place) != digest(v)])
+    elif _differs(first, second):
+        yield _make_unsteady_finding(
+            drawn, [place for place, v in collect_constants(module).items() if kept.get(place) != compute_digest(v)]
+        )
     else:
-        yield from _neighbours(module, x, first)
-    if (end := _last_operation(module, x)) is not None:
+        yield from _probe_neighbours(module, x, first)
+    if (end := _find_last_operation(module, x)) is not None:
         yield Finding(
             f"the network ends in {end}, and what it returns is taken for logits",
             "leave that step out: training and bundles apply softmax to what the network returns",
         )
 
 
-def _unsteady(drawn: bool, changed: list[str]) -> Finding:
+def _make_unsteady_finding(drawn: bool, changed: list[str]) -> Finding:
     if drawn:
         return Finding(
             "the network answers differently each time, since it draws random numbers also in evaluation mode",
@@ -134,20 +136,21 @@ def _unsteady(drawn: bool, changed: list[str]) -> Finding:
             stops=True,
         )
     return Finding(
-        f"the network answers differently each time, since it remembers something ({_some(changed) or 'not found'})",
+        "the network answers differently each time, since it remembers something "
+        f"({_format_some(changed) or 'not found'})",
         "compute each answer from its sample alone, and leave out what is kept from one call to the next",
         stops=True,
     )
 
 
-def _neighbours(module: nn.Module, x: Tensor, together: Tensor) -> Iterator[Finding]:
-    alone = np.concatenate([_eval(module, x[k : k + 1]) for k in range(min(len(x), N_ALONE))])
+def _probe_neighbours(module: nn.Module, x: Tensor, together: Tensor) -> Iterator[Finding]:
+    alone = np.concatenate([_evaluate(module, x[k : k + 1]) for k in range(min(len(x), N_ALONE))])
 
-    def wanted(lean: float) -> NDArray[np.floating]:
-        with leaning(module, lean):
-            return (_eval(module, x) if lean else together.numpy())[: len(alone)]
+    def answer_together(lean: float) -> NDArray[np.floating]:
+        with favour_routes(module, lean):
+            return (_evaluate(module, x) if lean else together.numpy())[: len(alone)]
 
-    if not (far := difference(alone, wanted)) <= tolerance(together.numpy()):
+    if not (far := compute_difference(alone, answer_together)) <= compute_tolerance(together.numpy()):
         yield Finding(
             "the answer to a sample depends on the others in its batch: alone and among others it differs by up to "
             f"{far:.3g}",
@@ -157,73 +160,77 @@ def _neighbours(module: nn.Module, x: Tensor, together: Tensor) -> Iterator[Find
         )
 
 
-def tolerance(logits: NDArray[np.floating]) -> float:
-    """How far two computations of these logits may differ."""
+def compute_tolerance(logits: NDArray[np.floating]) -> float:
+    """Return how far two computations of these logits may differ."""
     return TOLERANCE * max(1.0, float(np.abs(logits).max(initial=0)))
 
 
-def _last_operation(module: nn.Module, x: Tensor) -> str | None:
+def _find_last_operation(module: nn.Module, x: Tensor) -> str | None:
     with torch.enable_grad():
         end = module(x.clone()).grad_fn
     return None if end is None else _ENDS.get(end.name())
 
 
-def training(network: Network, samples: Samples, untrained: nn.Module) -> Iterator[Finding]:
-    """Whether a network can learn, by steps as on a device: with n samples, and with one.
+def probe_training(network: Network, samples: Samples, untrained: nn.Module) -> Iterator[Finding]:
+    """Probe whether a network can learn, by steps as on a device: with n samples, and with one.
 
     `untrained`: another build with the same weights, which are finite. The network's own are changed.
     """
-    module, x = network.module, tensor(samples.x)
-    before, start, inputs = dict(state(module)), network.dump(), x.clone()
-    kept = {place: digest(value) for place, value in constants(module).items()}
+    module, x = network.module, to_tensor(samples.x)
+    before, start, inputs = dict(iterate_tensors(module)), network.dump(), x.clone()
+    kept = {place: compute_digest(value) for place, value in collect_constants(module).items()}
     try:
         found = module.train()(inputs)
     except FAILURES as error:
-        yield _raises("in training mode the network", len(x), error)
+        yield _make_raise_finding("in training mode the network", len(x), error)
         return
-    if (wrong := _no_logits(found, len(x), network.task, "in training mode ")) is not None:
+    if (wrong := _examine_logits(found, len(x), network.task, "in training mode ")) is not None:
         yield wrong
         return
-    yield from _changed_input(inputs, x)
-    if replaced := [name for name, own in state(module) if own is not before.get(name)]:
+    yield from _probe_input(inputs, x)
+    if replaced := [name for name, own in iterate_tensors(module) if own is not before.get(name)]:
         yield Finding(
-            f"in training mode the network puts another tensor in the place of {_some(replaced)}",
+            f"in training mode the network puts another tensor in the place of {_format_some(replaced)}",
             "write into it instead, as in self.mean.copy_(...)",
             stops=True,
         )
         return
     weights = network.weights.clone()
-    if (reason := _steps(network, samples)) is not None:
+    if (reason := _probe_steps(network, samples)) is not None:
         yield reason
     elif torch.equal(weights, network.weights):
         yield Finding("a step of training changes no weight", "let the output depend on the weights", stops=True)
-    elif hidden := [place for place, value in constants(module).items() if _learns_unseen(value)]:
-        yield _unregistered(
-            f"no order trains {_some(hidden)}, since no state dict has it, though a gradient reaches it"
+    elif hidden := [place for place, value in collect_constants(module).items() if _learns_unseen(value)]:
+        yield _make_unregistered_finding(
+            f"no order trains {_format_some(hidden)}, since no state dict has it, though a gradient reaches it"
         )
-    elif _differ_from(untrained, network, start, x):
-        changed = [place for place, value in constants(module).items() if kept.get(place) != digest(value)]
-        yield _unregistered(f"training changes {_some(changed) or 'something'}, which no state dict has")
-    elif (reason := _steps(network, Samples(samples.x[:1], samples.y[:1]))) is not None:
+    elif _differs_from(untrained, network, start, x):
+        changed = [
+            place for place, value in collect_constants(module).items() if kept.get(place) != compute_digest(value)
+        ]
+        yield _make_unregistered_finding(
+            f"training changes {_format_some(changed) or 'something'}, which no state dict has"
+        )
+    elif (reason := _probe_steps(network, Samples(samples.x[:1], samples.y[:1]))) is not None:
         yield Finding(
             f"a device with one sample only cannot train ({reason.what})",
             "give each device at least two samples, or normalise without the batch: GroupNorm, LayerNorm",
         )
 
 
-def _differ_from(module: nn.Module, network: Network, model: Model, x: Tensor) -> bool:
-    """Whether a network answers otherwise than `module` does, once it has the weights of `model`, as that has."""
+def _differs_from(module: nn.Module, network: Network, model: Model, x: Tensor) -> bool:
+    """Return whether a network with the weights of `model` answers otherwise than `module`, which has them."""
     network.load(model)
-    return _differ(*(torch.from_numpy(_eval(each, x)) for each in (module, network.module)))
+    return _differs(*(torch.from_numpy(_evaluate(each, x)) for each in (module, network.module)))
 
 
-def _steps(network: Network, samples: Samples) -> Finding | None:
-    """What is wrong after two steps on these samples; None: nothing."""
+def _probe_steps(network: Network, samples: Samples) -> Finding | None:
+    """Return what is wrong after two steps on these samples; None if nothing is."""
     sgd = Sgd(batch_size=len(samples.y), learning_rate=RATE, momentum=0.0)
     try:
         Trainer(network, samples.x, samples.y, sgd, np.random.default_rng(0)).run(2)
     except FAILURES as error:
-        return _fails(error)
+        return _make_failure_finding(error)
     if bool(network.weights.isfinite().all()):
         return None
     what = "after a step of training weights are NaN or infinite"
@@ -231,7 +238,7 @@ def _steps(network: Network, samples: Samples) -> Finding | None:
     return Finding(what, do, stops=True)
 
 
-def _fails(error: BaseException) -> Finding:
+def _make_failure_finding(error: BaseException) -> Finding:
     text = str(error)
     if "does not require grad" in text:
         what = "training fails, since no gradient reaches a weight"
@@ -244,7 +251,7 @@ def _fails(error: BaseException) -> Finding:
         do = "keep none, or only its detach()"
     else:
         what, do = (
-            f"training fails ({reason_of(error)})",
+            f"training fails ({describe_error(error)})",
             "let it pass forward, cross-entropy and backward in torch first",
         )
     return Finding(what, do, stops=True)
@@ -254,7 +261,7 @@ def _learns_unseen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and value.grad is not None
 
 
-def _unregistered(what: str) -> Finding:
+def _make_unregistered_finding(what: str) -> Finding:
     return Finding(
         what,
         "let torch know it: layers in torch.nn.ModuleList or ModuleDict, weights as torch.nn.Parameter, other tensors "
@@ -263,10 +270,10 @@ def _unregistered(what: str) -> Finding:
     )
 
 
-def built_again(module: nn.Module, network: Network, x: Tensor, layout: Layout) -> Iterator[Finding]:
-    """Whether two builds with other random numbers, `module` and `network`, are the same network with equal weights."""
+def probe_rebuild(module: nn.Module, network: Network, x: Tensor, layout: Layout) -> Iterator[Finding]:
+    """Probe whether two builds with other random numbers are the same network with equal weights."""
     try:
-        answers_differ = _differ_from(module, network, dump(module, layout), x)
+        answers_differ = _differs_from(module, network, dump_model(module, layout), x)
     except ProtocolError:
         yield Finding(
             "each build of the network has other tensors",
@@ -276,14 +283,16 @@ def built_again(module: nn.Module, network: Network, x: Tensor, layout: Layout) 
         return
     if not answers_differ:
         return
-    one, two = constants(module), constants(network.module)
-    other = [place for place in one | two if digest(one.get(place)) != digest(two.get(place))]
+    one, two = collect_constants(module), collect_constants(network.module)
+    other = [place for place in one | two if compute_digest(one.get(place)) != compute_digest(two.get(place))]
     tensors = [place for place in other if isinstance(one.get(place), Tensor | np.ndarray)]
     what = "each build of the network answers differently with the same weights"
-    yield _unregistered(f"{what}, since no state dict has {_some(tensors or other) or 'all that it computes with'}")
+    yield _make_unregistered_finding(
+        f"{what}, since no state dict has {_format_some(tensors or other) or 'all that it computes with'}"
+    )
 
 
-def _changed_input(inputs: Tensor, x: Tensor) -> Iterator[Finding]:
+def _probe_input(inputs: Tensor, x: Tensor) -> Iterator[Finding]:
     if not torch.equal(inputs, x):
         yield Finding(
             "the network changes its input in place, so a device would ask about other samples than it has",
@@ -292,37 +301,37 @@ def _changed_input(inputs: Tensor, x: Tensor) -> Iterator[Finding]:
         )
 
 
-def _copied(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: (own, own.detach().clone()) for name, own in state(module)}
+def _copy_state(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (own, own.detach().clone()) for name, own in iterate_tensors(module)}
 
 
-def _changed(before: dict[str, tuple[Tensor, Tensor]], module: nn.Module) -> list[str]:
-    """The tensors of a network's state that are others now, or hold other numbers."""
-    now = dict(state(module))
+def _find_changed(before: dict[str, tuple[Tensor, Tensor]], module: nn.Module) -> list[str]:
+    """Return the tensors of a network's state that are others now, or hold other numbers."""
+    now = dict(iterate_tensors(module))
     return [name for name, (own, copy) in before.items() if now.get(name) is not own or not torch.equal(own, copy)]
 
 
-def _generators() -> object:
-    """The state of all random numbers that a network may draw."""
+def _get_generators() -> object:
+    """Return the state of all random numbers that a network may draw."""
     return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002
 
 
-def _eval(module: nn.Module, x: Tensor) -> NDArray[np.float32]:
+def _evaluate(module: nn.Module, x: Tensor) -> NDArray[np.float32]:
     with torch.no_grad():
         found: NDArray[np.float32] = module(x.clone()).numpy()
     return found
 
 
-def _differ(one: Tensor, two: Tensor) -> bool:
+def _differs(one: Tensor, two: Tensor) -> bool:
     return not torch.allclose(one, two, rtol=1e-5, atol=1e-6)
 
 
-def _some(places: Sequence[str]) -> str:
+def _format_some(places: Sequence[str]) -> str:
     return ", ".join(places[:_NAMED]) + f" and {len(places) - _NAMED} more" * (len(places) > _NAMED)
 
 
-class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the user's lines that turn a tensor's value into a Python number or condition."""
+class _ScalarRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A recorder of the user's lines that turn a tensor's value into a Python number or condition."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -336,25 +345,25 @@ class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:  # noqa: SLF001 - what item, bool and float call
             frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - to tell the user's line
             while frame is not None:
-                if place := users_line(frame, frame.f_lineno):
+                if place := find_user_line(frame, frame.f_lineno):
                     self.lines[place] = None
                     break
                 frame = frame.f_back
         return func(*args, **(kwargs or {}))
 
 
-def decisions(module: nn.Module, x: Tensor) -> list[str]:
-    """Lines of the user's code at which the network turns values into Python numbers, which no graph can hold."""
-    with _Scalars() as seen, torch.no_grad():
+def find_decisions(module: nn.Module, x: Tensor) -> list[str]:
+    """Find the user's lines at which the network turns values into Python numbers, which no graph can hold."""
+    with _ScalarRecorder() as seen, torch.no_grad():
         module(x.clone())
     return list(seen.lines)
 
 
-def variations(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """Other inputs that the network can be asked about: those at which a condition on values goes another way."""
+def iterate_variations(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """Iterate over other inputs to ask about: those at which a condition on values goes another way."""
     for inputs in (-x, torch.zeros_like(x), 100 * x, -100 * x):
         try:
-            if np.isfinite(_eval(module, inputs)).all():
+            if np.isfinite(_evaluate(module, inputs)).all():
                 yield inputs
         except FAILURES:  # such as the numbers of tokens that there are not
             continue

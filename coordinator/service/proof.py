@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.fleet.fleet import Answer, Fleet, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet
 from coordinator.methods.method import Method
-from coordinator.methods.state import S, dump, load
+from coordinator.methods.state import S, decode_state, encode_state
 from fedge.errors import ConfigError, ProtocolError
 from fedge.steps.contract import Action
 
@@ -23,7 +23,7 @@ OURS: Final = "coordinator."
 """Begins the module of a method that is proven by its tests instead."""
 
 
-class Recorded(Fleet):
+class RecordingFleet(Fleet):
     """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise.
 
     Raises:
@@ -38,137 +38,137 @@ class Recorded(Fleet):
         self.streamed: dict[str, list[Answer]] = {}
         self.were_busy: list[frozenset[str]] = []
 
-    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
+    def _record(self, label: str, actions: Mapping[str, Action]) -> None:
         self.asked |= {(label, i): action for i, action in actions.items()}
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As the fleet's."""
-        self._note(label, actions)
+        """Run the actions on the fleet, and record the answers."""
+        self._record(label, actions)
         answers = await self._fleet.run(label, actions)
         self.answers.setdefault(label, {}).update(answers)
         return answers
 
     async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """As the fleet's."""
+        """Stream the fleet's answers, and record them."""
         if label in self.streamed:
             text = "two streams of a round have the label {!r}, so that their orders and answers cannot be told apart"
             raise ConfigError(f"{self._method}: {text.format(label)}: number the labels")
-        self._note(label, actions)
-        told = self.streamed[label] = []
+        self._record(label, actions)
+        answers = self.streamed[label] = []
         async for answer in self._fleet.stream(label, actions, seen):
-            told.append(answer)
+            answers.append(answer)
             yield answer
 
-    def busy(self) -> frozenset[str]:
-        """As the fleet's."""
-        self.were_busy.append(self._fleet.busy())
+    def get_busy_devices(self) -> frozenset[str]:
+        """Return the fleet's busy devices, and record them."""
+        self.were_busy.append(self._fleet.get_busy_devices())
         return self.were_busy[-1]
 
 
-class Repeated(Recorded):
+class ReplayFleet(RecordingFleet):
     """The fleet of a round that runs again: what was asked before is answered as before, and nobody works.
 
     Raises:
         ConfigError: something else is asked.
     """
 
-    def __init__(self, first: Recorded, method: str) -> None:
+    def __init__(self, first: RecordingFleet, method: str) -> None:
         super().__init__(first, method)
         self._first = first
 
-    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
-        super()._note(label, actions)
+    def _record(self, label: str, actions: Mapping[str, Action]) -> None:
+        super()._record(label, actions)
         for i, action in actions.items():
             if self._first.asked.get((label, i)) != action:
-                raise differs(self._method, f"it asks {i} for something else under the label {label!r}")
+                raise make_difference_error(self._method, f"it asks {i} for something else under the label {label!r}")
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """The answers of the first time."""
-        self._note(label, actions)
+        """Return the answers of the first time."""
+        self._record(label, actions)
         return {i: answer for i, answer in self._first.answers.get(label, {}).items() if i in actions}
 
     async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """The answers of the first time, in that order."""
+        """Stream the answers of the first time, in that order."""
         del seen
-        self._note(label, actions)
+        self._record(label, actions)
         for answer in self._first.streamed.get(label, []):
             yield answer
 
-    def busy(self) -> frozenset[str]:
-        """As it was the first time."""
+    def get_busy_devices(self) -> frozenset[str]:
+        """Return the busy devices of the first time."""
         if not self._first.were_busy:
-            raise differs(self._method, "it asks which devices are busy, which it did not before")
+            raise make_difference_error(self._method, "it asks which devices are busy, which it did not before")
         number = len(self.were_busy)
         self.were_busy.append(self._first.were_busy[min(number, len(self._first.were_busy) - 1)])
         return self.were_busy[-1]
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Nobody twice."""
+        """Do nothing: nobody is accused twice."""
 
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Nothing twice."""
+    def record_event(self, event: str, fields: Mapping[str, object]) -> None:
+        """Do nothing: no event is recorded twice."""
 
 
-def differs(method: str, what: str) -> ConfigError:
-    """The error about a round that is not the same when it runs again."""
+def make_difference_error(method: str, what: str) -> ConfigError:
+    """Make the error about a round that is not the same when it runs again."""
     return ConfigError(
         f"{method}: if a round runs again from the same state, as after a crash, {what}: take random numbers from "
         "round_rng(self.settings, r) alone, no time, and keep in the state what a later round needs, not on self"
     )
 
 
-async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
+async def prove_round(method: Method[S], state: S, fleet: Fleet) -> S:
     """Do the next round, and do it again from the stored state, by another object of the method.
 
     Raises:
         ConfigError: the state cannot be stored, was changed, or the round was another one.
     """
-    stored = dump(state)
-    first = Recorded(fleet, method.name)
+    stored = encode_state(state)
+    first = RecordingFleet(fleet, method.name)
     new = await method.advance(state, first)
-    if dump(state) != stored:
+    if encode_state(state) != stored:
         raise ConfigError(
             f"{method.name}: a round changed the state that it was given: leave that as it is, and make the new one "
-            "with round_done(state, ..., name=value)"
+            "with finish_round(state, ..., name=value)"
         )
-    again = Repeated(first, method.name)
-    other = await type(method)(method.settings, method.server).advance(reloaded(state), again)
+    again = ReplayFleet(first, method.name)
+    other = await type(method)(method.settings, method.server).advance(reload(state), again)
     if left := first.asked.keys() - again.asked.keys():
         label, device = min(left)
-        raise differs(method.name, f"it does not ask {device} under the label {label!r} any more")
-    if dump(other) != dump(new):
-        own = (f for f in new.__struct_fields__ if _bytes(getattr(new, f)) != _bytes(getattr(other, f)))
-        raise differs(method.name, f"it ends in another {next(own, 'state')}")
+        raise make_difference_error(method.name, f"it does not ask {device} under the label {label!r} any more")
+    if encode_state(other) != encode_state(new):
+        own = (f for f in new.__struct_fields__ if _encode(getattr(new, f)) != _encode(getattr(other, f)))
+        raise make_difference_error(method.name, f"it ends in another {next(own, 'state')}")
     return new
 
 
-def reloaded(state: S) -> S:
-    """The state as a coordinator that is started again would load it.
+def reload(state: S) -> S:
+    """Return the state as a coordinator that is started again would load it.
 
     Raises:
         ConfigError: it cannot be stored, or not read back as it was.
     """
-    data = dump(state)
+    data = encode_state(state)
     try:
-        found = load(data, type(state))
+        found = decode_state(data, type(state))
     except (msgspec.DecodeError, TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"a coordinator that is started again cannot read the state of the method: {error}; let the fields of "
             f"{type(state).__name__} have the types that they are given"
         ) from error
-    if dump(found) != data:
+    if encode_state(found) != data:
         raise ConfigError("the state of the method is another one when it is stored and read again")
     return found
 
 
-def _bytes(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value, enc_hook=lambda array: array.tobytes(), order="deterministic")
 
 
 def is_ours(kind: type[Method[Any]]) -> bool:
-    """Whether a method is one of fedge's, whose promises its tests have proven."""
+    """Return whether a method is one of fedge's, whose promises its tests have proven."""
     return kind.__module__.startswith(OURS)

@@ -30,29 +30,29 @@ Counts = Mapping[str, Mapping[str, int]]
 """Samples by device and class; device "": not told apart."""
 
 
-def by_class(task: TaskSpec, y: np.ndarray[Any, Any]) -> dict[str, int]:
-    """The number of labels y (n,) of each class of the task."""
+def count_by_class(task: TaskSpec, y: np.ndarray[Any, Any]) -> dict[str, int]:
+    """Count the labels y (n,) of each class of the task."""
     return dict(zip(task.classes, np.bincount(y, minlength=task.n_classes).tolist(), strict=True))
 
 
-def in_folder(source: Path) -> dict[str, dict[str, int]]:
-    """The images of a folder or .zip by device, the folders above the class folder, and class.
+def count_in_folder(source: Path) -> dict[str, dict[str, int]]:
+    """Count the images of a folder or .zip by device, the folders above the class folder, and class.
 
     Raises:
-        ConfigError: as `images.names`.
+        ConfigError: as `images.list_images`.
     """
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for name in map(PurePosixPath, images.names(source)):
+    for name in map(PurePosixPath, images.list_images(source)):
         device = "/".join(part for part in name.parts[:-2] if part not in PARTS)
         found[device][name.parent.name] += 1
     return {device: dict(sorted(counts.items())) for device, counts in sorted(found.items())}
 
 
-def empty_folders(sources: Iterable[Path]) -> Iterator[Finding]:
-    """Folders without images and without folders in them; hidden ones do not count."""
+def find_empty_folders(sources: Iterable[Path]) -> Iterator[Finding]:
+    """Find folders without images and without folders in them; hidden ones do not count."""
     folders = (path for source in sources if source.is_dir() for path in source.rglob("*") if path.is_dir())
     if empty := [str(path) for path in sorted(folders) if not path.name.startswith(".") and _is_empty(path)]:
-        yield Finding(f"no image is in {_some(empty)}", "put images there, or delete the folder")
+        yield Finding(f"no image is in {_format_some(empty)}", "put images there, or delete the folder")
 
 
 def _is_empty(folder: Path) -> bool:
@@ -62,55 +62,55 @@ def _is_empty(folder: Path) -> bool:
         return False
 
 
-def without_samples(counts: Counts) -> Iterator[Finding]:
-    """The classes of which no device has a sample."""
-    total = _total(counts)
+def find_missing_classes(counts: Counts) -> Iterator[Finding]:
+    """Find the classes of which no device has a sample."""
+    total = _count_total(counts)
     if missing := [name for name in total if not total[name]]:
         yield Finding(
-            f"no sample is of {_some(missing)}", "nobody can learn them: add samples, or leave the classes out"
+            f"no sample is of {_format_some(missing)}", "nobody can learn them: add samples, or leave the classes out"
         )
 
 
-def oddities(counts: Counts) -> Iterator[Finding]:
-    """Classes without samples, devices with few, and class names that look like a typo of another."""
-    yield from without_samples(counts)
+def find_oddities(counts: Counts) -> Iterator[Finding]:
+    """Find classes without samples, devices with few, and class names that look like a typo of another."""
+    yield from find_missing_classes(counts)
     n_samples = {device: sum(of_device.values()) for device, of_device in counts.items()}
     if few := [f"{device or 'all together'} has {n}" for device, n in n_samples.items() if n < FEW]:
         do = f"a device needs at least {FEW} samples, better 50: a fifth is held out to validate"
-        yield Finding(f"few samples: {_some(few)}", do)
-    total = _total(counts)
+        yield Finding(f"few samples: {_format_some(few)}", do)
+    total = _count_total(counts)
     names = sorted(name for name in total if total[name])
     for pair in combinations(names if len(names) <= MOST_NAMES else (), 2):
         rare, common = sorted(pair, key=lambda name: total[name])
         apart = not any(of_device.get(rare) and of_device.get(common) for of_device in counts.values())
-        if _same(rare, common) or (_similar(rare, common) and (apart or total[rare] * RARE <= total[common])):
+        if _is_same(rare, common) or (_is_similar(rare, common) and (apart or total[rare] * RARE <= total[common])):
             what = f"class {rare} ({total[rare]} samples) looks like a typo of {common} ({total[common]})"
             yield Finding(what, f"if they are one class, rename {rare} to {common} wherever it occurs")
 
 
-def _total(counts: Counts) -> dict[str, int]:
+def _count_total(counts: Counts) -> dict[str, int]:
     names = dict.fromkeys(name for of_device in counts.values() for name in of_device)
     return {name: sum(of_device.get(name, 0) for of_device in counts.values()) for name in names}
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether two names differ only in case, spaces and punctuation."""
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two names differ only in case, spaces and punctuation."""
     return "".join(filter(str.isalnum, one.casefold())) == "".join(filter(str.isalnum, other.casefold())) != ""
 
 
-def _similar(one: str, other: str) -> bool:
-    """Whether two names are nearly equal, and differ in more than a number."""
+def _is_similar(one: str, other: str) -> bool:
+    """Return whether two names are nearly equal, and differ in more than a number."""
     letters = [[c for c in name if not c.isdigit()] for name in (one, other)]
     return letters[0] != letters[1] and SequenceMatcher(None, one, other).ratio() >= SIMILAR
 
 
-def lines(counts: Counts) -> Iterator[str]:
-    """A line per device: its samples, and how many of each class."""
+def format_counts(counts: Counts) -> Iterator[str]:
+    """Format a line per device: its samples, and how many of each class."""
     width = max(map(len, counts), default=0)
     for device, of_device in counts.items():
-        told = [f"{name} {n}" for name, n in of_device.items() if n]
-        yield f"{device.ljust(width)}  {sum(of_device.values())}: {_some(told)}".strip()
+        parts = [f"{name} {n}" for name, n in of_device.items() if n]
+        yield f"{device.ljust(width)}  {sum(of_device.values())}: {_format_some(parts)}".strip()
 
 
-def _some(words: Sequence[str], most: int = 12) -> str:
+def _format_some(words: Sequence[str], most: int = 12) -> str:
     return ", ".join(words[:most]) + f", and {len(words) - most} more" * (len(words) > most)

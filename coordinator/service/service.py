@@ -19,25 +19,25 @@ import msgspec
 
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment, Intake
-from coordinator.fleet.mqtt.roles import BlobServer, begun, own_folder
+from coordinator.fleet.mqtt.roles import BlobServer, load_layout, lock_own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
-from coordinator.methods.catalogue import method_class
+from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.method import Method
 from coordinator.methods.settings import Option
-from coordinator.methods.state import State, dump
-from coordinator.service.beginning import resumed
-from coordinator.service.proof import PROVEN, reloaded
+from coordinator.methods.state import State, encode_state
+from coordinator.service.beginning import resume
+from coordinator.service.proof import PROVEN, reload
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
-from coordinator.service.summary import fail_if_fruitless, finished, require_bundles, warning_daily, write_summary
+from coordinator.service.summary import find_finished, log_missing_bundles, require_fruitful, warn_daily, write_summary
 from coordinator.store.records import Event
-from coordinator.store.requests import Wishes, at_round, wishes_in
+from coordinator.store.requests import StandingRequests, read_requests, take_requests
 from coordinator.store.store import ISSUE, Store
 from coordinator.watch import runs
 from fedge.data.task import TaskSpec
 from fedge.system.logs import bind
 from fedge.system.malloc import tune_malloc
-from fedge.system.systemd import ready
-from fedge.wire.messages import blobs_of
+from fedge.system.systemd import notify_ready
+from fedge.wire.messages import iterate_blobs
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -56,8 +56,8 @@ LOOK_S: Final = 0.5
 NOT_ANEW: Final = "the method has no clusters that it could remake now"
 
 
-class Slowly:
-    """Runs a task immediately on request, then at most once per interval."""
+class Throttle:
+    """A throttle, which runs a task immediately on request, then at most once per interval."""
 
     def __init__(self, act: Callable[[], object], every_s: float) -> None:
         self._act = act
@@ -65,17 +65,17 @@ class Slowly:
         self._next = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def ask(self) -> None:
-        """Run it now, or as soon as permitted."""
+    def trigger(self) -> None:
+        """Run the task now, or as soon as permitted."""
         if self._timer is not None:
             return
         loop = asyncio.get_running_loop()
         if loop.time() >= self._next:
-            self._do()
+            self._run()
         else:
-            self._timer = loop.call_at(self._next, self._do)
+            self._timer = loop.call_at(self._next, self._run)
 
-    def _do(self) -> None:
+    def _run(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -83,7 +83,7 @@ class Slowly:
         self._next = loop.time() + max(self._every_s, RARELY * (loop.time() - began))
 
     async def aclose(self) -> None:
-        """Stop."""
+        """Stop the throttle."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -106,78 +106,78 @@ async def serve(
     tune_malloc(large=True)
     raise_open_files()
     began = time.monotonic()
-    if store.recall("start") is None:
+    if store.find_value("start") is None:
         observe("beginning", {})
-    method, layout, first, state = resumed(settings, task, store, options)
-    if (ended := finished(settings, method, state)) is not None:
+    method, layout, first, state = resume(settings, task, store, options)
+    if (ended := find_finished(settings, method, state)) is not None:
         observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
-        require_bundles(ended)
+        log_missing_bundles(ended)
         return ended
-    slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
+    slowly = Throttle(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
     news: list[Event] = []
 
-    def note() -> None:
+    def record_news() -> None:
         if news:
-            store.note(*news)
+            store.record_events(*news)
             news.clear()
 
-    noting = Slowly(note, NOTE_S)
+    noting = Throttle(record_news, NOTE_S)
 
-    def told(event: str, fields: dict[str, Any]) -> None:
+    def record_event(event: str, fields: dict[str, Any]) -> None:
         """Pass an event to the caller and the store, and soon update HOME/summary.json."""
         observe(event, fields)
         number = state.round if event == "round_done" else state.round + 1
-        news.append(happened(event, fields, number))
-        noting.ask()
-        slowly.ask()
+        news.append(make_event(event, fields, number))
+        noting.trigger()
+        slowly.trigger()
 
     fleet = MqttFleet(
-        settings.at(settings.broker),
+        settings.make_broker_settings(settings.broker),
         store,
         Assignment(
             federation=settings.federation,
             task=task,
             layout=layout,
             steps=(*method.steps, *STEPS),
-            run=store.remember("run", uuid.uuid4().hex[:12]),
-            issue=store.recall(ISSUE) or "",
+            run=store.put_value_once("run", uuid.uuid4().hex[:12]),
+            issue=store.find_value(ISSUE) or "",
             seed=settings.seed,
             deadline_s=settings.deadline_s,
-            no_relays=method.no_relays(),
+            no_relays=method.explain_no_relays(),
         ),
-        told,
+        record_event,
     )
-    under_way = set() if method.done(state) else fleet.accepted(state.round + 1)
-    store.require({ref.digest for ref in blobs_of(state)} | under_way)
-    runs.note(settings.home, "coordinator", settings, options)
+    under_way = set() if method.is_done(state) else fleet.find_accepted_blobs(state.round + 1)
+    store.require_tensors({ref.digest for ref in iterate_blobs(state)} | under_way)
+    runs.record_run(settings.home, "coordinator", settings, options)
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
-    async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warning_daily(settings):
-        ready()
-        while not method.done(state):
+    async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warn_daily(settings):
+        notify_ready()
+        while not method.is_done(state):
             bind(round=(number := state.round + 1))
-            fail_if_fruitless(settings, method, state, first, store, fleet)
-            wishes = await permitted(number, store, fleet, told)
+            require_fruitful(settings, method, state, first, store, fleet)
+            wishes = await wait_for_permission(number, store, fleet, record_event)
             if wishes.recluster == number:
-                state = anew(method, state, told)
-            await fleet.begin(number, settings.devices if number == 1 else 1)
-            state = await method.advance(state, beyond_relays(settings, state, fleet))
+                state = restart_clustering(method, state, record_event)
+            await fleet.start_round(number, settings.devices if number == 1 else 1)
+            state = await method.advance(state, wrap_relays(settings, state, fleet))
             await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
             began = time.monotonic()
-            told("round_done", write_summary(settings, method, state, store, fleet))
-        fleet.end_streams()
+            record_event("round_done", write_summary(settings, method, state, store, fleet))
+        fleet.expire_streams()
         if settings.late_joiners:
-            async for state in serve_late_joiners(settings, method, state, store, fleet, told):  # noqa: B020 - it is the next one
-                told("round_done", write_summary(settings, method, state, store, fleet))
-    note()
-    store.count(fleet.take_counts())
+            async for state in serve_late_joiners(settings, method, state, store, fleet, record_event):  # noqa: B020 - it is the next one
+                record_event("round_done", write_summary(settings, method, state, store, fleet))
+    record_news()
+    store.add_counts(fleet.take_counts())
     summary = write_summary(settings, method, state, store, fleet, ended=True)
-    require_bundles(summary)
+    log_missing_bundles(summary)
     return summary
 
 
-def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
-    """An event as stored; `number`: of the round, if the event does not give it."""
+def make_event(event: str, fields: Mapping[str, Any], number: int) -> Event:
+    """Make an event as stored; `number`: of the round, if the event does not give it."""
     if event == "round_done":
         last = fields["history"][-1] if fields["history"] else {"accuracy": None}
         fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
@@ -187,32 +187,32 @@ def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
     )
 
 
-async def permitted(number: int, store: Store, fleet: MqttFleet, observe: Observer) -> Wishes:
+async def wait_for_permission(number: int, store: Store, fleet: MqttFleet, observe: Observer) -> StandingRequests:
     """Wait until round `number` may begin (`coordinator.store.requests`); a round begun before a restart always may."""
-    if store.snapshot(number) is not None:
-        wishes = wishes_in(store)
+    if store.get_round_devices(number) is not None:
+        wishes = read_requests(store)
     else:
         waits = False
-        while (wishes := wishes_in(store)).paused and not wishes.steps:
+        while (wishes := read_requests(store)).paused and not wishes.steps:
             if not waits:
                 observe("paused", {"round": number})
             waits = True
-            await fleet.rest(LOOK_S)
+            await fleet.sleep(LOOK_S)
         if waits:
             observe("resumed", {"round": number})
-        wishes = at_round(store, number)
+        wishes = take_requests(store, number)
     fleet.retired = frozenset(wishes.retired)
     return wishes
 
 
-def anew(method: Method[Any], state: State, observe: Observer) -> State:
-    """The state with clustering restarted, if the method can do that now."""
+def restart_clustering(method: Method[Any], state: State, observe: Observer) -> State:
+    """Return the state with clustering restarted, if the method can do that now."""
     found = method.recluster(state)
     observe("recluster" if found else "recluster_refused", {"reason": "" if found else NOT_ANEW})
     return found or state
 
 
-async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:
+async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:
     """Serve as an intake or a model server until stopped.
 
     Raises:
@@ -222,14 +222,14 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
     """
     tune_malloc(large=True)
     raise_open_files()
-    broker, federation = settings.at(settings.broker), settings.federation
-    layout = begun(store, settings.home, task, settings.blobs)
-    with own_folder(settings.home) as folder:
+    broker, federation = settings.make_broker_settings(settings.broker), settings.federation
+    layout = load_layout(store, settings.home, task, settings.blobs)
+    with lock_own_folder(settings.home) as folder:
         helper: Intake | BlobServer
         if settings.role == "blobs":
             helper = BlobServer(broker, store, folder, federation=federation)
         else:
-            steps = method_class(settings.method).steps
+            steps = load_method_class(settings.method).steps
             about = Assignment(federation=federation, task=task, layout=layout, steps=steps)
             helper = Intake(broker, store, folder, about)
         await helper.serve()
@@ -244,7 +244,7 @@ def raise_open_files() -> None:
 async def serve_late_joiners(
     settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
 ) -> AsyncIterator[Any]:
-    """After the last round, run one more whenever devices without a bundle appear; yields the states, endlessly.
+    """Run one more round whenever devices without a bundle appear after the last; yields the states, endlessly.
 
     A device that declined or failed is asked again after a restart of its agent or of this coordinator.
     """
@@ -252,18 +252,20 @@ async def serve_late_joiners(
     while True:
         began = time.monotonic()
         number = state.round + 1
-        await fleet.admit(number, tried, state.installed)
-        observe("round_begun", {"round": number, "devices": len(fleet.devices()) + len(fleet.inference_only())})
-        state = await method.serve_late_joiners(state, beyond_relays(settings, state, fleet))
+        await fleet.start_late_round(number, tried, state.installed)
+        observe(
+            "round_begun", {"round": number, "devices": len(fleet.get_devices()) + len(fleet.get_inference_devices())}
+        )
+        state = await method.serve_late_joiners(state, wrap_relays(settings, state, fleet))
         state = msgspec.structs.replace(state, round=number)
         await commit(store, fleet, number, state, time.monotonic() - began, settings.keep_rounds)
         yield state
-        tried |= {device.id: device.incarnation for device in (*fleet.devices(), *fleet.inference_only())}
+        tried |= {device.id: device.incarnation for device in (*fleet.get_devices(), *fleet.get_inference_devices())}
 
 
-def beyond_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet) -> RelayFleet:
-    """The fleet as a method sees it in the next round."""
-    return RelayFleet(fleet, layout=state.layout, seed=settings.seed, named=blobs_of(state))
+def wrap_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet) -> RelayFleet:
+    """Return the fleet as a method sees it in the next round."""
+    return RelayFleet(fleet, layout=state.layout, seed=settings.seed, named=iterate_blobs(state))
 
 
 async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float, keep: int) -> None:
@@ -273,10 +275,10 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
         ConfigError: the state cannot be stored, or in the first rounds, not be read again.
     """
     if number <= PROVEN:
-        reloaded(state)
+        reload(state)
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
-    await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
-    await fleet.look()
-    spare_s = SPARE_S if fleet.busy() else 0.0
-    needed = {ref.digest for ref in blobs_of(state)} | fleet.needed()
-    await asyncio.to_thread(store.keep_only, needed, spare_s=spare_s)
+    await asyncio.to_thread(store.commit_round, number, encode_state(state), time.time(), counted, keep=keep)
+    await fleet.collect_closed()
+    spare_s = SPARE_S if fleet.get_busy_devices() else 0.0
+    needed = {ref.digest for ref in iterate_blobs(state)} | fleet.find_needed_blobs()
+    await asyncio.to_thread(store.remove_others, needed, spare_s=spare_s)

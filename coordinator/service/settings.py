@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from coordinator.aggregation import protection
 from coordinator.methods import settings as methods
-from coordinator.methods.settings import DEFAULT, MethodSettings, Option, settings_of
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option, make_method_settings
 from coordinator.store.store import RECALLED_ROUNDS
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.membership.credentials import Broker, Credentials, FederationName
@@ -112,6 +112,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Processor, Heading.RUNS, "Networks of the server's own (fedcoe) are trained and asked on this processor."
     ] = Processor.CPU
 
-    def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
-        """The settings for the method; `options` are its own, `last` as in `MethodSettings`."""
-        return msgspec.structs.replace(settings_of(self, self.seed, options), last=last)
+    def make_method_settings(
+        self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None
+    ) -> MethodSettings:
+        """Make the settings for the method; `options` are its own, `last` as in `MethodSettings`."""
+        return msgspec.structs.replace(make_method_settings(self, self.seed, options), last=last)

@@ -19,10 +19,10 @@ from coordinator.methods.installation import require_learned
 from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.service.settings import CoordinatorSettings
-from coordinator.store.requests import wishes_in
+from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
 from coordinator.watch.state import read_summary
-from coordinator.watch.words import without_bundle_because
+from coordinator.watch.words import explain_no_bundle
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.system.files import write_atomically
 from fedge.wire.messages import BlobRef
@@ -33,7 +33,7 @@ WARN_S: Final = 24 * 3600.0
 """Between two warnings of a certificate that will expire."""
 
 
-def fail_if_fruitless(
+def require_fruitful(
     settings: CoordinatorSettings, method: Method[Any], state: State, first: BlobRef, store: Store, fleet: MqttFleet
 ) -> None:
     """End a run before its devices get bundles if the rounds of training are over and nothing was learned.
@@ -50,21 +50,21 @@ def fail_if_fruitless(
         raise
 
 
-def require_bundles(summary: Mapping[str, Any]) -> None:
+def log_missing_bundles(summary: Mapping[str, Any]) -> None:
     """Log which devices have no bundle at the end of a run, and why.
 
     Raises:
         FruitlessError: none has one.
     """
-    why = without_bundle_because(summary)
+    why = explain_no_bundle(summary)
     if why:
-        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.told(why))
+        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.describe_reasons(why))
     if not summary["installed"]:
-        raise FruitlessError("no device has a bundle" + (f": {problems.told(why)}" if why else ""))
+        raise FruitlessError("no device has a bundle" + (f": {problems.describe_reasons(why)}" if why else ""))
 
 
-def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
-    """The summary of a run that an earlier process finished; None: there is work left.
+def find_finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
+    """Return the summary of a run that an earlier process finished; None if there is work left.
 
     Raises:
         FruitlessError: nothing was learned, and the run has no more rounds than then.
@@ -75,7 +75,7 @@ def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -
             if summary.get("failed") and state.round == method.last:
                 go_on = f"to go on with this federation, start it with more rounds than {method.last} (--rounds)"
                 raise FruitlessError(f"{summary['failed']}; {go_on}")
-            if summary.get("ended") and method.done(state) and not (settings.late_joiners or settings.readmit):
+            if summary.get("ended") and method.is_done(state) and not (settings.late_joiners or settings.readmit):
                 return summary
     return None
 
@@ -94,23 +94,23 @@ def write_summary(
 
     `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
     """
-    counters, wishes = store.counters(), wishes_in(store)
+    counters, wishes = store.get_counters(), read_requests(store)
     summary = {
         "federation": settings.federation,
         "seed": settings.seed,
-        "privacy": method.settings.protection.promise(),
-        **method.summary(state),
+        "privacy": method.settings.protection.describe_promise(),
+        **method.summarise(state),
         "bytes_up": counters.get("bytes_up", 0),
         "bytes_down": counters.get("bytes_down", 0),
         "wall_s": counters.get("milliseconds", 0) / 1000,
-        "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
-        "devices": dict(sorted((fleet.registry.presence() | fleet.registry.behind_relays()).items())),
-        "without_bundle": without_bundle(method, state, store),
-        "clocks": fleet.registry.wrong_clocks(),
-        "expiring": expiring(settings),
+        "round_s": [round(seconds, 3) for seconds in store.get_round_seconds().values()],
+        "devices": dict(sorted((fleet.registry.list_presence() | fleet.registry.list_behind_relays()).items())),
+        "without_bundle": list_without_bundle(method, state, store),
+        "clocks": fleet.registry.find_wrong_clocks(),
+        "expiring": list_expiring(settings),
         "quarantined": msgspec.to_builtins(fleet.quarantined),
         "at": time.time(),
-        "fleet": fleet.registry.described(),
+        "fleet": fleet.registry.describe_devices(),
         "waiting": fleet.waiting,
         "paused": wishes.paused and not wishes.steps,
         "retired": wishes.retired,
@@ -125,39 +125,39 @@ def write_summary(
     return summary
 
 
-def expiring(settings: CoordinatorSettings) -> list[str]:
-    """Warnings of certificates that must be renewed in the coming months."""
-    named = settings.by_files()
+def list_expiring(settings: CoordinatorSettings) -> list[str]:
+    """List warnings of certificates that must be renewed in the coming months."""
+    named = settings.with_files()
     if named.ca_file is None or named.cert_file is None:
         return []
-    from fedge.identity.certificates import now, warnings_of
+    from fedge.identity.certificates import get_time, list_overdue
 
     try:
-        return warnings_of(Path(named.ca_file), Path(named.cert_file), now())
+        return list_overdue(Path(named.ca_file), Path(named.cert_file), get_time())
     except ConfigError as error:  # it was valid at the start, and the connection stands
         return [str(error)]
 
 
 @contextlib.asynccontextmanager
-async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
+async def warn_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
     """Log once a day which certificates are about to expire."""
 
-    async def warn() -> None:
+    async def warn_endlessly() -> None:
         while True:
-            for text in expiring(settings):
+            for text in list_expiring(settings):
                 log.warning("event=expires detail=%r", text)
             await asyncio.sleep(WARN_S)
 
-    running = asyncio.create_task(warn())
+    running = asyncio.create_task(warn_endlessly())
     try:
         yield
     finally:
         running.cancel()
 
 
-def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
-    """After the end: devices that trained or were in the last round and have no bundle, by ascending id."""
-    if not method.done(state):
+def list_without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
+    """List devices that trained or were in the last round and have no bundle after the end, by ascending id."""
+    if not method.is_done(state):
         return []
-    there = {device.id for device in store.snapshot(state.round) or ()}
+    there = {device.id for device in store.get_round_devices(state.round) or ()}
     return sorted((there | state.participations.keys()) - state.installed.keys())

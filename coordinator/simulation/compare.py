@@ -15,21 +15,21 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
-from coordinator.methods.options import check, method_and_options
+from coordinator.methods.options import parse_method, require_method_options
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate, try_network
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost
+from coordinator.simulation.run import LOOK_S, Watch, examine_network, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
-from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
-from fedge.models.training import torch_device
+from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, raise_as
+from fedge.models.training import get_torch_device
 from fedge.system.child import Child, DiedError
 from fedge.system.files import make_folder, write_atomically
 from fedge.system.hardware import Processor
-from fedge.system.loading import is_held
-from fedge.system.logs import at_level
+from fedge.system.loading import is_registered
+from fedge.system.logs import set_level
 from fedge.wire.messages import BlobRef
 
 FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
@@ -65,43 +65,45 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
-    methods, seeds = methods_of(settings), seeds_of(settings)
+    methods, seeds = parse_methods(settings), parse_seeds(settings)
     baseline = settings.baseline or methods[0]
     if baseline not in methods:
         raise ConfigError(f"the baseline {baseline} is not among the methods {', '.join(methods)}")
-    scenario = scenario_of(settings)
-    _spare_another_report(out, scenario, methods, seeds)
+    scenario = make_scenario(settings)
+    _require_same_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    ours = any(map(is_held, (scenario.task, scenario.model, *methods)))  # no other process has them, now or later
-    found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
+    ours = any(map(is_registered, (scenario.task, scenario.model, *methods)))  # no other process has them, now or later
+    found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_get_file(out, run))) is not None}
     for number, outcome in enumerate(found.values(), 1):
-        watch(_told(number, len(wanted), outcome))
+        watch(_format_progress(number, len(wanted), outcome))
     missing = [run for run in wanted if run not in found]
     if missing:
         if settings.engine == "local":
-            torch_device(scenario.train_on)
-        begin(scenario, {run.method for run in missing}, seeds[0], watch)
+            get_torch_device(scenario.train_on)
+        examine_methods(scenario, {run.method for run in missing}, seeds[0], watch)
     make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
     on_ray = settings.engine == "ray"
     if missing:
         watch(f"{len(missing)} runs to do; each that is done gets a line")
-    for run, outcome in _on_ray(missing, settings) if on_ray else _done(missing, 1 if ours else jobs):
-        write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
+    for run, outcome in (
+        _iterate_on_ray(missing, settings) if on_ray else _iterate_outcomes(missing, 1 if ours else jobs)
+    ):
+        write_atomically(_get_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
-        watch(_told(len(found), len(wanted), outcome))
+        watch(_format_progress(len(found), len(wanted), outcome))
     return compare_runs(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
 
 
-def _told(done: int, wanted: int, outcome: RunOutcome) -> str:
+def _format_progress(done: int, wanted: int, outcome: RunOutcome) -> str:
     return (
         f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
         f"{outcome.wall_s:.1f} s"
     )
 
 
-def methods_of(settings: CompareSettings) -> tuple[str, ...]:
-    """The methods by name and options, checked and without duplicates.
+def parse_methods(settings: CompareSettings) -> tuple[str, ...]:
+    """Parse the methods by name and options, checked and without duplicates.
 
     Raises:
         ConfigError: a method is not registered or lacks such an option.
@@ -110,11 +112,11 @@ def methods_of(settings: CompareSettings) -> tuple[str, ...]:
     if not methods:
         raise ConfigError("there is no method to compare: give --methods a,b,...")
     for method in methods:
-        check(*method_and_options(method))
+        require_method_options(*parse_method(method))
     return methods
 
 
-def begin(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> None:
+def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> None:
     """Try the network and build each method once, so that a comparison with an impossible one fails before it begins.
 
     Raises:
@@ -122,15 +124,17 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch)
     """
     federation = partition_samples(scenario, seed)
     for text in sorted(methods):
-        name, options = method_and_options(text)
-        with failing_as(ConfigError, text, on=ConfigError):
-            method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
-            method.begin(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
-    try_network(federation, "", watch)
+        name, options = parse_method(text)
+        with raise_as(ConfigError, text, on=ConfigError):
+            method = make_method(
+                name, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
+            )
+            method.make_first_state(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+    examine_network(federation, "", watch)
 
 
-def seeds_of(settings: CompareSettings) -> tuple[int, ...]:
-    """The seeds, without duplicates.
+def parse_seeds(settings: CompareSettings) -> tuple[int, ...]:
+    """Parse the seeds, without duplicates.
 
     Raises:
         ConfigError: a seed is not a whole number from 0, or there is none.
@@ -141,16 +145,16 @@ def seeds_of(settings: CompareSettings) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, texts)))
 
 
-def scenario_of(settings: Scenario) -> Scenario:
-    """The settings that determine a run's figures, apart from method and seed."""
+def make_scenario(settings: Scenario) -> Scenario:
+    """Make the settings that determine a run's figures, apart from method and seed."""
     return Scenario(**{name: getattr(settings, name) for name in Scenario.__struct_fields__})
 
 
-def _file(out: Path, run: _Run) -> Path:
+def _get_file(out: Path, run: _Run) -> Path:
     return out / "runs" / f"{run.name}.json"
 
 
-def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str], seeds: Sequence[int]) -> None:
+def _require_same_report(out: Path, scenario: Scenario, methods: Sequence[str], seeds: Sequence[int]) -> None:
     """Allow resuming a comparison or adding methods and seeds; refuse to overwrite any other report.
 
     Raises:
@@ -180,7 +184,7 @@ def _read(file: Path) -> RunOutcome | None:
         raise StoreError(f"{file} cannot be read: {error}; remove it to have the run done again") from error
 
 
-def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
+def _iterate_outcomes(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
     """Yield outcomes as they finish; always cleans up processes and folders. With one job, run in this process."""
     with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work:
         homes = {run: Path(work) / run.name for run in runs}
@@ -192,7 +196,7 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
         children = [Child("coordinator.simulation.compare:_simulate") for _ in range(min(jobs, len(runs)))]
         idle, threads = list(children), ThreadPoolExecutor(len(children), "fedge-compare")
 
-        def by_child(run: _Run, home: Path) -> RunOutcome:
+        def run_in_child(run: _Run, home: Path) -> RunOutcome:
             child = idle.pop()
             try:
                 return child.call(run, home, returns=RunOutcome)
@@ -200,7 +204,7 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
                 idle.append(child)
 
         try:
-            waiting = {threads.submit(by_child, run, home): run for run, home in homes.items()}
+            waiting = {threads.submit(run_in_child, run, home): run for run, home in homes.items()}
             while waiting:
                 wait(waiting, LOOK_S, FIRST_COMPLETED)
                 # one that fails ends its process, of which a later one may complain, too
@@ -215,19 +219,19 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
             threads.shutdown(cancel_futures=True)
 
 
-def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
+def _iterate_on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
     """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
-    from coordinator.fleet.simulated.ray import connected, ray, require_importable, resources_of_actors
+    from coordinator.fleet.simulated.ray import connect, plan_actors, ray, require_importable
 
-    require_importable(settings.task, settings.model, *methods_of(settings))
+    require_importable(settings.task, settings.model, *parse_methods(settings))
 
-    def simulated(run: _Run) -> RunOutcome:
+    def run_remotely(run: _Run) -> RunOutcome:
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as home:
             return _simulate(run, Path(home))
 
-    with connected(settings.ray_address) as n:
-        _, resources = resources_of_actors(n, settings.train_on)
-        on_processor = ray.remote(**resources, max_retries=-1)(simulated)
+    with connect(settings.ray_address) as n:
+        _, resources = plan_actors(n, settings.train_on)
+        on_processor = ray.remote(**resources, max_retries=-1)(run_remotely)
         waiting = {on_processor.remote(run): run for run in runs}
         while waiting:
             for done in ray.wait(list(waiting), timeout=LOOK_S)[0]:
@@ -239,10 +243,10 @@ def _simulate(run: _Run, home: Path) -> RunOutcome:
     import torch
 
     torch.set_num_threads(1)
-    name, options = method_and_options(run.method)
+    name, options = parse_method(run.method)
     # adjusted minimum sizes are told once per seed, below the table
-    once = at_level("fedge.tasks", logging.ERROR)
-    with once, failing_as(FruitlessError, f"{run.method}, seed {run.seed}", on=FruitlessError):
+    once = set_level("fedge.tasks", logging.ERROR)
+    with once, raise_as(FruitlessError, f"{run.method}, seed {run.seed}", on=FruitlessError):
         return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
 
 
@@ -257,7 +261,7 @@ def compare_runs(
     baseline: str,
     target: float | None,
 ) -> Comparison:
-    """Means over the seeds and paired differences; `runs` holds every method for every seed."""
+    """Compute means over the seeds and paired differences; `runs` holds every method for every seed."""
     of = {method: [run for run in runs if run.method == method] for method in methods}
     accuracy = {method: np.array([run.accuracy for run in own]) for method, own in of.items()}
     goal = SHARE_OF_THE_BEST * max(float(a.mean()) for a in accuracy.values()) if target is None else target
@@ -267,19 +271,19 @@ def compare_runs(
         best = max(others, key=lambda other: float(accuracy[other].mean()), default=None)
         reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
         cold = [run.cold_start for run in own if run.cold_start is not None]
-        told = set.intersection(*(set(run.details) for run in own))
+        common = set.intersection(*(set(run.details) for run in own))
         outcomes.append(
             MethodOutcome(
                 method=method,
-                accuracy=spread(accuracy[method]),
-                to_baseline=None if method == baseline else spread(accuracy[method] - accuracy[baseline]),
+                accuracy=compute_spread(accuracy[method]),
+                to_baseline=None if method == baseline else compute_spread(accuracy[method] - accuracy[baseline]),
                 best_other=best,
-                to_best_other=None if best is None else spread(accuracy[method] - accuracy[best]),
-                global_accuracy=spread(reached) if reached else None,
-                cost=_mean_cost([cost_of(run.curve, goal) for run in own]),
-                cold_start=spread(cold) if cold else None,
-                details={name: spread([run.details[name] for run in own]) for name in sorted(told)},
-                **{name: spread([getattr(run, name) for run in own]) for name in FIGURES},
+                to_best_other=None if best is None else compute_spread(accuracy[method] - accuracy[best]),
+                global_accuracy=compute_spread(reached) if reached else None,
+                cost=_average_costs([compute_cost(run.curve, goal) for run in own]),
+                cold_start=compute_spread(cold) if cold else None,
+                details={name: compute_spread([run.details[name] for run in own]) for name in sorted(common)},
+                **{name: compute_spread([getattr(run, name) for run in own]) for name in FIGURES},
             )
         )
     return Comparison(
@@ -292,14 +296,14 @@ def compare_runs(
     )
 
 
-def spread(values: Sequence[float] | np.ndarray) -> Spread:
-    """Mean and sample standard deviation of one value per seed."""
+def compute_spread(values: Sequence[float] | np.ndarray) -> Spread:
+    """Compute mean and sample standard deviation of one value per seed."""
     found = np.asarray(values, np.float64)
     std = float(found.std(ddof=1)) if len(found) > 1 else 0.0
     return Spread(mean=float(found.mean()), std=std, seeds=tuple(found.tolist()))
 
 
-def _mean_cost(costs: Sequence[Cost | None]) -> Cost | None:
+def _average_costs(costs: Sequence[Cost | None]) -> Cost | None:
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None

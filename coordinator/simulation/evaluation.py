@@ -20,7 +20,7 @@ from coordinator.aggregation.protection import Protection
 from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.simulation.federation import Federation, Samples
-from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, score
+from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, compute_score
 from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.data import preprocessing
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from coordinator.fleet.simulated.fleet import SimulatedFleet
 
 
-def epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
-    """The most that training has spent of a device's privacy, under its name; empty without differential privacy.
+def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
+    """Return the most that training has spent of a device's privacy, under its name; empty without dp.
 
     `homes`: of the devices.
     """
     if not protection.dp:
         return {}
-    spent = (Ledger(home).spent(protection.dp_delta) for home in homes)
+    spent = (Ledger(home).compute_spent(protection.dp_delta) for home in homes)
     return {f"{SPENT} (delta {protection.dp_delta:g})": max(spent, default=0.0)}
 
 
 class Evaluation:
-    """Test samples of devices and the network for evaluation. `seconds`: time spent on it so far.
+    """An evaluation: test samples of devices, and the network. `seconds`: time spent on it so far.
 
     `max_abs_diff`: the largest difference of a probability between torch and ONNX Runtime, once the end was evaluated.
     `ids`: the measured devices. `on_validation`: use their validation samples in place of test samples; devices without
@@ -72,50 +72,50 @@ class Evaluation:
         self._tests: dict[str, Samples] = {
             i: worker.data.validation
             if on_validation
-            else (preprocessing.apply(federation.task, self._shares[i].x_test), self._shares[i].y_test)
+            else (preprocessing.preprocess(federation.task, self._shares[i].x_test), self._shares[i].y_test)
             for i, worker in self._workers.items()
         }
 
-    def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
-        """Per device the score of the model it would use now: the served one, combined with what it keeps."""
-        with self._timed():
+    def evaluate_now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
+        """Score the model that each device would use now: the served one, combined with what it keeps."""
+        with self._add_time():
             return {
-                i: self._score(worker.personal(model), self._tests[i])
-                for i, (worker, model) in self._served(method, state, fleet).items()
+                i: self._score(worker.make_personal_model(model), self._tests[i])
+                for i, (worker, model) in self._load_served(method, state, fleet).items()
             }
 
-    def globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Accuracy on the global test set of the method's global prediction (FedCoE's Eq. 4), if it has one.
+    def evaluate_globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
+        """Compute accuracy on the global test set of the method's global prediction, if any (FedCoE's Eq. 4).
 
         Otherwise the mean over the devices of their served models.
         """
         samples = self._federation.global_test
         if samples is None:
             return None
-        with self._timed():
+        with self._add_time():
             if predict := getattr(method, "predict", None):
                 x, y = samples
-                return score(predict(state, fleet, x).argmax(axis=1), y).accuracy
-            served, layout = [method.serves(state, i) for i in self._workers], self._federation.layout
+                return compute_score(predict(state, fleet, x).argmax(axis=1), y).accuracy
+            served, layout = [method.get_model(state, i) for i in self._workers], self._federation.layout
             each = {ref.digest: ref for ref in served}
             reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in each.items()}
             return float(np.mean([reached[ref.digest] for ref in served]))
 
-    def finally_(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, DeviceOutcome]:
-        """Per device its installed bundle in ONNX Runtime or, without one, the model it would use."""
+    def evaluate_finally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, DeviceOutcome]:
+        """Score each device's installed bundle in ONNX Runtime or, without one, the model it would use."""
         scores: dict[str, Score] = {}
         private: dict[str, float] = {}
-        with self._timed():
+        with self._add_time():
             for i in self._shares.keys() & state.installed.keys():
                 runtime = deploy.load(self._workers[i].home / "bundles" / str(state.installed[i].release))
                 said = runtime.predict(self._shares[i].x_test)
-                scores[i] = score(said.class_index, self._shares[i].y_test)
+                scores[i] = compute_score(said.class_index, self._shares[i].y_test)
                 own = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
                 if any(own):
                     private[i] = float(said.weights[:, own].mean())
                 self.max_abs_diff = max(self.max_abs_diff, runtime.manifest.max_abs_diff)
         if len(scores) < len(self._shares):
-            scores = self.now(method, state, fleet) | scores
+            scores = self.evaluate_now(method, state, fleet) | scores
         return {
             i: DeviceOutcome(
                 id=i,
@@ -127,17 +127,17 @@ class Evaluation:
                 release=str(state.installed[i].release) if i in state.installed else None,
                 late_joiner=i in self._federation.late_joiners,
                 private_weight=private.get(i),
-                problem="" if i in state.installed else fleet.problem_now(i),
+                problem="" if i in state.installed else fleet.explain_problem(i),
             )
             for i in sorted(scores)
         }
 
-    def _served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:
-        """The served models, each decoded once for all its devices."""
+    def _load_served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:
+        """Load the served models, each decoded once for all its devices."""
         models: dict[str, Model] = {}
         served = {}
         for i, worker in self._workers.items():
-            ref = method.serves(state, i)
+            ref = method.get_model(state, i)
             if ref.digest not in models:
                 models[ref.digest] = fleet.get(ref, self._federation.layout)
             served[i] = (worker, models[ref.digest])
@@ -145,10 +145,10 @@ class Evaluation:
 
     def _score(self, model: Model, samples: Samples) -> Score:
         x, y = samples
-        return score(self._network.logits(model, x).argmax(axis=1), y)
+        return compute_score(self._network.compute_logits(model, x).argmax(axis=1), y)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _add_time(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began

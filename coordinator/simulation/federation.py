@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from coordinator.fleet.simulated import devices
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
-from coordinator.selection.select import cohort_size
+from coordinator.selection.select import compute_cohort_size
 from coordinator.simulation.settings import Hardware, Scenario
-from edge_agent.device.device import repeatable
+from edge_agent.device.device import make_repeatable_source
 from edge_agent.device.worker import Worker
 from edge_agent.learning import batched
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.build import initial
-from fedge.models.training import torch_device
+from fedge.models.build import make_initial_model
+from fedge.models.training import get_torch_device
 from fedge.steps.masked.mask_shares import MAX_COHORT
-from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_data
-from fedge.tasks.generated import Generated, device_names
-from fedge.tasks.partition import samples_of
+from fedge.tasks import DeviceData, Pool, Share, make_device_data, partition_pool, set_apart
+from fedge.tasks.generated import Generated, make_device_names
+from fedge.tasks.partition import load_samples
 from fedge.tasks.partitioners import Milder
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef
@@ -43,7 +43,7 @@ _LOT = 77  # keeps the draw of late joiners separate from other uses of the seed
 
 @dataclass(frozen=True, slots=True)
 class Federation:
-    """Equal for all methods of a comparison with the same seed.
+    """The devices' data and the first model, equal for all methods of a comparison with the same seed.
 
     shares: data of each device, by id. global_test: model inputs and labels from all devices' distributions together,
     or None. server_data: samples for the server, or None. late_joiners: their ids. milder: what minimum sizes took.
@@ -60,19 +60,19 @@ class Federation:
 
     @property
     def data(self) -> Mapping[str, DeviceData]:
-        """What the workers see, by device id; made on each access, and in other processes."""
-        return OnDemand(self.shares, partial(_data_of, self.task, self.shares))
+        """The data that workers see, by device id; made on each access, and in other processes."""
+        return LazyMapping(self.shares, partial(_make_data, self.task, self.shares))
 
-    def measured(self, n: int | None, seed: int) -> tuple[str, ...]:
-        """The devices whose accuracy is measured: all, or a random choice; ascending."""
+    def draw_measured(self, n: int | None, seed: int) -> tuple[str, ...]:
+        """Draw the devices whose accuracy is measured: all, or a random choice; ascending."""
         ids = list(self.shares)
         if n is None or n >= len(ids):
             return tuple(ids)
         return tuple(ids[k] for k in sorted(np.random.default_rng((seed, _LOT, n)).permutation(len(ids))[:n]))
 
 
-class OnDemand(Mapping[str, T]):
-    """Values by device id, made on each access. `kept`: so many, the most recently used, are not made again."""
+class LazyMapping(Mapping[str, T]):
+    """Values by device id, made on each access. `kept`: how many of the most recently used are not made again."""
 
     def __init__(self, ids: Iterable[str], make: Callable[[str], T], kept: int = 0) -> None:
         self._ids = dict.fromkeys(ids)
@@ -94,27 +94,29 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
     Raises:
         ConfigError: no such data, or they cannot be partitioned as requested, or masked sums cannot cover the devices.
     """
-    rest, apart = samples_of(scenario, seed, scenario.global_test)
+    rest, apart = load_samples(scenario, seed, scenario.global_test)
     tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
-    n_devices = scenario.devices or _natural(scenario, rest)
+    n_devices = scenario.devices or _count_users(scenario, rest)
     if scenario.masking:
-        require_summable(cohort_size(n_devices - scenario.late_joiners, scenario.participation), scenario.min_cohort)
+        require_summable(
+            compute_cohort_size(n_devices - scenario.late_joiners, scenario.participation), scenario.min_cohort
+        )
     milder = Milder()
-    names = device_names(n_devices)
+    names = make_device_names(n_devices)
     shares: Mapping[str, Share] = (
         Generated(rest, n_devices, scenario, seed=seed)
         if scenario.partition == "generated"
-        else dict(zip(names, partition(rest, n_devices, scenario, seed=seed, milder=milder), strict=True))
+        else dict(zip(names, partition_pool(rest, n_devices, scenario, seed=seed, milder=milder), strict=True))
     )
-    layout, first = initial(rest.spec, seed)
+    layout, first = make_initial_model(rest.spec, seed)
     if scenario.late_joiners >= n_devices:
         raise ConfigError(f"of {n_devices} devices {scenario.late_joiners} cannot come when training is over")
     late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.late_joiners]
     return Federation(
         task=rest.spec,
         shares=shares,
-        global_test=_inputs(tested),
-        server_data=_inputs(server_data),
+        global_test=_preprocess(tested),
+        server_data=_preprocess(server_data),
         layout=layout,
         first=first,
         late_joiners=frozenset(names[i] for i in late),
@@ -135,10 +137,10 @@ def require_summable(n_train: int, fewest: int) -> None:
         )
 
 
-def gather(
-    federation: Federation, scenario: Scenario, seed: int, home: Path, execute: Execute = batched.execute
+def make_fleet(
+    federation: Federation, scenario: Scenario, seed: int, home: Path, execute: Execute = batched.execute_jobs
 ) -> tuple[SimulatedFleet, BlobRef, Mapping[str, Worker]]:
-    """The fleet with its workers, whose folders are made under `home`, and the first model.
+    """Make the fleet with its workers, whose folders are under `home`; returns it, the first model, the workers.
 
     Devices that are not measured leave after the rounds of training, since the final steps only serve their bundles.
     `execute`: how a step's orders are carried out; hostile devices are inserted here.
@@ -146,25 +148,25 @@ def gather(
     Raises:
         ConfigError: their training processor is missing.
     """
-    processor, data = torch_device(scenario.train_on), federation.data
+    processor, data = get_torch_device(scenario.train_on), federation.data
 
-    def worker(i: str) -> Worker:
+    def make_worker(i: str) -> Worker:
         return Worker(
             *(i, federation.task, data[i], home / i),
             min_cohort=scenario.min_cohort,
             processor=processor,
-            source=repeatable,
+            source=make_repeatable_source,
         )
 
     few = scenario.partition != "generated"
-    workers = {i: worker(i) for i in data} if few else OnDemand(data, worker, KEPT)
-    measured, end = set(federation.measured(scenario.measured, seed)), scenario.rounds + 1
+    workers = {i: make_worker(i) for i in data} if few else LazyMapping(data, make_worker, KEPT)
+    measured, end = set(federation.draw_measured(scenario.measured, seed)), scenario.rounds + 1
     fleet = SimulatedFleet(
         federation.task,
         federation.layout,
         workers,
         seed=seed,
-        hardware=machines(scenario.hardware, workers, seed),
+        hardware=make_hardware(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
         arrives=dict.fromkeys(federation.late_joiners, end),
         leaves=dict.fromkeys((i for i in data if i not in measured), end),
@@ -174,25 +176,25 @@ def gather(
     return fleet, fleet.put_model(federation.first, federation.layout), workers
 
 
-def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
-    """Hardware of each device; None: they take no time. "steady": as "mixed", but always present and answering."""
+def make_hardware(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
+    """Return each device's hardware; None: no time. "steady": "mixed", but always present and answering."""
     if hardware == "none":
         return None
-    found = devices.mixed(ids, seed=seed)
+    found = devices.draw_mixed(ids, seed=seed)
     if hardware == "mixed":
         return found
     return {i: dataclasses.replace(own, stays=1.0, drops=0.0) for i, own in found.items()}
 
 
-def _data_of(task: TaskSpec, shares: Mapping[str, Share], device_id: str) -> DeviceData:
-    return share_data(task, shares[device_id])
+def _make_data(task: TaskSpec, shares: Mapping[str, Share], device_id: str) -> DeviceData:
+    return make_device_data(task, shares[device_id])
 
 
-def _natural(scenario: Scenario, rest: Pool) -> int:
+def _count_users(scenario: Scenario, rest: Pool) -> int:
     if scenario.partition != "natural" or rest.user is None:
         return DEVICES
     return int(rest.user.max()) + 1
 
 
-def _inputs(samples: Pool) -> Samples | None:
-    return (preprocessing.apply(samples.spec, samples.x), samples.y) if len(samples.y) else None
+def _preprocess(samples: Pool) -> Samples | None:
+    return (preprocessing.preprocess(samples.spec, samples.x), samples.y) if len(samples.y) else None

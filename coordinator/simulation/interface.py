@@ -19,28 +19,34 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 
-from coordinator.methods.catalogue import method_class
-from coordinator.methods.options import check, method_and_options
+from coordinator.methods.catalogue import load_method_class
+from coordinator.methods.options import parse_method, require_method_options
 from coordinator.methods.settings import Option
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
-from coordinator.simulation.compare import scenario_of
+from coordinator.simulation.compare import make_scenario
 from coordinator.simulation.reports.comparison import Comparison
-from coordinator.simulation.reports.markup import table
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.reports.report import in_a_notebook, of_comparison, of_run, write_results
-from coordinator.simulation.reports.terminal import lines_of
-from coordinator.simulation.reports.words import run_lead
+from coordinator.simulation.reports.markup import render_table
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost
+from coordinator.simulation.reports.report import (
+    make_comparison_report,
+    make_run_report,
+    render_notebook,
+    write_results,
+)
+from coordinator.simulation.reports.terminal import list_figures
+from coordinator.simulation.reports.words import describe_run
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, TuneSettings
 from coordinator.watch import runs
-from coordinator.watch.tracking import tracking
+from coordinator.watch.tracking import open_tracking
 from edge_agent.learning import batched
 from fedge.errors import ConfigError
-from fedge.settings import describe, given
-from fedge.system.loading import hold, is_held, load_role
+from fedge.settings import describe_settings, resolve_given
+from fedge.system.loading import is_registered, load_role, register_object
+from fedge.system.moved import alias_members
 from fedge.tasks import Task
-from fedge.tasks.own import name_of
+from fedge.tasks.own import get_network_name
 from fedge.tasks.shares import check_partitioning
 
 if TYPE_CHECKING:
@@ -55,6 +61,7 @@ S = TypeVar("S", bound=Scenario)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@alias_members(bundle="get_bundle")
 class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
     """The result of `simulate`.
 
@@ -67,11 +74,11 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
 
     @property
     def cost(self) -> Cost | None:
-        """Of reaching `target`; None: there is none, or it was not reached."""
-        return None if self.target is None else cost_of(self.curve, self.target)
+        """The cost of reaching `target`; None if there is none, or it was not reached."""
+        return None if self.target is None else compute_cost(self.curve, self.target)
 
-    def bundle(self, device_id: str) -> Path:
-        """The folder of a device's installed bundle, for `fedge.load`.
+    def get_bundle(self, device_id: str) -> Path:
+        """Return the folder of a device's installed bundle, for `fedge.load`.
 
         Raises:
             ConfigError: no such device, or it has no bundle.
@@ -83,29 +90,29 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         return self.home / device_id / "bundles" / device.release
 
     def __str__(self) -> str:
-        """What `fedge simulate` prints."""
-        lines = lines_of(self, self.target)
+        """Return what `fedge simulate` prints."""
+        lines = list_figures(self, self.target)
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {figure}" for name, figure in lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        shown = table(("", self.method), lines_of(self, self.target))
-        return in_a_notebook(run_lead(self, self.scenario), shown, [self])
+        shown = render_table(("", self.method), list_figures(self, self.target))
+        return render_notebook(describe_run(self, self.scenario), shown, [self])
 
 
-def _takes(settings: type[Struct]) -> Callable[[F], F]:
-    """Decorator: adds the settings and their defaults to a function's signature and docstring."""
+def _add_settings(settings: type[Struct]) -> Callable[[F], F]:
+    """Add the settings and their defaults to a function's signature and docstring."""
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
         fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         named = [
             inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.base)
-            for each in describe(settings, "")
+            for each in describe_settings(settings, "")
         ]
-        lines = [f"    {each.name}: {each.help}" for each in describe(settings, "")]
+        lines = [f"    {each.name}: {each.help}" for each in describe_settings(settings, "")]
         function.__signature__ = own.replace(parameters=[*named, *fixed])  # type: ignore[attr-defined]
         function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *lines])
         return function
@@ -113,16 +120,16 @@ def _takes(settings: type[Struct]) -> Callable[[F], F]:
     return decorate
 
 
-def to_standard_error(text: str) -> None:
-    """Show progress as the commands do."""
+def print_progress(text: str) -> None:
+    """Print progress as the commands do."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - that is what was asked for
 
 
-@_takes(SimulationSettings)
+@_add_settings(SimulationSettings)
 def simulate(
     *,
     options: Mapping[str, Option | Callable[..., Any]] | None = None,
-    progress: Watch | None = to_standard_error,
+    progress: Watch | None = print_progress,
     **settings: Any,
 ) -> Simulation:
     """Run one method on simulated devices and measure it. Equal arguments give equal figures, except for times.
@@ -143,30 +150,30 @@ def simulate(
         FruitlessError: nothing was learned, or no device has a bundle.
         StoreError: `out` cannot be made.
     """
-    found = _settings(SimulationSettings, settings)
-    name, own = method_and_options(found.method)
-    given_options = {key: hold(each) if callable(each) else each for key, each in (options or {}).items()}
-    return simulated(found, name, given_options | own, progress or (lambda _: None))
+    found = _make_settings(SimulationSettings, settings)
+    name, own = parse_method(found.method)
+    given_options = {key: register_object(each) if callable(each) else each for key, each in (options or {}).items()}
+    return run_simulation(found, name, given_options | own, progress or (lambda _: None))
 
 
-def simulated(
+def run_simulation(
     settings: SimulationSettings,
     method: str,
     options: dict[str, Option],
     progress: Watch,
     json_file: Path | None = None,
 ) -> Simulation:
-    """As `simulate`. `method`: without its options, which `options` holds. `json_file`: for the figures, too."""
-    check(method, options)
+    """Run a simulation. `method`: without its options, which `options` holds. `json_file`: for the figures, too."""
+    require_method_options(method, options)
     check_partitioning(settings)
-    scenario, out = scenario_of(settings), settings.out
-    label = method_class(method).name if is_held(method) else settings.method
-    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else runs.new_folder(out, "simulate")
+    scenario, out = make_scenario(settings), settings.out
+    label = load_method_class(method).name if is_registered(method) else settings.method
+    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else runs.make_new_folder(out, "simulate")
     try:
         with (
-            one_thread(),
-            runs.noted(out, "simulate", settings, options),
-            tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
+            use_one_thread(),
+            runs.record_accepted_run(out, "simulate", settings, options),
+            open_tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
         ):
             outcome = running.simulate(
                 *(scenario, method, options, settings.seed, home, progress, label, settings),
@@ -177,7 +184,7 @@ def simulated(
             shutil.rmtree(home, ignore_errors=True)
         raise
     if out is not None or json_file is not None:
-        write_results(out, of_run(outcome, scenario, settings.target), json_file)
+        write_results(out, make_run_report(outcome, scenario, settings.target), json_file)
     result = Simulation(
         **{name: getattr(outcome, name) for name in RunOutcome.__struct_fields__},
         scenario=scenario,
@@ -189,8 +196,8 @@ def simulated(
     return result
 
 
-@_takes(CompareSettings)
-def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> Comparison:
+@_add_settings(CompareSettings)
+def compare(*, progress: Watch | None = print_progress, **settings: Any) -> Comparison:
     """Compare several methods on equal terms: for each seed the same partition, first model and budget.
 
         table = fedge.compare(methods=["local", "fedavg+ft", "fedge"], task="digits", alpha=0.3, seeds=range(3))
@@ -210,28 +217,28 @@ def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> C
         FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
-    texts = {name: _several(name, settings[name], how) for name, how in SEVERAL.items() if name in settings}
-    found = _settings(CompareSettings, settings | texts)  # `settings` keeps the classes until the end
+    texts = {name: _format_list(name, settings[name], how) for name, how in SEVERAL.items() if name in settings}
+    found = _make_settings(CompareSettings, settings | texts)  # `settings` keeps the classes until the end
     check_partitioning(found)
 
     watch = progress or (lambda _: None)
     if found.out is not None:
-        return compared(found, found.out, watch)
-    with one_thread(), tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
+        return run_comparison(found, found.out, watch)
+    with use_one_thread(), tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
         return comparing.compare(found, Path(folder), watch)
 
 
-def compared(settings: CompareSettings, out: Path, watch: Watch, json_file: Path | None = None) -> Comparison:
-    """As `compare`, with the results in `out`. `json_file`: for the figures, too."""
-    with one_thread():
+def run_comparison(settings: CompareSettings, out: Path, watch: Watch, json_file: Path | None = None) -> Comparison:
+    """Run a comparison, with the results in `out`. `json_file`: for the figures, too."""
+    with use_one_thread():
         comparison = comparing.compare(settings, out, watch)
-    runs.note(out, "compare", settings)
-    write_results(out, of_comparison(comparison), json_file)
+    runs.record_run(out, "compare", settings)
+    write_results(out, make_comparison_report(comparison), json_file)
     return comparison
 
 
-@_takes(TuneSettings)
-def tune(*, search: Iterable[str] = (), progress: Watch | None = to_standard_error, **settings: Any) -> Tuning:
+@_add_settings(TuneSettings)
+def tune(*, search: Iterable[str] = (), progress: Watch | None = print_progress, **settings: Any) -> Tuning:
     """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
         found = fedge.tune(method="fedprox", task="digits", search=["learning_rate", "proximal_mu=0.001..1"], trials=20)
@@ -250,56 +257,56 @@ def tune(*, search: Iterable[str] = (), progress: Watch | None = to_standard_err
         FruitlessError: no trial learned anything.
         FedgeError: Ray fails, or every trial failed.
     """
-    found = _settings(TuneSettings, settings)
+    found = _make_settings(TuneSettings, settings)
     with tempfile.TemporaryDirectory(prefix="fedge-tune-") as folder:
-        return tuned(found, search, found.out or Path(folder), progress or (lambda _: None))
+        return run_tuning(found, search, found.out or Path(folder), progress or (lambda _: None))
 
 
-def tuned(settings: TuneSettings, search: Iterable[str], out: Path, progress: Watch) -> Tuning:
-    """As `tune`, with the results in `out`."""
-    check(*method_and_options(settings.method))
+def run_tuning(settings: TuneSettings, search: Iterable[str], out: Path, progress: Watch) -> Tuning:
+    """Run a search, with the results in `out`."""
+    require_method_options(*parse_method(settings.method))
     check_partitioning(settings)
     tuning = load_role("coordinator.simulation.tune", "fedge.tune", "ray")
-    with one_thread():
+    with use_one_thread():
         result: Tuning = tuning.tune(settings, search, out, progress)
     return result
 
 
-def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
-    """The settings, with objects of this process replaced by the names that hold them."""
+def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
+    """Make the settings, with objects of this process replaced by the names that hold them."""
     named = dict(arguments)
     if "method" in named:
-        named["method"] = _named(named["method"])
+        named["method"] = _hold_class(named["method"])
     if isinstance(task := named.get("task"), Task):
         if task.pool.user is not None and "partition" not in named:
             raise ConfigError(
                 'the task says whose each sample is (users): say partition="natural", a device per person, or another '
                 "partition, which mixes the samples of all"
             )
-        named["task"] = hold(task)
+        named["task"] = register_object(task)
     if (model := named.get("model")) is not None:
-        named["model"] = name_of(model)
-    return given(kind, named)
+        named["model"] = get_network_name(model)
+    return resolve_given(kind, named)
 
 
-def _several(name: str, given: Any, how: str) -> str:
-    """A list of settings as text."""
+def _format_list(name: str, given: Any, how: str) -> str:
+    """Return a list of settings as text."""
     if isinstance(given, str):
         return given
     if not isinstance(given, Iterable):
         raise ConfigError(f"{name} must be a list, or a text with commas, not {given!r}: write {how}")
-    return ",".join(str(_named(each)) for each in given)
+    return ",".join(str(_hold_class(each)) for each in given)
 
 
-def _named(method: object) -> Any:
-    """A class of a method by the name that holds it."""
-    return hold(method) if isinstance(method, type) else method
+def _hold_class(method: object) -> Any:
+    """Return the name that holds a class of a method."""
+    return register_object(method) if isinstance(method, type) else method
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """Use one thread, since small networks gain nothing from more; restores the caller's number afterwards."""
     from threadpoolctl import threadpool_limits
 
-    with threadpool_limits(1), batched.one_thread():
+    with threadpool_limits(1), batched.use_one_thread():
         yield

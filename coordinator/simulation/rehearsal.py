@@ -12,22 +12,22 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from coordinator.fleet.problems import reasons_of, told
+from coordinator.fleet.problems import describe_reasons, select_reasons
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import method_class
+from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.method import Method, Server
 from coordinator.methods.promises import HOW, SHARED
 from coordinator.methods.settings import MethodSettings, Option
 from coordinator.methods.state import State
 from coordinator.service.findings import Finding, Samples
-from coordinator.service.proof import Recorded, is_ours
+from coordinator.service.proof import RecordingFleet, is_ours
 from coordinator.simulation import rounds
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, FedgeError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train
-from fedge.system.loading import FAILURES, reason_of
-from fedge.system.logs import at_level
+from fedge.system.loading import FAILURES, describe_error
+from fedge.system.logs import set_level
 from fedge.tensors.layout import Codec, Layout
 
 DEVICES: Final = 4
@@ -46,26 +46,26 @@ def rehearse(method: str, options: Mapping[str, Option], task: TaskSpec, layout:
         layout: of the network.
         few: model inputs (n, *input_shape) and labels (n,).
     """
-    kind = method_class(method)
+    kind = load_method_class(method)
     if is_ours(kind):
         return []
-    with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, at_level("fedge", logging.CRITICAL):
-        stage = _Stage(kind, options, task, layout, few, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, set_level("fedge", logging.CRITICAL):
+        stage = _Rehearsal(kind, options, task, layout, few, Path(folder))
         try:
-            found = asyncio.run(stage.claims())
-            asyncio.run(stage.whole())
+            found = asyncio.run(stage.examine_claims())
+            asyncio.run(stage.run_whole())
         except FedgeError as error:
             return [Finding(f"{method} would fail in a federation", str(error), stops=True)]
         except FAILURES as error:
-            return [Finding(f"{method} fails in a federation of {DEVICES} devices", reason_of(error), stops=True)]
+            return [Finding(f"{method} fails in a federation of {DEVICES} devices", describe_error(error), stops=True)]
     if deaf := [f"--{name.replace('_', '-')}" for name in sorted(SHARED - kind.HEEDS)]:
         do = "commands that set one are refused; the method names in HEEDS which it heeds"
         found.append(Finding(f"{method} does not heed {', '.join(deaf)}", do))
     return found
 
 
-class _Stage:
-    """Small federations of one method, each in a folder of its own."""
+class _Rehearsal:
+    """A rehearsal of one method with small federations, each in a folder of its own."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class _Stage:
         sgd = Sgd(steps=1, batch_size=4)
         self._settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=dict(options))
 
-    def _begin(self, **changes: Any) -> tuple[Method[Any], SimulatedFleet, State]:
+    def _start(self, **changes: Any) -> tuple[Method[Any], SimulatedFleet, State]:
         from edge_agent.device.worker import Worker
-        from fedge.models.build import initial
+        from fedge.models.build import make_initial_model
         from fedge.tasks import DeviceData
 
         self._n += 1
@@ -92,28 +92,28 @@ class _Stage:
         homes = [self._folder / f"{self._n}-{k}" for k in range(DEVICES)]
         workers = {f"d{k}": Worker(f"d{k}", self._task, own, homes[k]) for k, own in enumerate(data)}
         fleet = SimulatedFleet(self._task, self._layout, workers, seed=0)
-        first = fleet.put_model(initial(self._task, 0)[1], self._layout)
+        first = fleet.put_model(make_initial_model(self._task, 0)[1], self._layout)
         made = self._kind(msgspec.structs.replace(self._settings, **changes), Server(self._task, self._few))
-        return made, fleet, made.begin(self._layout, first)
+        return made, fleet, made.make_first_state(self._layout, first)
 
-    async def whole(self) -> None:
-        """Two rounds and the end.
+    async def run_whole(self) -> None:
+        """Run two rounds and the end.
 
         Raises:
             ConfigError: it has no end, or leaves no bundle.
         """
-        method, fleet, state = self._begin()
+        method, fleet, state = self._start()
 
         def on_round(state: State) -> None:
             if state.round > TOO_LONG:
                 raise ConfigError(f"{method.name}: it is not done after {TOO_LONG} rounds, where 2 were planned")
 
-        state = await rounds.run(method, state, fleet, on_round)
+        state = await rounds.run_rounds(method, state, fleet, on_round)
         if not state.installed:
-            raise ConfigError(f"no device got a bundle: {told(reasons_of(fleet.problems))}")
+            raise ConfigError(f"no device got a bundle: {describe_reasons(select_reasons(fleet.problems))}")
 
-    async def claims(self) -> list[Finding]:
-        """What is wrong with what the method says that it heeds."""
+    async def examine_claims(self) -> list[Finding]:
+        """Find what is wrong with what the method says that it heeds."""
         heeds, found = self._kind.HEEDS, []
         wrong = {
             "participation": "participation" in heeds and await self._asks_all(),
@@ -125,16 +125,16 @@ class _Stage:
         return found
 
     async def _asks_all(self) -> bool:
-        """Whether all devices train in the first round where half of them should."""
-        method, fleet, state = self._begin(participation=0.5)
-        watched = Recorded(fleet, method.name)
+        """Return whether all devices train in the first round where half of them should."""
+        method, fleet, state = self._start(participation=0.5)
+        watched = RecordingFleet(fleet, method.name)
         fleet.round = 1
         await method.advance(state, watched)
         return len({i for (_, i), action in watched.asked.items() if isinstance(action, Train)}) == DEVICES
 
     async def _moves(self, **changes: Any) -> bool:
-        """Whether the model is another one after the first round."""
-        method, fleet, state = self._begin(**changes)
+        """Return whether the model is another one after the first round."""
+        method, fleet, state = self._start(**changes)
         fleet.round = 1
         after = await method.advance(state, fleet)
-        return method.for_anybody(after) != method.for_anybody(state)
+        return method.get_default_model(after) != method.get_default_model(state)

@@ -8,11 +8,11 @@ from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.installation import require_learned
 from coordinator.methods.method import Method
 from coordinator.methods.state import S
-from coordinator.service.proof import PROVEN, is_ours, proven, reloaded
-from fedge.wire.messages import blobs_of
+from coordinator.service.proof import PROVEN, is_ours, prove_round, reload
+from fedge.wire.messages import iterate_blobs
 
 
-async def run(
+async def run_rounds(
     method: Method[S],
     state: S,
     fleet: SimulatedFleet,
@@ -28,14 +28,14 @@ async def run(
         ConfigError: a method that is not fedge's own breaks a promise (`coordinator.service.proof`).
         FruitlessError: nothing was learned (`require_learned`).
     """
-    first = method.for_anybody(state)
-    while not method.done(state) and state.round != rounds:
+    first = method.get_default_model(state)
+    while not method.is_done(state) and state.round != rounds:
         fleet.round = state.round + 1
         early = state.round < PROVEN
-        state = reloaded(state) if early else state
-        step = proven if early and not is_ours(type(method)) else type(method).advance
+        state = reload(state) if early else state
+        step = prove_round if early and not is_ours(type(method)) else type(method).advance
         state = await step(method, state, fleet)
-        fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
+        fleet.remove_others({ref.digest for ref in iterate_blobs(state)} | fleet.find_needed_blobs())
         if state.round == method.last:
             require_learned(method, state, first, fleet.problems)
         on_round(state)

@@ -17,24 +17,31 @@ import numpy as np
 import torch
 
 from coordinator.aggregation.protection import Protection
-from coordinator.fleet.problems import reasons_of, told
+from coordinator.fleet.problems import describe_reasons, select_reasons
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Method, Server
 from coordinator.methods.settings import Option
 from coordinator.methods.state import State
-from coordinator.service.checks import N_SAMPLES, a_few, examine, require_sound, without_profile
+from coordinator.service.checks import N_SAMPLES, examine, explain_no_profile, require_sound, select_few
 from coordinator.service.findings import Finding
-from coordinator.service.samples import by_class, without_samples
+from coordinator.service.samples import count_by_class, find_missing_classes
 from coordinator.simulation import rounds
-from coordinator.simulation.evaluation import Evaluation, epsilon_spent
-from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, Score, outcome_of, without_bundle
-from coordinator.simulation.settings import Running, Scenario
+from coordinator.simulation.evaluation import Evaluation, compute_epsilon_spent
+from coordinator.simulation.federation import Federation, make_fleet, partition_samples
+from coordinator.simulation.reports.outcome import (
+    DeviceOutcome,
+    Point,
+    RunOutcome,
+    Score,
+    find_without_bundle,
+    make_outcome,
+)
+from coordinator.simulation.settings import EngineScenario, Scenario
 from edge_agent.learning import batched
 from fedge.errors import ConfigError, FruitlessError
-from fedge.models.training import torch_device
-from fedge.steps.training.train_dp import weak_delta
+from fedge.models.training import get_torch_device
+from fedge.steps.training.train_dp import explain_weak_delta
 from fedge.system.hardware import Processor
 
 T = TypeVar("T")
@@ -56,7 +63,7 @@ def simulate(
     home: Path,
     watch: Watch,
     label: str,
-    on: Running | None = None,
+    on: EngineScenario | None = None,
     track: Callable[[Point], None] | None = None,
 ) -> RunOutcome:
     """Run a method to its end and measure it; equal arguments give equal figures, except for times.
@@ -81,10 +88,12 @@ def simulate(
     began = time.perf_counter()
     watch("sharing out the samples, and checking the network")
     federation = partition_samples(scenario, seed)
-    made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
+    made = make_method(
+        method, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
+    )
     _require_delta(federation, made.settings.protection)
-    try_network(federation, without_profile(method, options), watch)
-    for finding in _missing(federation):
+    examine_network(federation, explain_no_profile(method, options), watch)
+    for finding in _find_missing_classes(federation):
         watch(f"note: {finding}")
     outcome = run_on(federation, made, scenario, seed, home, label, watch, on, track)
     return msgspec.structs.replace(outcome, wall_s=round(time.perf_counter() - began, 3))
@@ -98,24 +107,26 @@ def run_on(
     home: Path,
     label: str,
     watch: Watch = lambda _: None,
-    on: Running | None = None,
+    on: EngineScenario | None = None,
     track: Callable[[Point], None] | None = None,
 ) -> RunOutcome:
-    """As `simulate`, with devices whose samples are partitioned and a method that is made."""
+    """Run a made method to its end and measure it, as `simulate`, on devices whose samples are partitioned."""
     began = time.perf_counter()
-    with _engine(on, scenario, federation, made, home) as execute:
-        if execute is not batched.execute and not torch.cuda.is_available():  # the GPUs may be elsewhere in the cluster
+    with _open_engine(on, scenario, federation, made, home) as execute:
+        if (
+            execute is not batched.execute_jobs and not torch.cuda.is_available()
+        ):  # the GPUs may be elsewhere in the cluster
             scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
-        fleet, first, workers = gather(federation, scenario, seed, home, execute)
-        measured = federation.measured(scenario.measured, seed)
-        evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on))
+        fleet, first, workers = make_fleet(federation, scenario, seed, home, execute)
+        measured = federation.draw_measured(scenario.measured, seed)
+        evaluation = Evaluation(federation, workers, measured, get_torch_device(scenario.train_on))
         curve: list[Point] = []
 
         def measure(state: State, number: int, accuracy: float) -> None:
             point = Point(
                 round=number,
                 accuracy=accuracy,
-                global_accuracy=evaluation.globally(made, state, fleet),
+                global_accuracy=evaluation.evaluate_globally(made, state, fleet),
                 bytes_up=fleet.bytes_up,
                 bytes_down=fleet.bytes_down,
                 seconds=fleet.seconds,
@@ -126,35 +137,43 @@ def run_on(
 
         told_at = [time.monotonic()]
 
-        def tell(line: str) -> None:
+        def print_line(line: str) -> None:
             told_at[0] = time.monotonic()
             watch(line)
 
-        def privacy(state: State) -> dict[str, float]:
+        def compute_privacy(state: State) -> dict[str, float]:
             at_work = federation.shares if isinstance(federation.shares, dict) else state.participations
-            return epsilon_spent((home / i for i in at_work), made.settings.protection)
+            return compute_epsilon_spent((home / i for i in at_work), made.settings.protection)
 
         def on_round(state: State) -> None:
             """Skip rounds after training, which have no number of their own."""
-            if state.round <= scenario.rounds and not made.done(state) and state.round % scenario.spacing == 0:
-                measure(state, state.round, _mean(evaluation.now(made, state, fleet), federation.late_joiners))
+            if state.round <= scenario.rounds and not made.is_done(state) and state.round % scenario.spacing == 0:
+                measure(
+                    state,
+                    state.round,
+                    _average_accuracy(evaluation.evaluate_now(made, state, fleet), federation.late_joiners),
+                )
                 reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
-                spent = "".join(f"  {name} {value:.2f}" for name, value in privacy(state).items())
-                tell(reached + spent + missing(state, fleet))
-            elif not made.done(state) and time.monotonic() - told_at[0] > QUIET_S:
-                tell(f"round {state.round}/{scenario.rounds}" + missing(state, fleet))
+                spent = "".join(f"  {name} {value:.2f}" for name, value in compute_privacy(state).items())
+                print_line(reached + spent + describe_missing(state, fleet))
+            elif not made.is_done(state) and time.monotonic() - told_at[0] > QUIET_S:
+                print_line(f"round {state.round}/{scenario.rounds}" + describe_missing(state, fleet))
             if state.round == made.last:
-                tell("the devices write their bundles")
+                print_line("the devices write their bundles")
 
-        begun = made.begin(federation.layout, first)
+        begun = made.make_first_state(federation.layout, first)
         on_round(begun)
-        state = run_to_end(rounds.run(made, begun, fleet, on_round))
-        final = evaluation.finally_(made, state, fleet)
-        watch(of_bundles(final))
-        spent = privacy(state)
-        measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
-    summary = made.summary(state)
-    return outcome_of(
+        state = run_to_end(rounds.run_rounds(made, begun, fleet, on_round))
+        final = evaluation.evaluate_finally(made, state, fleet)
+        watch(describe_bundles(final))
+        spent = compute_privacy(state)
+        measure(
+            state,
+            scenario.rounds,
+            _average_accuracy({i: end.score for i, end in final.items()}, federation.late_joiners),
+        )
+    summary = made.summarise(state)
+    return make_outcome(
         tuple(final.values()),
         method=label,
         seed=seed,
@@ -176,23 +195,23 @@ def run_on(
     )
 
 
-def missing(state: State, fleet: SimulatedFleet) -> str:
-    """How many devices brought an update in the last round, and why others did not; empty: nobody failed to."""
+def describe_missing(state: State, fleet: SimulatedFleet) -> str:
+    """Describe how many devices brought an update, and why others did not; empty if nobody failed to."""
     if not state.history or (last := state.history[-1]).answered >= last.asked:
         return ""
-    why = told(reasons_of(fleet.problems, last.round))
+    why = describe_reasons(select_reasons(fleet.problems, last.round))
     if last.answered and not why:  # still at work (fedbuff)
         return ""
     return f"  answered {last.answered} of {last.asked}" + (f": {why}" if why else "")
 
 
-def of_bundles(final: Mapping[str, DeviceOutcome]) -> str:
-    """A line of progress about the installed bundles.
+def describe_bundles(final: Mapping[str, DeviceOutcome]) -> str:
+    """Describe the installed bundles in a line of progress.
 
     Raises:
         FruitlessError: there is none.
     """
-    why = told(without_bundle(final.values()))
+    why = describe_reasons(find_without_bundle(final.values()))
     having = [device for device in final.values() if device.bundle]
     if not having:
         raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
@@ -201,8 +220,8 @@ def of_bundles(final: Mapping[str, DeviceOutcome]) -> str:
     return f"{whose}  accuracy {accuracy:.3f}" + (f"  without one: {why}" if why else "")
 
 
-def try_network(federation: Federation, lacking: str, watch: Watch) -> None:
-    """Tell what users should know about the network before it is trained; `lacking`: see `without_profile`.
+def examine_network(federation: Federation, lacking: str, watch: Watch) -> None:
+    """Report what users should know about the network before training; `lacking`: see `explain_no_profile`.
 
     Raises:
         ConfigError: a run would be useless.
@@ -210,7 +229,7 @@ def try_network(federation: Federation, lacking: str, watch: Watch) -> None:
     data = federation.data
     examined = examine(
         *(federation.task, federation.layout, lacking),
-        samples=a_few(data[i].labelled for i in islice(data, N_SAMPLES)),
+        samples=select_few(data[i].labelled for i in islice(data, N_SAMPLES)),
         tell=lambda step: watch(f"check: {step}") if federation.layout.n_params >= LARGE else None,
     )
     require_sound(examined.findings)
@@ -218,19 +237,19 @@ def try_network(federation: Federation, lacking: str, watch: Watch) -> None:
         watch(f"note: {finding}")
 
 
-def _missing(federation: Federation) -> list[Finding]:
-    """Classes missing on all devices; generated devices are not checked."""
+def _find_missing_classes(federation: Federation) -> list[Finding]:
+    """Find classes missing on all devices; generated devices are not checked."""
     if not isinstance(federation.shares, dict):
         return []
     labels = np.concatenate([share.y_train for share in federation.shares.values()])
-    return [*without_samples({"": by_class(federation.task, labels)})]
+    return [*find_missing_classes({"": count_by_class(federation.task, labels)})]
 
 
 def _require_delta(federation: Federation, guards: Protection) -> None:
     """Refuse a delta that is weak for some device, which would decline; generated devices are not checked."""
     if guards.dp and isinstance(federation.shares, dict):
         n = max(int(np.count_nonzero(~share.sensitive)) for share in federation.shares.values())
-        if weak := weak_delta(guards.dp_delta, n):
+        if weak := explain_weak_delta(guards.dp_delta, n):
             raise ConfigError(f"of a device, --dp-{weak}")
 
 
@@ -252,56 +271,58 @@ def validate(
         FruitlessError: nothing was learned.
     """
     federation = partition_samples(scenario, seed)
-    made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
-    fleet, first, workers = gather(federation, scenario, seed, home)
-    measured = federation.measured(scenario.measured, seed)
-    evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on), on_validation=True)
+    made = make_method(
+        method, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
+    )
+    fleet, first, workers = make_fleet(federation, scenario, seed, home)
+    measured = federation.draw_measured(scenario.measured, seed)
+    evaluation = Evaluation(federation, workers, measured, get_torch_device(scenario.train_on), on_validation=True)
 
     def on_round(state: State) -> None:
         if not state.participations:  # what nobody has learned is no figure to choose by
             return
         if state.round % scenario.spacing == 0 or state.round == scenario.rounds:
-            if not (scores := evaluation.now(made, state, fleet)):
+            if not (scores := evaluation.evaluate_now(made, state, fleet)):
                 raise ConfigError("no device has validation samples to choose by: give the devices more samples")
-            tell(state.round, _mean(scores, federation.late_joiners))
+            tell(state.round, _average_accuracy(scores, federation.late_joiners))
 
-    begun = made.begin(federation.layout, first)
-    run_to_end(rounds.run(made, begun, fleet, on_round, scenario.rounds))
+    begun = made.make_first_state(federation.layout, first)
+    run_to_end(rounds.run_rounds(made, begun, fleet, on_round, scenario.rounds))
 
 
 @contextmanager
-def _engine(
-    on: Running | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path
+def _open_engine(
+    on: EngineScenario | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path
 ) -> Iterator[Execute]:
-    """The engine that carries out the devices' orders."""
+    """Open the engine that carries out the devices' orders."""
     if on is None or on.engine == "local":
-        yield batched.execute
+        yield batched.execute_jobs
         return
-    from coordinator.fleet.simulated.on_ray import Recipe, Shards
-    from coordinator.fleet.simulated.ray import connected, require_importable
+    from coordinator.fleet.simulated.on_ray import Shards, WorkerSpec
+    from coordinator.fleet.simulated.ray import connect, require_importable
 
     require_importable(scenario.task, scenario.model)
-    recipe = Recipe(
+    recipe = WorkerSpec(
         task=federation.task,
         layout=federation.layout,
         home=home.absolute(),
         min_cohort=scenario.min_cohort,
         train_on=scenario.train_on,
     )
-    with connected(on.ray_address) as n:
+    with connect(on.ray_address) as n:
         yield Shards(recipe, federation.data, method.steps, n)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, even inside a running event loop (a notebook): then in a thread, while this one waits.
+    """Run work as `asyncio.run`, even inside a running event loop (a notebook): then in a thread, while this waits.
 
     Ctrl-C, or cancelling the waiting task, cancels the work, which has ended when this returns.
     """
-    if not in_a_loop():
+    if not is_in_loop():
         return asyncio.run(work)
     stopped = threading.Event()
 
-    async def main() -> T:
+    async def watch_work() -> T:
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.wait([task], timeout=LOOK_S)
@@ -311,7 +332,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
     with ThreadPoolExecutor(1, "fedge-simulate") as thread:
         try:
-            running = thread.submit(asyncio.run, main())
+            running = thread.submit(asyncio.run, watch_work())
             while not running.done():
                 wait([running], LOOK_S)
                 require_wanted()
@@ -320,8 +341,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             stopped.set()
 
 
-def in_a_loop() -> bool:
-    """Whether an event loop is running in this thread."""
+def is_in_loop() -> bool:
+    """Return whether an event loop is running in this thread."""
     with suppress(RuntimeError):
         asyncio.get_running_loop()
         return True
@@ -342,5 +363,5 @@ def require_wanted() -> None:
         raise asyncio.CancelledError
 
 
-def _mean(scores: dict[str, Score], without: Collection[str]) -> float:
+def _average_accuracy(scores: dict[str, Score], without: Collection[str]) -> float:
     return float(np.mean([score.accuracy for i, score in scores.items() if i not in without]))

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from coordinator.aggregation import protection
 from coordinator.methods import settings as methods
-from coordinator.methods.settings import DEFAULT, MethodSettings, Option, settings_of
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option, make_method_settings
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.settings import CODE, AtLeastOne, Duration
 from fedge.system.hardware import Processor, TrainOn
@@ -60,9 +60,9 @@ class Setup(Partitioning, frozen=True, kw_only=True):
     masking: protection.Masking = DEFAULT.protection.masking
     min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
 
-    def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
-        """The settings for the method."""
-        return settings_of(self, seed, options)
+    def make_method_settings(self, seed: int, options: dict[str, Option]) -> MethodSettings:
+        """Make the settings for the method."""
+        return make_method_settings(self, seed, options)
 
 
 class Scenario(Setup, frozen=True, kw_only=True):
@@ -107,12 +107,12 @@ class Scenario(Setup, frozen=True, kw_only=True):
 
     @property
     def spacing(self) -> int:
-        """Rounds between two evaluations."""
+        """The rounds between two evaluations."""
         return self.evaluate_every or max(1, self.rounds // 10)
 
 
-class Running(Scenario, frozen=True, kw_only=True):
-    """The engine of a simulation or comparison; apart from the rounding of floats, figures do not depend on it."""
+class EngineScenario(Scenario, frozen=True, kw_only=True):
+    """A scenario with its engine; apart from the rounding of floats, figures do not depend on the engine."""
 
     engine: Annotated[
         Engine,
@@ -123,7 +123,7 @@ class Running(Scenario, frozen=True, kw_only=True):
     ray_address: RayAddress = None
 
 
-class SimulationSettings(Running, frozen=True, kw_only=True):
+class SimulationSettings(EngineScenario, frozen=True, kw_only=True):
     """Section [simulate] of the configuration."""
 
     method: methods.MethodName = "fedge"
@@ -134,7 +134,7 @@ class SimulationSettings(Running, frozen=True, kw_only=True):
     mlflow: MLflow = None
 
 
-class CompareSettings(Running, frozen=True, kw_only=True):
+class CompareSettings(EngineScenario, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
     methods: Annotated[
@@ -205,7 +205,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """`out`, once it is chosen."""
+        """The folder `out`, once it is chosen."""
         assert self.out is not None
         return self.out
 

@@ -19,16 +19,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.fleet.simulated.ray import connected, require_importable
-from coordinator.methods.catalogue import method_class
-from coordinator.methods.option_values import options_of
-from coordinator.methods.options import check, method_and_options, value_of
+from coordinator.fleet.simulated.ray import connect, require_importable
+from coordinator.methods.catalogue import load_method_class
+from coordinator.methods.option_values import parse_options
+from coordinator.methods.options import parse_method, parse_value, require_method_options
 from coordinator.methods.settings import Option
-from coordinator.simulation.compare import begin, scenario_of
+from coordinator.simulation.compare import examine_methods, make_scenario
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.errors import ConfigError, FedgeError, ProtocolError
-from fedge.settings import given, metas_of
+from fedge.settings import get_annotations, resolve_given
 from fedge.system.files import make_folder, write_atomically
 from fedge.system.hardware import Processor
 from fedge.tasks import Partitioning
@@ -63,8 +63,8 @@ class Range:
     low: float = 0
     high: float = 0
 
-    def domain(self) -> Any:
-        """The range for Ray Tune."""
+    def make_domain(self) -> Any:
+        """Make the range for Ray Tune."""
         if self.words:
             return ray_tune.choice(list(self.words))
         by_ratio = self.low > 0 and self.high / self.low >= DECADE
@@ -75,12 +75,12 @@ class Range:
     def __str__(self) -> str:
         return ",".join(map(str, self.words)) or f"{self.low:g}..{self.high:g}"
 
-    def ends(self) -> tuple[Option, ...]:
-        """Values that are valid if and only if all others are."""
+    def get_ends(self) -> tuple[Option, ...]:
+        """Return values that are valid if and only if all others are."""
         return self.words or (self.low, self.high)
 
 
-class Tried(Struct, frozen=True, kw_only=True):
+class TriedConfiguration(Struct, frozen=True, kw_only=True):
     """A configuration: its searched values, and its last accuracy on validation samples, after `rounds`."""
 
     values: dict[str, Option]
@@ -89,7 +89,7 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 class Tuning(Struct, frozen=True, kw_only=True):
-    """The result: the JSON file of `fedge tune`.
+    """The result of a search: the JSON file of `fedge tune`.
 
     `trials`: by rounds reached, then by accuracy, the best first. `asked`: the given configuration.
     """
@@ -98,18 +98,18 @@ class Tuning(Struct, frozen=True, kw_only=True):
     method: str
     seed: int
     searched: dict[str, str]
-    best: Tried
-    asked: Tried | None
-    trials: tuple[Tried, ...]
+    best: TriedConfiguration
+    asked: TriedConfiguration | None
+    trials: tuple[TriedConfiguration, ...]
 
     def __repr__(self) -> str:
-        """The best configuration."""
-        best = f"{told(self.best.values)}: {sentence(self.best, self.scenario)}"
+        """Return the best configuration."""
+        best = f"{format_values(self.best.values)}: {describe_accuracy(self.best, self.scenario)}"
         return f"Tuning({best}, the best of {len(self.trials)})"
 
 
-def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
-    """The ranges to search, by name.
+def parse_ranges(method: str, search: Iterable[str]) -> dict[str, Range]:
+    """Parse the ranges to search, by name.
 
     Args:
         method: its options can be searched beside the settings of local training.
@@ -119,8 +119,8 @@ def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
     Raises:
         ConfigError: there is no such setting or option, or it needs a range.
     """
-    options = {field.name: field.type for field in msgspec.structs.fields(method_class(method).Options)}
-    declared = {name: own for name, kind in options.items() if (own := _declared(kind)) is not None}
+    options = {field.name: field.type for field in msgspec.structs.fields(load_method_class(method).Options)}
+    declared = {name: own for name, kind in options.items() if (own := _find_declared(kind)) is not None}
     texts = list(search) or ["learning_rate", *declared]
     found: dict[str, Range] = {}
     for text in texts:
@@ -130,7 +130,7 @@ def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
             known = ", ".join(dict.fromkeys([*SETTINGS, *options]))
             raise ConfigError(f"{name!r} cannot be searched: it is no setting of local training and no option: {known}")
         if span := span or USUAL.get(name, ""):
-            found[name] = _range(name, span)
+            found[name] = _parse_range(name, span)
         elif name in declared:
             found[name] = declared[name]
         else:
@@ -138,22 +138,22 @@ def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
     return found
 
 
-def _range(name: str, text: str) -> Range:
-    """LOW..HIGH or A,B,C."""
+def _parse_range(name: str, text: str) -> Range:
+    """Parse LOW..HIGH or A,B,C."""
     low, dots, high = text.partition("..")
     if not dots:
-        return Range(words=tuple(dict.fromkeys(value_of(word.strip()) for word in text.split(","))))
-    ends = value_of(low.strip()), value_of(high.strip())
+        return Range(words=tuple(dict.fromkeys(parse_value(word.strip()) for word in text.split(","))))
+    ends = parse_value(low.strip()), parse_value(high.strip())
     if any(isinstance(end, bool | str) for end in ends) or not float(ends[0]) < float(ends[1]):
         raise ConfigError(f"{name} is searched from LOW..HIGH, two numbers, not {text!r}")
     return Range(low=float(ends[0]) if isinstance(ends[1], float) else ends[0], high=ends[1])  # type: ignore[arg-type]
 
 
-def _declared(kind: Any) -> Range | None:
-    """The range of a real option that has a lowest and a highest value; exclusive bounds are kept at a distance."""
+def _find_declared(kind: Any) -> Range | None:
+    """Find the range of a real option with a lowest and a highest value, at a distance from exclusive bounds."""
     if get_args(kind)[:1] == (int,):  # its bounds are what is possible, not what is sensible
         return None
-    for meta in (meta for meta in metas_of(kind) if isinstance(meta, Meta)):
+    for meta in (meta for meta in get_annotations(kind) if isinstance(meta, Meta)):
         low, high = (meta.gt if meta.ge is None else meta.ge), (meta.lt if meta.le is None else meta.le)
         if low is not None and high is not None:
             margin = (high - low) / 100
@@ -161,17 +161,17 @@ def _declared(kind: Any) -> Range | None:
     return None
 
 
-def applied(
+def apply_values(
     scenario: Scenario, options: Mapping[str, Option], values: Mapping[str, Option]
 ) -> tuple[Scenario, dict[str, Option]]:
-    """Scenario and options of the method with the searched values applied.
+    """Return scenario and options of the method with the searched values applied.
 
     Raises:
         ConfigError: a setting is out of range.
     """
     settings = {name: value for name, value in values.items() if name in SETTINGS}
     own = {name: value for name, value in values.items() if name not in SETTINGS}
-    return given(Scenario, msgspec.structs.asdict(scenario) | settings), {**options, **own}
+    return resolve_given(Scenario, msgspec.structs.asdict(scenario) | settings), {**options, **own}
 
 
 def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch) -> Tuning:
@@ -179,7 +179,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
 
     Args:
         settings: of data, devices and budget; those not searched stay unchanged.
-        search: as for `ranges_of`.
+        search: as for `parse_ranges`.
         out: folder of the results.
         watch: called with each configuration.
 
@@ -189,43 +189,43 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         FedgeError: Ray fails, or every trial failed.
         KeyboardInterrupt: Ctrl-C; finished trials are kept.
     """
-    scenario = scenario_of(settings)
-    name, fixed = method_and_options(settings.method)
-    ranges = ranges_of(name, search)
+    scenario = make_scenario(settings)
+    name, fixed = parse_method(settings.method)
+    ranges = parse_ranges(name, search)
     require_importable(scenario.task, scenario.model, settings.method)
     if scenario.train_on is not Processor.CPU or not scenario.rounds:
         raise ConfigError(
             "a search needs rounds, and shares out processors, no GPUs: leave out --train-on, give --rounds"
         )
     for key, each in ranges.items():
-        for end in each.ends():
-            applied_scenario, own = applied(scenario, fixed, {key: end})
-            check(name, own)
-            applied_scenario.for_method(settings.seed, own)
-    begin(scenario, {settings.method}, settings.seed, watch)
+        for end in each.get_ends():
+            applied_scenario, own = apply_values(scenario, fixed, {key: end})
+            require_method_options(name, own)
+            applied_scenario.make_method_settings(settings.seed, own)
+    examine_methods(scenario, {settings.method}, settings.seed, watch)
     make_folder(out)
-    keep_search(out, settings, ranges)
+    record_search(out, settings, ranges)
     folder = (out / TRIALS).absolute()
 
-    def trial(values: dict[str, Option]) -> None:
-        def tell(rounds: int, accuracy: float) -> None:
+    def run_trial(values: dict[str, Option]) -> None:
+        def report_accuracy(rounds: int, accuracy: float) -> None:
             ray_tune.report({"accuracy": accuracy, "rounds": rounds})
 
-        changed, own = applied(scenario, fixed, values)
+        changed, own = apply_values(scenario, fixed, values)
         with tempfile.TemporaryDirectory(prefix="fedge-tune-") as home:
-            validate(changed, name, own, settings.seed, Path(home), tell)
+            validate(changed, name, own, settings.seed, Path(home), report_accuracy)
 
-    options, selection = options_of(method_class(name), fixed)
+    options, selection = parse_options(load_method_class(name), fixed)
     now = msgspec.structs.asdict(scenario) | msgspec.structs.asdict(options) | {"selection": selection}
     asked = {key: now[key] for key in ranges}
-    with connected(settings.ray_address):
-        trainable = ray_tune.with_resources(trial, {"cpu": 1})
+    with connect(settings.ray_address):
+        trainable = ray_tune.with_resources(run_trial, {"cpu": 1})
         if ray_tune.Tuner.can_restore(folder):
             tuner = ray_tune.Tuner.restore(str(folder), trainable, resume_unfinished=True, restart_errored=True)
         else:
             tuner = ray_tune.Tuner(
                 trainable,
-                param_space={key: each.domain() for key, each in ranges.items()},
+                param_space={key: each.make_domain() for key, each in ranges.items()},
                 tune_config=ray_tune.TuneConfig(
                     metric="accuracy",
                     mode="max",
@@ -242,14 +242,14 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
                     name=TRIALS,
                     storage_path=str(out.absolute()),
                     verbose=0,
-                    callbacks=[JsonLoggerCallback(), _Watching(watch, settings.trials)],  # type: ignore[no-untyped-call]
+                    callbacks=[JsonLoggerCallback(), _TrialReporter(watch, settings.trials)],  # type: ignore[no-untyped-call]
                 ),
             )
         grid = tuner.fit()
     if not grid.num_terminated:
-        raise every_trial_failed(grid.errors[0])
+        raise make_failure_error(grid.errors[0])
     tried = [
-        Tried(values=_plain(one.config), accuracy=one.metrics["accuracy"], rounds=one.metrics["rounds"])
+        TriedConfiguration(values=_to_plain(one.config), accuracy=one.metrics["accuracy"], rounds=one.metrics["rounds"])
         for one in map(grid.__getitem__, range(len(grid)))
         if one.error is None and one.metrics and one.config
     ]
@@ -264,12 +264,12 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         trials=tuple(tried),
     )
     write_atomically(out / FIGURES, msgspec.json.format(msgspec.json.encode(found, enc_hook=str)))
-    write_atomically(out / CONFIG, configuration(found).encode())
+    write_atomically(out / CONFIG, format_configuration(found).encode())
     return found
 
 
-def every_trial_failed(error: Exception) -> FedgeError:
-    """The error of a search all of whose trials failed; `error`: of the first, as Ray gives it."""
+def make_failure_error(error: Exception) -> FedgeError:
+    """Make the error of a search all of whose trials failed; `error`: of the first, as Ray gives it."""
     cause = getattr(error, "cause", error)
     last = str(error).strip().splitlines()[-1:]
     if isinstance(cause, FedgeError) and not isinstance(cause, ProtocolError):  # which takes a name, too
@@ -277,10 +277,10 @@ def every_trial_failed(error: Exception) -> FedgeError:
     return FedgeError(f"every trial failed: {''.join(last)}")
 
 
-def configuration(found: Tuning) -> str:
-    """The best configuration as a TOML file of `fedge simulate` and `fedge coordinator`."""
-    name, fixed = method_and_options(found.method)
-    scenario, options = applied(found.scenario, fixed, found.best.values)
+def format_configuration(found: Tuning) -> str:
+    """Format the best configuration as a TOML file of `fedge simulate` and `fedge coordinator`."""
+    name, fixed = parse_method(found.method)
+    scenario, options = apply_values(found.scenario, fixed, found.best.values)
     default = Scenario()
     changed = {n: v for n in Scenario.__struct_fields__ if (v := getattr(scenario, n)) != getattr(default, n)}
     searched = {key: getattr(scenario, key) for key in found.best.values if key in SETTINGS}
@@ -291,30 +291,30 @@ def configuration(found: Tuning) -> str:
         | {n: v for n, v in learning.items() if n not in Partitioning.__struct_fields__},
         "method": options,
     }
-    lines = [f"# Found by `fedge tune`: {sentence(found.best, found.scenario)} on validation samples."]
+    lines = [f"# Found by `fedge tune`: {describe_accuracy(found.best, found.scenario)} on validation samples."]
     for section, values in sections.items():
-        told = [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
-        lines += ["", f"[{section}]", *told]
+        settings = [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
+        lines += ["", f"[{section}]", *settings]
     return "\n".join(lines) + "\n"
 
 
-def sentence(one: Tried, scenario: Scenario) -> str:
-    """A configuration's accuracy in words."""
+def describe_accuracy(one: TriedConfiguration, scenario: Scenario) -> str:
+    """Describe a configuration's accuracy in words."""
     return f"accuracy {100 * one.accuracy:.1f} % after {one.rounds} of {scenario.rounds} rounds"
 
 
-def told(values: Mapping[str, Option]) -> str:
-    """The values of a configuration, in a line."""
+def format_values(values: Mapping[str, Option]) -> str:
+    """Format the values of a configuration in a line."""
     return "  ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Option]:
+def _to_plain(values: Mapping[str, Any]) -> dict[str, Option]:
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
 
 
-def keep_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) -> None:
+def record_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) -> None:
     """Record the search in the folder.
 
     Raises:
@@ -329,18 +329,18 @@ def keep_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) 
         raise ConfigError(f"{out} holds another search: choose another --out, or remove it")
 
 
-class _Watching(ray_tune.Callback):
-    """Reports each finished trial."""
+class _TrialReporter(ray_tune.Callback):
+    """A callback that reports each finished trial."""
 
     def __init__(self, watch: Watch, n_trials: int) -> None:
         self._watch, self._n_trials = watch, n_trials
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
-        """A trial has ended, by itself or because it was stopped."""
+        """Report that a trial has ended, by itself or because it was stopped."""
         done, last = {each.trial_id for each in trials if each.is_finished()} | {trial.trial_id}, trial.last_result
         reached = f"accuracy {100 * last['accuracy']:.1f} % after round {last['rounds']}"
-        self._watch(f"{len(done)}/{self._n_trials}  {told(_plain(trial.config))}  {reached}")
+        self._watch(f"{len(done)}/{self._n_trials}  {format_values(_to_plain(trial.config))}  {reached}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
-        """A trial has failed."""
-        self._watch(f"failed  {told(_plain(trial.config))}  see {trial.error_file}")
+        """Report that a trial has failed."""
+        self._watch(f"failed  {format_values(_to_plain(trial.config))}  see {trial.error_file}")

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Final
 
 from fedge.errors import ConfigError, StoreError
-from fedge.system.files import BlobFolder, digest_of, locked, sync
+from fedge.system.files import BlobFolder, compute_digest, lock_folder, sync
 
 GIVEN_UP_S: Final = 60.0
 """After this long without an answer, retries included, the bucket counts as a broken disk."""
 
 
 class Blobs(BlobFolder):
-    """A folder with durable blobs. Safe to share between processes."""
+    """The durable blobs in a folder, safe to share between processes."""
 
-    def received(self) -> BlobFolder:
-        """The folder in which the dispatcher receives blobs before it takes them."""
+    def get_received(self) -> BlobFolder:
+        """Return the folder in which the dispatcher receives blobs before it takes them."""
         return self
 
     def take(self, received: Path) -> None:
@@ -32,29 +32,29 @@ class Blobs(BlobFolder):
             FileNotFoundError: it is no longer there.
             StoreError: it cannot be stored.
         """
-        target = self.path(received.name)
+        target = self.get_path(received.name)
         if received != target:
             os.utime(received)  # checked long after it came, it is young
             received.replace(target)
             sync(target.parent)
 
-    def bring(self, digest: str) -> Path | None:
-        """The file of a blob, fetched if need be; None: no such blob."""
-        return self.path(digest) if digest in self else None
+    def fetch(self, digest: str) -> Path | None:
+        """Return the file of a blob, fetched if need be; None if there is no such blob."""
+        return self.get_path(digest) if digest in self else None
 
-    def bring_all(self) -> int:
-        """Have the files of all blobs here; returns their number."""
+    def fetch_all(self) -> int:
+        """Fetch the files of all blobs; returns their number."""
         return sum(1 for _ in self)
 
     def send_all(self) -> None:
-        """Have all blobs whose files are here where they are stored."""
+        """Send all blobs whose files are here to where they are stored."""
 
-    def let_go(self, wanted: Collection[str]) -> None:
-        """Keep only these local copies of blobs stored elsewhere."""
+    def drop_copies(self, wanted: Collection[str]) -> None:
+        """Drop the local copies of blobs stored elsewhere, except these."""
 
-    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+    def remove_others(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
         """Delete all other blobs, stored or received, except those younger than `spare_s`."""
-        for folder in {self.path(""), self.received().path("")}:
+        for folder in {self.get_path(""), self.get_received().get_path("")}:
             for path in list(folder.iterdir()):
                 if path.name.partition(".")[0] not in digests:
                     with contextlib.suppress(FileNotFoundError):
@@ -89,28 +89,28 @@ class _Bucket(Blobs):
         self._url, self._keep = url, keep
         self._failures = BaseError, OSError, ValueError
         self._api = obstore
-        with self._guarded():
+        with self._convert_errors():
             self._bucket = S3Store.from_url(url, retry_config={"retry_timeout": timedelta(seconds=GIVEN_UP_S)})
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except self._failures as error:
             raise StoreError(f"{self._url} cannot be read or written: {str(error).splitlines()[0]}") from error
 
-    def received(self) -> BlobFolder:
-        return BlobFolder(self.path("").with_name("received"))
+    def get_received(self) -> BlobFolder:
+        return BlobFolder(self.get_path("").with_name("received"))
 
     def put_as(self, digest: str, *data: bytes | memoryview) -> None:
         if digest not in self:
-            with self._guarded():
+            with self._convert_errors():
                 self._api.put(self._bucket, digest, b"".join(data))
             if self._keep:
                 super().put_as(digest, *data)
 
     def take(self, received: Path) -> None:
-        with received.open("rb") as file, self._guarded():
+        with received.open("rb") as file, self._convert_errors():
             self._api.put(self._bucket, received.name, file)
         if self._keep:
             super().take(received)
@@ -125,36 +125,36 @@ class _Bucket(Blobs):
         return data
 
     def _read(self, digest: str) -> bytes | None:
-        with self._guarded():
+        with self._convert_errors():
             try:
                 data = bytes(self._api.get(self._bucket, digest).bytes())
             except FileNotFoundError:
                 return None
-        if digest_of(data) != digest:
+        if compute_digest(data) != digest:
             raise StoreError(f"{self._url}/{digest} holds other bytes than were stored there")
         return data
 
-    def bring_all(self) -> int:
-        with self._guarded():
+    def fetch_all(self) -> int:
+        with self._convert_errors():
             there = [one["path"] for some in self._api.list(self._bucket) for one in some]
         for digest in there:
-            self.bring(digest)
+            self.fetch(digest)
         return len(there)
 
     def send_all(self) -> None:
         for digest in self:
-            self.take(self.path(digest))
+            self.take(self.get_path(digest))
 
-    def bring(self, digest: str) -> Path | None:
+    def fetch(self, digest: str) -> Path | None:
         if digest not in self:
             if (data := self._read(digest)) is None:
                 return None
             super().put_as(digest, data)
-        return self.path(digest)
+        return self.get_path(digest)
 
-    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
-        super().keep_only(digests, spare_s=spare_s)
-        with self._guarded():
+    def remove_others(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+        super().remove_others(digests, spare_s=spare_s)
+        with self._convert_errors():
             there = [one for some in self._api.list(self._bucket) for one in some]
             if not there:
                 return
@@ -162,17 +162,17 @@ class _Bucket(Blobs):
             old = [one["path"] for one in there if one["path"] not in digests and one["last_modified"] <= spared]
             self._api.delete(self._bucket, old)
 
-    def let_go(self, wanted: Collection[str]) -> None:
-        super().keep_only(wanted)
+    def drop_copies(self, wanted: Collection[str]) -> None:
+        super().remove_others(wanted)
 
 
-def blobs_in(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
-    """HOME/blobs, or the bucket at `url`; processes other than the dispatcher keep their copies in HOME/models."""
+def open_blobs(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
+    """Open HOME/blobs, or the bucket at `url`; other processes than the dispatcher keep copies in HOME/models."""
     if url is None:
         return Blobs(home / "blobs")
     return _Bucket(home / ("blobs" if dispatcher else "models"), url, keep=dispatcher)
 
 
-def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
-    """Context in which no tensor is deleted. `taken`: as in `locked`."""
-    return locked(home / "backup", taken)
+def prevent_deletion(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
+    """Let no tensor be deleted within this context. `taken`: as in `lock_folder`."""
+    return lock_folder(home / "backup", taken)

@@ -63,9 +63,9 @@ class _Sqlite:
 
     def _mark(self, mark: int) -> bool:
         self.execute(f"PRAGMA application_id = {mark}")
-        return self._bring_in()
+        return self._merge_log()
 
-    def _bring_in(self) -> bool:
+    def _merge_log(self) -> bool:
         """Merge the log into the file; returns whether that was all of it. The log's space is kept for reuse."""
         return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
 
@@ -77,27 +77,27 @@ class _Sqlite:
         """Execute a statement for each of many values."""
         self._db.executemany(sql.replace("$", "?"), values)
 
-    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        """Execute a statement for each of many values; whether each returned a row (of its first value alone)."""
+    def execute_each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        """Execute a statement for each of many values; returns whether each returned a row (of its first value)."""
         return [bool(self.execute(sql, *one)) for one in values]
 
-    def alone(self, taken: str) -> None:
+    def become_dispatcher(self, taken: str) -> None:
         """Become the only dispatcher until the connection ends; here the lock of the folder decides.
 
         Raises:
             ConfigError: another process is; `taken` is the text.
         """
 
-    def begin(self) -> None:
+    def begin_writing(self) -> None:
         """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
         self.execute("BEGIN IMMEDIATE")
 
-    def snapshot(self) -> None:
+    def begin_reading(self) -> None:
         """Begin a read-only transaction: all of it sees the tables as of its first statement."""
         self.execute("BEGIN")
 
-    def version(self) -> int:
-        """Number of the last migration; 0: no tables yet."""
+    def get_version(self) -> int:
+        """Return the number of the last migration; 0: no tables yet."""
         return int(self.execute("PRAGMA user_version")[0][0])
 
     def migrate(self, number: int, script: str) -> None:
@@ -109,7 +109,7 @@ class _Sqlite:
         with contextlib.suppress(OSError, sqlite3.Error):  # others have it open, or the disk is full
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._db.rollback()
-            clean = self._bring_in() and self._mark(0)
+            clean = self._merge_log() and self._mark(0)
         self._db.close()
         if not clean:
             with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def _require_log(file: Path, log: Path) -> None:
 
 
 class _Postgres:
-    """A schema on a server, named after the federation. asyncpg runs in its own loop; callers wait, as with SQLite.
+    """A connection to a schema named after the federation. asyncpg runs in its own loop; callers wait.
 
     The server must keep the session, since advisory locks say who is the dispatcher and who writes. A pooler that
     shares sessions between transactions will not do.
@@ -162,16 +162,16 @@ class _Postgres:
             self._db = self._wait(
                 asyncpg.connect(url, server_settings=settings, command_timeout=ANSWER_S, timeout=ANSWER_S)
             )
-            self._script(f'CREATE SCHEMA IF NOT EXISTS "{federation}"')
-            self._script("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
+            self._run_script(f'CREATE SCHEMA IF NOT EXISTS "{federation}"')
+            self._run_script("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
         except BaseException:
-            self._end()
+            self._stop_loop()
             raise
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _script(self, text: str) -> None:
+    def _run_script(self, text: str) -> None:
         self._wait(self._db.execute(text))
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
@@ -180,7 +180,7 @@ class _Postgres:
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
         self._wait(self._db.executemany(sql, values))
 
-    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+    def execute_each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
         rows = self._wait(self._db.fetchmany(sql, values))  # one round trip
         left = Counter(row[0] for row in rows)
         found = []
@@ -189,52 +189,52 @@ class _Postgres:
             left[first] -= 1
         return found
 
-    def begin(self) -> None:
-        self._script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")
+    def begin_writing(self) -> None:
+        self._run_script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")
 
-    def snapshot(self) -> None:
-        self._script("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+    def begin_reading(self) -> None:
+        self._run_script("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
-    def alone(self, taken: str) -> None:
+    def become_dispatcher(self, taken: str) -> None:
         try:
-            self._script("SELECT pg_advisory_lock(hashtextextended(current_schema(), 0))")
+            self._run_script("SELECT pg_advisory_lock(hashtextextended(current_schema(), 0))")
         except self._busy as error:
             raise ConfigError(taken) from error
 
-    def version(self) -> int:
+    def get_version(self) -> int:
         return int(self.execute("SELECT coalesce(max(version), 0) FROM schema_version")[0][0])
 
     def migrate(self, number: int, script: str) -> None:
         translated = re.sub(r"\b(" + "|".join(WORDS) + r")\b", lambda word: WORDS[word[0]], script)
-        self._script(f"BEGIN;\n{translated}\nINSERT INTO schema_version VALUES ({number});\nCOMMIT;")
+        self._run_script(f"BEGIN;\n{translated}\nINSERT INTO schema_version VALUES ({number});\nCOMMIT;")
 
     def close(self) -> None:
         try:
             self._wait(self._db.close(timeout=WAIT_S))
-        except failures():  # the server is gone: nothing to close
+        except get_failures():  # the server is gone: nothing to close
             self._db.terminate()
-        self._end()
+        self._stop_loop()
 
-    def _end(self) -> None:
+    def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 Database = _Sqlite | _Postgres
-"""One connection, used by one thread at a time. Its exceptions are in `failures`."""
+"""One connection, used by one thread at a time. Its exceptions are in `get_failures`."""
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """The exceptions of a connection whose tables cannot be read or written."""
+def get_failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a connection whose tables cannot be read or written."""
     asyncpg = sys.modules.get("asyncpg")
     if asyncpg is None:
         return sqlite3.Error, OSError
     return sqlite3.Error, OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError
 
 
-def database(home: Path, url: str | None, federation: str) -> Callable[[], Database]:
-    """A function that connects to the tables in HOME/store.db or at `url`. Connecting creates what is missing.
+def make_connector(home: Path, url: str | None, federation: str) -> Callable[[], Database]:
+    """Make a function that connects to the tables in HOME/store.db or at `url`, and creates what is missing.
 
     Raises:
         ConfigError: the URL is none of PostgreSQL's, the federation's name is none, the home has tables of its own, or
@@ -274,7 +274,7 @@ def migrate(db: Database, *, check: bool = False) -> None:
         ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
         StoreError: it is of a newer fedge.
     """
-    version = db.version()
+    version = db.get_version()
     scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
     if version == FEDGE_0_1:
         raise ConfigError(

@@ -37,17 +37,17 @@ class Device:
     via: str = ""
 
     def knows(self, action: Action) -> bool:
-        """Whether the device knows this step and its owner permits it."""
-        return isinstance(self.asked(action), Action)
+        """Return whether the device knows this step and its owner permits it."""
+        return isinstance(self.prepare_action(action), Action)
 
-    def asked(self, action: Action) -> Action | Refusal:
-        """The action as sent to the device, without what its owner withholds; or a refusal, and nothing is sent."""
+    def prepare_action(self, action: Action) -> Action | Refusal:
+        """Return the action without what the owner withholds; or a refusal, and nothing is sent."""
         if self.steps is not None and self.steps.get(action.STEP) != action.VERSION:
             text = (
                 f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
             )
             return Unsupported(reason=text)
-        spared = action.sparing(self.withholds)
+        spared = action.without(self.withholds)
         if spared is None:
             kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))
             return Declined(
@@ -57,7 +57,7 @@ class Device:
 
 
 class OrderStatus(StrEnum):
-    """Status of an order in the store. It leaves OPEN once."""
+    """The status of an order in the store. It leaves OPEN once."""
 
     OPEN = "open"
     ACCEPTED = "accepted"
@@ -95,7 +95,7 @@ class Event(Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-def entry_of(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
+def make_entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
     """An order as its row in the table says: body, status, reason, report, arrival."""
     body, status, reason, report, arrival = row
     return Entry(

@@ -26,7 +26,7 @@ CLOCKS_AGREE_S: Final = 60.0
 """Larger differences of clocks are shown. Rounds do not depend on them, but certificates, logs and signatures do."""
 
 
-class Kept(Struct, frozen=True, kw_only=True):
+class LastMessages(Struct, frozen=True, kw_only=True):
     """A device's last messages, and when they came (seconds since the epoch by our clock; 0: never)."""
 
     seen_at: float
@@ -34,11 +34,11 @@ class Kept(Struct, frozen=True, kw_only=True):
     health: Health | None = None
 
 
-UNHEARD: Final = Kept(seen_at=0.0)
+UNHEARD: Final = LastMessages(seen_at=0.0)
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownDevice:
     status: Status
     context: Context | None = None
     ahead_s: float = 0.0  # relative to our clock
@@ -50,7 +50,7 @@ class _Known:
 
 
 class Registry:
-    """All devices seen so far. Kept in memory, since the broker retains and repeats each status.
+    """The registry of all devices seen so far, in memory, since the broker retains and repeats each status.
 
     Args:
         task_fingerprint: of the federation's task; devices with another one do not take part.
@@ -64,20 +64,20 @@ class Registry:
         task_fingerprint: str,
         contexts: Mapping[str, Context | None] | None = None,
         no_relays: str = "",
-        kept: Mapping[str, Kept] | None = None,
+        kept: Mapping[str, LastMessages] | None = None,
     ) -> None:
         self._fingerprint = task_fingerprint
         self._no_relays = no_relays
         self._contexts = dict(contexts or {})
         self._kept = dict(kept or {})
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownDevice] = {}
         self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
         self._health: dict[str, Health] = {}
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
-    def on_status(self, topic_id: str, status: Status, now: float = 0.0) -> bool:
-        """Process a birth or death; True if the device is there (again) and may lack what it was sent before.
+    def handle_status(self, topic_id: str, status: Status, now: float = 0.0) -> bool:
+        """Handle a birth or death; returns whether the device is there (again) and may lack earlier messages.
 
         That may happen without a new incarnation, if its connection or ours was lost. A status that only announces a
         new bundle does not count. `now`: seconds since the epoch by our clock.
@@ -106,7 +106,7 @@ class Registry:
         another = before is not None and status.incarnation != before.status.incarnation
         if before and another and status.presence is Presence.OFFLINE and not before.twice:
             return False  # the last will of an earlier life
-        self._known[topic_id] = known = _Known(status, began_at=now)
+        self._known[topic_id] = known = _KnownDevice(status, began_at=now)
         if before is None:
             self._recall(topic_id, known)
         else:
@@ -116,11 +116,11 @@ class Registry:
             known.began_at = now if another else before.began_at
             known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
-        if before and before.status != status and _but_for_news(before.status, status):
+        if before and before.status != status and _is_news_only(before.status, status):
             return False
         return status.presence is Presence.ONLINE
 
-    def _recall(self, device_id: str, known: _Known) -> None:
+    def _recall(self, device_id: str, known: _KnownDevice) -> None:
         """Restore what the device said before our start."""
         kept = self._kept.pop(device_id, UNHEARD)
         found = [context for context in (kept.context, self._contexts.get(device_id)) if context is not None]
@@ -129,16 +129,16 @@ class Registry:
         if kept.health is not None:
             self._health.setdefault(device_id, kept.health)
 
-    def kept(self) -> dict[str, Kept]:
-        """What a later registry needs of each device."""
+    def export_messages(self) -> dict[str, LastMessages]:
+        """Return what a later registry needs of each device."""
         own = {
-            i: Kept(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
+            i: LastMessages(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
             for i, known in self._known.items()
         }
         return dict(list((own | self._kept).items())[:MAX_DEVICES])
 
     def _has_room(self, status: Status) -> bool:
-        """Whether there is room; a present device may replace one that is absent and was not in the last round."""
+        """Return whether there is room, if need be in place of an absent device that was not in the last round."""
         if len(self._known) < MAX_DEVICES or status.presence is not Presence.ONLINE:
             return len(self._known) < MAX_DEVICES
         away = (i for i, known in self._known.items() if known.status.presence is not Presence.ONLINE)
@@ -147,8 +147,8 @@ class Registry:
             del self._known[gone]
         return gone is not None
 
-    def on_context(self, topic_id: str, context: Context, now: float) -> None:
-        """Process a device's context; `now`: seconds since the epoch by our clock.
+    def handle_context(self, topic_id: str, context: Context, now: float) -> None:
+        """Handle a device's context; `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id` or `unknown-device`; nothing changed.
@@ -164,8 +164,8 @@ class Registry:
         known.ahead_s = 0.0 if context.at is None else context.at - now
         self._changed.set()
 
-    def on_health(self, topic_id: str, health: Health) -> None:
-        """Process a device's health. Drift changes the device's incarnation.
+    def handle_health(self, topic_id: str, health: Health) -> None:
+        """Handle a device's health. Drift changes the device's incarnation.
 
         Raises:
             ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
@@ -178,108 +178,112 @@ class Registry:
         if health.drift:
             self._changed.set()
 
-    def incarnation(self, device_id: str) -> str | None:
-        """Incarnation of this device's agent; None: none seen."""
+    def get_incarnation(self, device_id: str) -> str | None:
+        """Return the incarnation of this device's agent; None if none was seen."""
         known = self._known.get(device_id)
         return known.status.incarnation if known else None
 
     def is_away(self, device_id: str) -> bool:
-        """Whether the device announced sleep, or the broker lost it."""
+        """Return whether the device announced sleep, or the broker lost it."""
         known = self._known.get(device_id)
         return known is not None and known.status.presence is not Presence.ONLINE
 
     def is_twice(self, device_id: str) -> bool:
-        """Whether two agents use this device's name: one returned after the other had come."""
+        """Return whether two agents use this device's name: one returned after the other had come."""
         known = self._known.get(device_id)
         return known is not None and known.twice
 
-    def twins(self, device_id: str) -> dict[str, float]:
-        """The last two incarnations of this device, the present one first, and when each was heard first."""
+    def get_twins(self, device_id: str) -> dict[str, float]:
+        """Return the last two incarnations of this device, the present one first, and when each was heard first."""
         known = self._known[device_id]
         return {known.status.incarnation: known.began_at} | ({known.before: known.before_at} if known.before else {})
 
-    def doubt(self, device_id: str) -> None:
-        """Note an outdated message from this device: another agent may be using its name."""
+    def record_outdated(self, device_id: str) -> None:
+        """Record an outdated message from this device: another agent may be using its name."""
         if device_id in self._known:
             self._known[device_id].twice = True
 
     def forget(self, device_id: str) -> None:
-        """Remove a device that no longer belongs."""
+        """Forget a device that no longer belongs."""
         for known in (self._known, self._contexts, self._health, self._kept):
             known.pop(device_id, None)
         self._changed.set()
 
     def knows(self, device_id: str) -> bool:
-        """Whether this is one of our devices."""
+        """Return whether this is one of our devices."""
         return device_id in self._known or device_id in self._contexts
 
-    def leave_out(self, ids: Iterable[str]) -> None:
+    def exclude(self, ids: Iterable[str]) -> None:
         """Exclude quarantined devices, whatever they announce; with a relay, the devices of its site."""
         self._left_out = frozenset(ids)
 
-    def presence(self) -> dict[str, Presence]:
-        """Presence of each known device."""
+    def list_presence(self) -> dict[str, Presence]:
+        """List the presence of each known device, by id."""
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
-    def behind_relays(self) -> dict[str, Presence]:
-        """The present devices behind relays."""
-        here = (*self.online(), *self.inference_only())
+    def list_behind_relays(self) -> dict[str, Presence]:
+        """Return the present devices behind relays."""
+        here = (*self.list_online(), *self.list_inference_only())
         return {device.id: Presence.ONLINE for device in here if device.via}
 
-    def presence_of(self, device_id: str) -> Presence | None:
-        """Presence of a device; None: unknown."""
+    def get_presence(self, device_id: str) -> Presence | None:
+        """Return the presence of a device; None if it is unknown."""
         known = self._known.get(device_id)
         return known.status.presence if known else None
 
-    def heard(self, device_id: str, now: float) -> None:
-        """Note a message of the device at `now` (seconds since the epoch by our clock)."""
+    def record_message(self, device_id: str, now: float) -> None:
+        """Record a message of the device at `now` (seconds since the epoch by our clock)."""
         if device_id in self._known:
             self._known[device_id].seen_at = now
 
-    def described(self) -> dict[str, dict[str, object]]:
-        """Each known device's self-description, for people, as JSON values; including devices behind relays."""
+    def describe_devices(self) -> dict[str, dict[str, object]]:
+        """Describe each known device for people, as JSON values; including devices behind relays."""
         found: dict[str, dict[str, object]] = {}
         for i, known in sorted(self._known.items()):
             seen = {"presence": str(known.status.presence), "seen_at": known.seen_at or None}
-            for d in self._behind(i):
-                found.setdefault(d.id, seen | _said(d.context, d.release, d.n_samples, d.withholds, None))
-            told = known.status
-            found[i] = seen | _said(known.context, told.release, told.n_samples, told.withholds, self._health.get(i))
+            for d in self._iterate_behind(i):
+                found.setdefault(d.id, seen | _describe(d.context, d.release, d.n_samples, d.withholds, None))
+            status = known.status
+            found[i] = seen | _describe(
+                known.context, status.release, status.n_samples, status.withholds, self._health.get(i)
+            )
         return found
 
-    def wrong_clocks(self) -> dict[str, float]:
-        """By how many seconds the clocks of devices are ahead of ours, where they differ."""
+    def find_wrong_clocks(self) -> dict[str, float]:
+        """Return by how many seconds devices' clocks are ahead of ours, where they differ."""
         found = sorted(self._known.items())
         return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 
-    def online(self) -> tuple[Device, ...]:
-        """The devices that can be asked now: online and able to train; by ascending id.
+    def list_online(self) -> tuple[Device, ...]:
+        """List the devices that can be asked now: online and able to train; by ascending id.
 
         A device without a context is included: it may take `context_interval_s` to arrive, and is needed only when
         methods choose among devices.
         """
-        return self._here(trains=True)
+        return self._list_here(trains=True)
 
-    def inference_only(self) -> tuple[Device, ...]:
-        """The devices that are online and cannot train; by ascending id."""
-        return self._here(trains=False)
+    def list_inference_only(self) -> tuple[Device, ...]:
+        """List the devices that are online and cannot train; by ascending id."""
+        return self._list_here(trains=False)
 
-    def _here(self, *, trains: bool) -> tuple[Device, ...]:
+    def _list_here(self, *, trains: bool) -> tuple[Device, ...]:
         there = [i for i, known in self._known.items() if known.status.presence is Presence.ONLINE]
-        return tuple(d for d in self.known(there) if d.trains == trains and self._left_out.isdisjoint({d.id, d.via}))
+        return tuple(
+            d for d in self.list_known(there) if d.trains == trains and self._left_out.isdisjoint({d.id, d.via})
+        )
 
-    def known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
-        """These devices, or all seen so far, by their last messages; relays expanded to their devices. By id."""
+    def list_known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
+        """List these devices, or all so far, by their last messages; relays expanded to their devices. By id."""
         found: dict[str, Device] = {}
         for i in sorted(self._known if ids is None else ids):
-            found |= {d.id: d for d in self._behind(i) if d.id not in self._known and d.id not in found}
+            found |= {d.id: d for d in self._iterate_behind(i) if d.id not in self._known and d.id not in found}
             if (status := self._known[i].status).site is None:
                 found[i] = Device(
                     i,
                     status.n_samples,
                     self._known[i].context,
-                    self._incarnation(i),
-                    _trains(status),
+                    self._make_incarnation(i),
+                    _can_train(status),
                     self._drifts(i),
                     status.capabilities.steps if status.capabilities else None,
                     status.release,
@@ -287,25 +291,25 @@ class Registry:
                 )
         return tuple(found[i] for i in sorted(found))
 
-    def _behind(self, relay: str) -> Iterator[Device]:
-        """The devices of a relay's site; their names begin with the site's."""
+    def _iterate_behind(self, relay: str) -> Iterator[Device]:
+        """Iterate over the devices of a relay's site; their names begin with the site's."""
         for d in self._known[relay].status.site or ():
             name = f"{relay}.{d.id}"
             if re.match(NAME, name):
                 parts = d.n_samples, d.context, d.incarnation, d.trains, d.drift, None, d.release, d.withholds
                 yield Device(name, *parts, via=relay)
 
-    def _incarnation(self, device_id: str) -> str:
+    def _make_incarnation(self, device_id: str) -> str:
         own = self._known[device_id].status.incarnation
         return f"{own}/{self._health[device_id].release}" if self._drifts(device_id) else own
 
     def _drifts(self, device_id: str) -> bool:
         return device_id in self._health and self._health[device_id].drift
 
-    async def wait_for(self, n: int) -> tuple[Device, ...]:
+    async def wait_for_devices(self, n: int) -> tuple[Device, ...]:
         """Wait until `n` devices can be asked."""
-        await self._until(lambda: len(self.online()) >= n)
-        return self.online()
+        await self._wait_until(lambda: len(self.list_online()) >= n)
+        return self.list_online()
 
     async def wait_for_late_joiner(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Wait until a device needs a bundle, training or not: it has none, or its bundle drifts.
@@ -318,20 +322,20 @@ class Registry:
             needs = device.id not in equipped or device.drift
             return needs and tried.get(device.id) != device.incarnation
 
-        await self._until(lambda: any(map(is_new, (*self.online(), *self.inference_only()))))
+        await self._wait_until(lambda: any(map(is_new, (*self.list_online(), *self.list_inference_only()))))
 
-    async def heard_of(self, ids: Collection[str]) -> None:
+    async def wait_for_status(self, ids: Collection[str]) -> None:
         """Wait for any status from each of these devices."""
-        await self._until(lambda: set(ids) <= self._known.keys())
+        await self._wait_until(lambda: set(ids) <= self._known.keys())
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
+    async def _wait_until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             self._changed.clear()
             await self._changed.wait()
             await asyncio.sleep(LOOK_AGAIN_S)
 
 
-def _said(
+def _describe(
     context: Context | None, release: int, n_samples: int, withholds: tuple[str, ...], health: Health | None
 ) -> dict[str, object]:
     return {
@@ -343,10 +347,10 @@ def _said(
     }
 
 
-def _but_for_news(before: Status, now: Status) -> bool:
-    """Whether two statuses differ only in the bundle, or in the devices behind a relay."""
+def _is_news_only(before: Status, now: Status) -> bool:
+    """Return whether two statuses differ only in the bundle, or in the devices behind a relay."""
     return msgspec.structs.replace(before, release=now.release, site=now.site) == now
 
 
-def _trains(status: Status) -> bool:
+def _can_train(status: Status) -> bool:
     return status.capabilities is None or status.capabilities.trains

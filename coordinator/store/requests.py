@@ -15,7 +15,7 @@ from fedge.settings import NAME
 KEY: Final = "wishes"
 
 
-class Wishes(Struct, frozen=True, kw_only=True):
+class StandingRequests(Struct, frozen=True, kw_only=True):
     """The standing requests to the coordinator. Each holds until it is changed.
 
     paused: no further round begins. steps: rounds that may begin all the same. recluster: round before which clusters
@@ -39,13 +39,13 @@ ACTIONS: Final = {
 """By name what is said once it is asked."""
 
 
-def wishes_in(store: Store) -> Wishes:
-    """The present requests."""
-    kept = store.recall(KEY)
-    return Wishes() if kept is None else msgspec.json.decode(kept, type=Wishes)
+def read_requests(store: Store) -> StandingRequests:
+    """Read the present requests."""
+    kept = store.find_value(KEY)
+    return StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
 
 
-def act(store: Store, name: str, device: str = "") -> str:
+def request_action(store: Store, name: str, device: str = "") -> str:
     """Request something of the coordinator; returns the reply for the user.
 
     Raises:
@@ -54,16 +54,16 @@ def act(store: Store, name: str, device: str = "") -> str:
     if name in {"retire", "readmit"} and not re.fullmatch(NAME, device):
         raise ConfigError(f"{device!r} is no device's name")
 
-    def change(kept: str | None) -> str:
-        before = Wishes() if kept is None else msgspec.json.decode(kept, type=Wishes)
-        return msgspec.json.encode(wished(before, name, device)).decode()
+    def apply_request(kept: str | None) -> str:
+        before = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
+        return msgspec.json.encode(add_request(before, name, device)).decode()
 
-    store.revise(KEY, change)
+    store.change_value(KEY, apply_request)
     return ACTIONS[name].format(device=device)
 
 
-def wished(wishes: Wishes, name: str, device: str = "") -> Wishes:
-    """The requests after one more.
+def add_request(wishes: StandingRequests, name: str, device: str = "") -> StandingRequests:
+    """Return the requests after one more.
 
     Raises:
         ConfigError: no such action.
@@ -84,19 +84,19 @@ def wished(wishes: Wishes, name: str, device: str = "") -> Wishes:
             raise ConfigError(f"there is no action {name!r}; there are {', '.join(ACTIONS)}")
 
 
-def at_round(store: Store, number: int) -> Wishes:
-    """The requests at the start of round `number`, which uses up a step of a paused run; stored before it begins.
+def take_requests(store: Store, number: int) -> StandingRequests:
+    """Take the requests at the start of round `number`, which uses up a step of a paused run; stored before.
 
     `recluster` equals `number` if clusters are to be made anew for this round; a coordinator killed during the round
     finds the same after a restart.
     """
 
-    def change(kept: str | None) -> str:
-        wishes = Wishes() if kept is None else msgspec.json.decode(kept, type=Wishes)
+    def use_step(kept: str | None) -> str:
+        wishes = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
         if wishes.recluster is not None and wishes.recluster < number:
             wishes = msgspec.structs.replace(wishes, recluster=number if wishes.recluster == 0 else None)
         if wishes.paused and wishes.steps:
             wishes = msgspec.structs.replace(wishes, steps=wishes.steps - 1)
         return msgspec.json.encode(wishes).decode()
 
-    return msgspec.json.decode(store.revise(KEY, change), type=Wishes)
+    return msgspec.json.decode(store.change_value(KEY, use_step), type=StandingRequests)

@@ -22,12 +22,12 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.store.blobs import blobs_in, undeleted
-from coordinator.store.database import Database, database, migrate
-from coordinator.store.records import Device, Entry, Event, Offence, OrderStatus, entry_of
-from coordinator.store.writer import Found, Writer, guarded
-from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
-from fedge.system.files import InUseError, locked
+from coordinator.store.blobs import open_blobs, prevent_deletion
+from coordinator.store.database import Database, make_connector, migrate
+from coordinator.store.records import Device, Entry, Event, Offence, OrderStatus, make_entry
+from coordinator.store.writer import Found, Writer, convert_failures
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, raise_as
+from fedge.system.files import InUseError, lock_folder
 from fedge.wire.messages import Context, Order, Report
 
 EXPIRED: Final = "no report before the deadline"
@@ -38,9 +38,9 @@ RECALLED_ROUNDS: Final = 8
 """Rounds whose reports show, after a restart, how fast devices are and their last problems."""
 NOBODY: Final = msgspec.msgpack.encode([])
 OFFERED: Final = "offered"
-"""The digests that servers of models may send (`Store.recall`): those that open orders name, as JSON."""
+"""The digests that servers of models may send (`Store.find_value`): those that open orders name, as JSON."""
 DEVICES: Final = "devices"
-"""The devices' last messages (`coordinator.store.registry.Kept` by id, as JSON), for the next start."""
+"""The devices' last messages (`coordinator.store.registry.LastMessages` by id, as JSON), for the next start."""
 ISSUE: Final = "issue"
 """Part of the orders' ids since the store was restored from a backup (`coordinator.service.backup`)."""
 AT_BROKER: Final = "at_broker"
@@ -51,10 +51,10 @@ ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
 
 
 class Store:
-    """One federation's durable state. There is one dispatcher; intakes may come and go beside it.
+    """The durable state of one federation. There is one dispatcher; intakes may come and go beside it.
 
-    An intake may `recall("start")` (layout and initial model), read an `entry`, and `accept` or `reject` reports. An
-    order is closed once, by the first. The dispatcher learns by `closed_since` what others have closed.
+    An intake may `find_value("start")` (layout and initial model), read an `find_entry`, and `accept` or `reject`
+    reports. An order is closed once, by the first. The dispatcher learns by `get_closed_since` what others have closed.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Store:
         federation: str = "",
         intake: bool = False,
     ) -> None:
-        """Open it, or create it.
+        """Open the federation's state, or create it.
 
         Args:
             home: folder of the tables and tensors, unless these are elsewhere.
@@ -80,16 +80,20 @@ class Store:
             StoreError: it cannot be read or written, or was written by a newer fedge.
         """
         self.home = home
-        connect = database(home, url, federation)
+        connect = make_connector(home, url, federation)
         with contextlib.ExitStack() as undo:
             if not intake:
-                undo.enter_context(locked(home, f"another coordinator works in {home}; stop it, or use another --home"))
-            with guarded():
-                self.blobs = blobs_in(home, blobs, dispatcher=not intake)
+                undo.enter_context(
+                    lock_folder(home, f"another coordinator works in {home}; stop it, or use another --home")
+                )
+            with convert_failures():
+                self.blobs = open_blobs(home, blobs, dispatcher=not intake)
                 writing, self._db = (undo.enter_context(contextlib.closing(connect())) for _ in range(2))
-            with guarded():
+            with convert_failures():
                 if not intake:
-                    writing.alone(f"another coordinator works for federation {federation} on this server: stop it")
+                    writing.become_dispatcher(
+                        f"another coordinator works for federation {federation} on this server: stop it"
+                    )
                 migrate(writing, check=intake)
             self._writer = undo.enter_context(contextlib.closing(Writer(writing)))
             self._reading = Lock()
@@ -103,19 +107,19 @@ class Store:
         return self._writer.submit(change).result()
 
     def _read(self, sql: str, *values: object) -> list[Any]:
-        with guarded(), self._reading:
+        with convert_failures(), self._reading:
             return list(self._db.execute(sql, *values))
 
     # -------------------------------------------------------------------------------------------------------- rounds
 
-    def begin_round(self, number: int, devices: Iterable[Device], now: float) -> None:
-        """Begin a round with these devices, for good."""
+    def start_round(self, number: int, devices: Iterable[Device], now: float) -> None:
+        """Start a round with these devices, for good."""
         snapshot = msgspec.msgpack.encode(list(devices))
         sql = "INSERT INTO rounds (round, devices, begun_at) VALUES ($1, $2, $3)"
         self._change(lambda db: db.execute(sql, number, snapshot, now))
 
-    def snapshot(self, number: int) -> tuple[Device, ...] | None:
-        """The devices of a round that has begun; None: it has not."""
+    def get_round_devices(self, number: int) -> tuple[Device, ...] | None:
+        """Return the devices of a round that has begun; None if it has not."""
         rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
         return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
 
@@ -125,8 +129,8 @@ class Store:
         """Commit a finished round: the method's state and the counters, all or nothing.
 
         Orders that are still open expire: nobody waits for their reports, and a device repeats its own until a verdict.
-        Devices and orders of rounds before the last `keep` are deleted, streamed orders once they are handed out. The
-        times of rounds stay.
+        Devices and orders of rounds before the last `put_value` are deleted, streamed orders once they are handed out.
+        The times of rounds stay.
         """
         old = number - keep
         left = self._read("SELECT id FROM orders WHERE round = $1 AND streamed = 0 AND status = 'open'", number)
@@ -142,23 +146,23 @@ class Store:
                 "AND coalesce(arrival, 0) < (SELECT coalesce(max(arrival), 1) FROM orders)",  # which numbers the next
                 old,
             )
-            _count(db, counted)
+            _add_counts(db, counted)
 
         self._change(commit)
 
-    def state(self) -> bytes | None:
-        """The method's state after the last round that was committed; None before the first."""
+    def get_state(self) -> bytes | None:
+        """Return the method's state after the last round that was committed; None before the first."""
         rows = self._read("SELECT body FROM states ORDER BY round DESC LIMIT 1")
         return rows[0][0] if rows else None
 
-    def round_seconds(self) -> dict[int, float]:
-        """Duration of each finished round, from its first beginning (before any crash) to its end."""
+    def get_round_seconds(self) -> dict[int, float]:
+        """Return the duration of each finished round, from its first beginning (before any crash) to its end."""
         return dict(self._read("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"))
 
-    def last_contexts(self) -> dict[str, Context | None]:
-        """Contexts of the devices of the last begun round, by id."""
+    def get_last_contexts(self) -> dict[str, Context | None]:
+        """Return the contexts of the devices of the last begun round, by id."""
         ((last,),) = self._read("SELECT max(round) FROM rounds")
-        devices = self.snapshot(last) if last is not None else None
+        devices = self.get_round_devices(last) if last is not None else None
         return {device.id: device.context for device in devices or ()}
 
     # -------------------------------------------------------------------------------------------------------- orders
@@ -166,7 +170,7 @@ class Store:
     def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
         """Write the orders of one step, except those that exist; returns all of them as stored, by device id.
 
-        `streamed`: their answers are handed out one by one, and it is recorded in which round.
+        `get_streamed`: their answers are handed out one by one, and it is recorded in which round.
         """
         given = list(orders)
         if not given:
@@ -184,32 +188,32 @@ class Store:
             )
             return list(db.execute(f"{ENTRY} WHERE round = $1 AND label = $2", given[0].round, given[0].label))
 
-        found = {entry.order.device_id: entry for entry in map(entry_of, self._change(write))}
+        found = {entry.order.device_id: entry for entry in map(make_entry, self._change(write))}
         return {order.device_id: found[order.device_id] for order in given}
 
-    def entry(self, order_id: str) -> Entry | None:
-        """An order and its outcome; None: there is no such order."""
+    def find_entry(self, order_id: str) -> Entry | None:
+        """Return an order and its outcome; None if there is no such order."""
         rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
-        return entry_of(rows[0]) if rows else None
+        return make_entry(rows[0]) if rows else None
 
-    def entries(self, number: int) -> tuple[Entry, ...]:
-        """All orders of a round, by label and device id."""
-        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
+    def get_entries(self, number: int) -> tuple[Entry, ...]:
+        """Return all orders of a round, by label and device id."""
+        return tuple(map(make_entry, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
 
-    def streamed(self, number: int) -> tuple[Entry, ...]:
-        """The streamed orders whose answers were not handed out in an earlier round.
+    def get_streamed(self, number: int) -> tuple[Entry, ...]:
+        """Return the streamed orders whose answers were not handed out in an earlier round.
 
         The closed ones come first, by their numbers, then the open ones.
         """
         which = "streamed = 1 AND (handed IS NULL OR handed = $1) ORDER BY arrival IS NULL, arrival, id"
-        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE {which}", number)))
+        return tuple(map(make_entry, self._read(f"{ENTRY} WHERE {which}", number)))
 
     def hand_out(self, order_id: str, number: int) -> Future[object]:
         """Record beforehand the round in which a streamed order's answer is handed out; the first call counts."""
         sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
         return self._writer.submit(lambda db: db.execute(sql, number, order_id))
 
-    def end_streams(self, now: float) -> None:
+    def expire_streams(self, now: float) -> None:
         """Expire the open streamed orders, whose answers are no longer wanted."""
         self._expire(self._read("SELECT id FROM orders WHERE streamed = 1 AND status = 'open'"), UNWANTED, now)
 
@@ -230,15 +234,15 @@ class Store:
         """Close an open order without a report in time; False if it is not open any more."""
         return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
 
-    def closed_since(self, arrival: int) -> tuple[Entry, ...]:
-        """The orders closed after the one with this number, by any process, in the order of closing.
+    def get_closed_since(self, arrival: int) -> tuple[Entry, ...]:
+        """Return the orders closed after the one with this number, by any process, in the order of closing.
 
         Numbers have no gaps and never become visible out of order, so the last one found is the next `arrival`.
         """
-        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
+        return tuple(map(make_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
 
-    def last_arrival(self) -> int:
-        """The number of the last closed order; 0: there is none."""
+    def get_last_arrival(self) -> int:
+        """Return the number of the last closed order; 0 if there is none."""
         return int(self._read("SELECT coalesce(max(arrival), 0) FROM orders")[0][0])
 
     def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> Future[bool]:
@@ -246,25 +250,25 @@ class Store:
             "UPDATE orders SET status = $2, reason = $3, report = $4, closed_at = $5, "
             "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) "
             "WHERE id = $1 AND status = 'open' RETURNING id",
-            *(order_id, status.value, _text(reason), report, now),
+            *(order_id, status.value, _clean_text(reason), report, now),
         )
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def note(self, *events: Event) -> Future[object]:
-        """Store events, and delete the oldest beyond `MAX_EVENTS`. Callers need not wait."""
-        told = [msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd") for event in events]
+    def record_events(self, *events: Event) -> Future[object]:
+        """Record events, and delete the oldest beyond `MAX_EVENTS`. Callers need not wait."""
+        bodies = [msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd") for event in events]
         sql = "INSERT INTO events (number, at, round, name, device, fields) VALUES ($1, $2, $3, $4, $5, $6)"
 
-        def note(db: Database) -> None:
+        def insert_events(db: Database) -> None:
             ((last,),) = db.execute("SELECT coalesce(max(number), 0) FROM events")
-            rows = enumerate(zip(events, told, strict=True), start=last + 1)
+            rows = enumerate(zip(events, bodies, strict=True), start=last + 1)
             db.executemany(sql, [(n, e.at, e.round, e.name, e.device, text) for n, (e, text) in rows])
             db.execute("DELETE FROM events WHERE number <= $1", last + len(events) - MAX_EVENTS)
 
-        return self._writer.submit(note)
+        return self._writer.submit(insert_events)
 
-    def events(
+    def get_events(
         self,
         *,
         after: int = 0,
@@ -273,7 +277,7 @@ class Store:
         round: int | None = None,  # noqa: A002 - what it is
         limit: int = 1000,
     ) -> list[Event]:
-        """Events by number: those after one, at most `limit`; or the `last` ones; of a device, of a round."""
+        """Return events by number: those after one, at most `limit`; or the `last`; of a device, of a round."""
         of = {name: value for name, value in {"device": device, "round": round}.items() if value is not None}
         which = "".join(f" AND {name} = ${k}" for k, name in enumerate(of, start=3))
         order = "number" if last is None else "number DESC"
@@ -288,56 +292,56 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------------ the rest
 
-    def accuse(self, offence: Offence) -> Future[bool]:
-        """Store evidence against a device; False: its round has the same already."""
+    def record_offence(self, offence: Offence) -> Future[bool]:
+        """Record evidence against a device; False if its round has the same already."""
         sql = "INSERT INTO offences VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING round"
-        values = offence.device_id, offence.round, offence.name, _text(offence.detail)
+        values = offence.device_id, offence.round, offence.name, _clean_text(offence.detail)
         return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
 
-    def offences(self) -> tuple[Offence, ...]:
-        """All evidence against devices."""
+    def get_offences(self) -> tuple[Offence, ...]:
+        """Return all evidence against devices."""
         rows = self._read("SELECT device_id, round, name, detail FROM offences ORDER BY 1, 2, 3")
         return tuple(Offence(device_id=i, round=r, name=name, detail=detail) for i, r, name, detail in rows)
 
-    def count(self, counted: Mapping[str, int]) -> None:
+    def add_counts(self, counted: Mapping[str, int]) -> None:
         """Add to counters."""
-        self._change(lambda db: _count(db, counted))
+        self._change(lambda db: _add_counts(db, counted))
 
-    def counters(self) -> dict[str, int]:
-        """All counters, by name."""
+    def get_counters(self) -> dict[str, int]:
+        """Return all counters, by name."""
         return dict(self._read("SELECT name, value FROM counters ORDER BY name"))
 
-    def remember(self, name: str, value: str) -> str:
+    def put_value_once(self, name: str, value: str) -> str:
         """Store a value unless there is one of this name; returns the stored one."""
 
-        def remember(db: Database) -> str:
+        def insert_value(db: Database) -> str:
             db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT DO NOTHING", name, value)
             return str(db.execute("SELECT value FROM meta WHERE name = $1", name)[0][0])
 
-        return self._change(remember)
+        return self._change(insert_value)
 
-    def at_broker(self) -> str:
-        """What nobody else can guess of the names that this store's processes have at the broker."""
-        return self.remember(AT_BROKER, secrets.token_hex(16))
+    def get_broker_secret(self) -> str:
+        """Return what nobody else can guess of the names that this store's processes have at the broker."""
+        return self.put_value_once(AT_BROKER, secrets.token_hex(16))
 
-    def keep(self, name: str, value: str) -> None:
+    def put_value(self, name: str, value: str) -> None:
         """Store a value in place of an earlier one of this name."""
-        self.revise(name, lambda _: value)
+        self.change_value(name, lambda _: value)
 
-    def revise(self, name: str, change: Callable[[str | None], str]) -> str:
+    def change_value(self, name: str, change: Callable[[str | None], str]) -> str:
         """Change a stored value (None: there is none) in one transaction; returns the new one."""
 
-        def revise(db: Database) -> str:
+        def change_stored(db: Database) -> str:
             rows = db.execute("SELECT value FROM meta WHERE name = $1", name)
             value = change(rows[0][0] if rows else None)
             sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
             db.execute(sql, name, value)
             return value
 
-        return self._change(revise)
+        return self._change(change_stored)
 
-    def recall(self, name: str) -> str | None:
-        """A stored value; None: there is none."""
+    def find_value(self, name: str) -> str | None:
+        """Return a stored value; None if there is none."""
         rows = self._read("SELECT value FROM meta WHERE name = $1", name)
         return str(rows[0][0]) if rows else None
 
@@ -347,49 +351,49 @@ class Store:
         Raises:
             ConfigError: it was not.
         """
-        if (begun := self.recall("blobs") or None) != url:
+        if (begun := self.find_value("blobs") or None) != url:
             where = f"at {begun}: give --blobs {begun}" if begun else "in its home: leave --blobs out"
             raise ConfigError(f"the federation keeps its tensors {where}")
 
-    def require(self, digests: Collection[str]) -> None:
+    def require_tensors(self, digests: Collection[str]) -> None:
         """Check that tensors exist.
 
         Raises:
             StoreError: some do not; the text names them.
         """
-        if missing := sorted(digest for digest in digests if self.blobs.bring(digest) is None):
+        if missing := sorted(digest for digest in digests if self.blobs.fetch(digest) is None):
             names = ", ".join(missing)
             raise StoreError(
                 f"{self.home / 'blobs'} lacks {len(missing)} of the tensors that the store names ({names}): bring "
                 "the folder that belongs to it, or `fedge restore` a backup"
             )
 
-    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+    def remove_others(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
         """Delete all other tensors, also partly received ones, except those younger than `spare_s`.
 
         During a backup nothing is deleted; the next call does it.
         """
-        with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), guarded():
-            self.blobs.keep_only(digests, spare_s=spare_s)
+        with contextlib.suppress(InUseError), prevent_deletion(self.home, "a backup is being made"), convert_failures():
+            self.blobs.remove_others(digests, spare_s=spare_s)
 
 
-def _count(db: Database, counted: Mapping[str, int]) -> None:
+def _add_counts(db: Database, counted: Mapping[str, int]) -> None:
     db.executemany(
         "INSERT INTO counters VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value",
         counted.items(),
     )
 
 
-def _text(told: str) -> str:
-    """Text from a device: cut, and without the character that PostgreSQL cannot store."""
-    return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
+def _clean_text(text: str) -> str:
+    """Clean text from a device: cut, and without the character that PostgreSQL cannot store."""
+    return text[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def reading(store: Store) -> AbstractContextManager[None]:
-    """Context in which what the store holds is read: it may come from a backup, and be anything.
+def explain_unreadable(store: Store) -> AbstractContextManager[None]:
+    """Explain within this context that what the store holds is unreadable: a backup may hold anything.
 
     Raises:
         StoreError: it cannot be read; the text says what to do.
     """
     text = f"what {store.home} holds of the run cannot be read; restore another backup, or begin anew in another --home"
-    return failing_as(StoreError, text, on=(*MALFORMED, json.JSONDecodeError, ProtocolError))
+    return raise_as(StoreError, text, on=(*MALFORMED, json.JSONDecodeError, ProtocolError))

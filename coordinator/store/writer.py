@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
-from coordinator.store.database import Database, failures
+from coordinator.store.database import Database, get_failures
 from fedge.errors import StoreError
 
 MAX_BATCH: Final = 1000
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class _Change(NamedTuple):
-    """A change for the writer: a function to call, or a statement for `Database.each`."""
+    """A change for the writer: a function to call, or a statement for `Database.execute_each`."""
 
     future: Future[Any]
     run: Callable[[Database], Any] | None
@@ -43,7 +43,7 @@ class Writer:
         return self._put(_Change(Future(), change))
 
     def submit_one(self, sql: str, *values: object) -> Future[bool]:
-        """Queue one statement for `Database.each`, which runs equal neighbours together."""
+        """Queue one statement for `Database.execute_each`, which runs equal neighbours together."""
         return self._put(_Change(Future(), None, sql, values))
 
     def _put(self, change: _Change) -> Future[Any]:
@@ -69,17 +69,17 @@ class Writer:
     def _carry_out(self, changes: list[_Change]) -> None:
         found: list[Any] = []
         try:
-            with guarded():
-                self.db.begin()
+            with convert_failures():
+                self.db.begin_writing()
                 try:
                     for sql, alike in groupby(changes, key=lambda change: change.sql):
                         if sql:
-                            found += self.db.each(sql, [change.values for change in alike])
+                            found += self.db.execute_each(sql, [change.values for change in alike])
                         else:
                             found += [change.run(self.db) for change in alike if change.run is not None]
                     self.db.execute("COMMIT")
                 except BaseException:
-                    with contextlib.suppress(*failures()):  # a full disk has rolled back already
+                    with contextlib.suppress(*get_failures()):  # a full disk has rolled back already
                         self.db.execute("ROLLBACK")
                     raise
         except BaseException as error:  # noqa: BLE001 - passed to the callers
@@ -91,9 +91,9 @@ class Writer:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def convert_failures() -> Iterator[None]:
     """Have failures of the database raise `StoreError`."""
     try:
         yield
-    except failures() as error:
+    except get_failures() as error:
         raise StoreError(f"the store cannot be read or written: {str(error) or 'it did not answer in time'}") from error

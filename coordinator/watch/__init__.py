@@ -1,9 +1,10 @@
 """What people and programs read of a federation.
 
-`state` reads the store and the coordinator's summary, `words` says it, `runs` records what a run was, `tracking` sends
-figures on, `options` are those of commands that read a home. The service writes, the page reads. Begin with `state`.
+`state` reads the store and the coordinator's summary, `words` says it, `runs` records what a run was, `tracking`
+sends figures on, `options` are those of commands that read a home. The service writes, the page reads. Begin with
+`state`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "state", "words")
+__getattr__ = make_getattr(__name__, "state", "words")

@@ -28,8 +28,8 @@ STORE: Final = option("--store", heading=Heading.FOLDERS, help=STORE_HELP)
 JSON: Final = json_option()
 
 
-def opened(home: Path, store: str | None) -> Store:
-    """The store of a coordinator, which may be running.
+def open_store(home: Path, store: str | None) -> Store:
+    """Open the store of a coordinator, which may be running.
 
     Raises:
         ConfigError: there is none.
@@ -38,13 +38,13 @@ def opened(home: Path, store: str | None) -> Store:
     return Store(home, store, federation=federation, intake=True)
 
 
-def lasting(seconds: float) -> str:
-    """A time in words, in its largest unit."""
+def format_duration(seconds: float) -> str:
+    """Format a time in words, in its largest unit."""
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     unit, name = next((n, name) for n, name in units if seconds >= n or n == 1)
     return f"{seconds / unit:.0f} {name}"
 
 
-def ago(at: float | None) -> str:
-    """The time since something (seconds since the epoch) in words."""
-    return "-" if at is None else f"{lasting(max(time.time() - at, 0))} ago"
+def format_age(at: float | None) -> str:
+    """Format the time since something (seconds since the epoch) in words."""
+    return "-" if at is None else f"{format_duration(max(time.time() - at, 0))} ago"

@@ -30,7 +30,7 @@ Command = Literal["simulate", "compare", "demo", "coordinator"]
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """`settings`: as they were resolved, secrets masked. `commit`: of the folder in which it began, if it has one."""
+    """The start of a run. `settings`: resolved, secrets masked. `commit`: of the folder in which it began."""
 
     began: str
     settings: dict[str, Any]
@@ -47,7 +47,7 @@ class Run(Start, frozen=True, kw_only=True):
     restarts: tuple[Start, ...] = ()
 
 
-def note(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
+def record_run(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
     """Write RUN/run.json; of a coordinator that was started before, add this start to it.
 
     Raises:
@@ -61,11 +61,11 @@ def note(folder: Path, command: Command, settings: Struct, options: Mapping[str,
         began=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=msgspec.to_builtins(given, enc_hook=str),
         options=dict(options or {}),
-        versions=versions(),
-        commit=commit(),
+        versions=list_versions(),
+        commit=find_commit(),
     )
     if command == "coordinator" and (folder / FILE).exists():
-        run = read(folder)
+        run = read_run(folder)
         run = msgspec.structs.replace(run, restarts=(*run.restarts, now)[-RESTARTS:])
     else:
         run = Run(command=command, seed=getattr(settings, "seed", None), **msgspec.structs.asdict(now))
@@ -73,12 +73,12 @@ def note(folder: Path, command: Command, settings: Struct, options: Mapping[str,
 
 
 @contextmanager
-def noted(
+def record_accepted_run(
     folder: Path | None, command: Command, settings: Struct, options: Mapping[str, Option] | None = None
 ) -> Iterator[None]:
-    """Note a run in its folder, if it has one; a run that is refused leaves no record. Raises as `note`."""
+    """Record a run in its folder, if it has one; a refused run leaves no record. Raises as `record_run`."""
     if folder is not None:
-        note(folder, command, settings, options)
+        record_run(folder, command, settings, options)
     try:
         yield
     except ConfigError:
@@ -87,8 +87,8 @@ def noted(
         raise
 
 
-def read(folder: Path) -> Run:
-    """The description of a run.
+def read_run(folder: Path) -> Run:
+    """Read the description of a run.
 
     Raises:
         ConfigError: not the folder of a run, or from before run.json.
@@ -103,8 +103,8 @@ def read(folder: Path) -> Run:
         raise ConfigError(f"{folder / FILE} cannot be read: {error}") from error
 
 
-def versions() -> dict[str, str]:
-    """Versions of fedge, Python and what figures depend on; packages not installed are left out."""
+def list_versions() -> dict[str, str]:
+    """List the versions of fedge, Python and what figures depend on; packages not installed are left out."""
     found = {"fedge": fedge.__version__, "python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -114,8 +114,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
-    """Commit of the working folder, with "-dirty" if files differ from it; None: no repository, or no git."""
+def find_commit() -> str | None:
+    """Find the commit of the working folder, with "-dirty" if files differ; None without repository or git."""
     words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
@@ -124,13 +124,13 @@ def commit() -> str | None:
     return said.stdout.strip() or None
 
 
-def named_by_time(command: str) -> Path:
-    """A folder here for a command's results if the user names none."""
+def name_by_time(command: str) -> Path:
+    """Name a folder here for a command's results if the user names none."""
     return Path(time.strftime(f"fedge-{command}-%Y%m%d-%H%M%S"))
 
 
-def new_folder(out: Path | None, command: str) -> Path:
-    """Create the folder of a run's results and its parents, always new: old results are never mistaken for new ones.
+def make_new_folder(out: Path | None, command: str) -> Path:
+    """Make the folder of a run's results, always new: old results are never mistaken for new ones.
 
     `out` None: one named by the time.
 
@@ -138,7 +138,7 @@ def new_folder(out: Path | None, command: str) -> Path:
         ConfigError: it is not empty.
         StoreError: it cannot be made.
     """
-    folder = out or named_by_time(command)
+    folder = out or name_by_time(command)
     make_folder(folder)
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: choose a new folder with --out, or remove it")

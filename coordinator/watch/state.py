@@ -17,15 +17,15 @@ from typing import Any, Final
 from coordinator.store.records import Event
 from coordinator.store.store import Store
 from coordinator.watch.words import (
-    headline,
-    passed_over,
-    row_of,
-    row_of_end,
-    row_of_entry,
-    sentence,
-    taken,
-    told,
-    trouble_of,
+    describe_progress,
+    describe_row,
+    explain_chosen,
+    explain_passed_over,
+    explain_trouble,
+    make_end_row,
+    make_entry_row,
+    make_event_values,
+    make_row,
 )
 from fedge.errors import ConfigError, StoreError
 from fedge.wire.messages import Outcome
@@ -41,7 +41,7 @@ PAGE: Final = 5000
 
 
 def read_summary(home: Path) -> dict[str, Any]:
-    """The coordinator's latest summary.
+    """Read the coordinator's latest summary.
 
     Raises:
         ConfigError: there is none.
@@ -61,7 +61,7 @@ def read_summary(home: Path) -> dict[str, Any]:
 
 
 class Watch:
-    """A federation as seen from its home. One thread at a time."""
+    """The view of a federation from its home. One thread at a time."""
 
     def __init__(self, home: Path, store: Store) -> None:
         self._home, self._store = home, store
@@ -76,32 +76,32 @@ class Watch:
     def update(self) -> list[Event]:
         """Read what has happened since the last call."""
         new: list[Event] = []
-        while page := self._store.events(after=self._last, limit=PAGE):
+        while page := self._store.get_events(after=self._last, limit=PAGE):
             for event in page:
-                self._take(event)
+                self._apply_event(event)
             self._last = page[-1].number
             new += page
         return new
 
-    def _take(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         fields = event.fields
         match event.name:
             case "round_begun":
                 self._now, self._passed = {}, {}
                 self._rounds.pop(event.round, None)
-                self._row(event)
+                self._get_row(event)
                 for old in list(self._rounds)[:-ROUNDS]:
                     del self._rounds[old]
             case "chosen":
-                self._passed |= dict(passed_over(fields))
+                self._passed |= dict(explain_passed_over(fields))
                 self._now = dict.fromkeys(self._passed, "not asked") | self._now | dict.fromkeys(fields["ids"], "asked")
             case "asked":  # again, if the coordinator was started again
-                row = self._row(event)
+                row = self._get_row(event)
                 row["labels"][fields["label"]] = fields["devices"]
                 row["asked"] = sum(row["labels"].values())
             case "answer":
                 done = fields["result"] == Outcome.DONE
-                self._row(event)["answered" if done else "failed"] += 1
+                self._get_row(event)["answered" if done else "failed"] += 1
                 self._now[event.device] = "answered" if done else fields["result"]
                 if done:
                     self._answered[event.device] = event.round
@@ -111,21 +111,21 @@ class Watch:
                     if len(points) > POINTS:
                         del points[1:-1:2]
             case "closed":
-                self._row(event)["late" if fields["late"] else "failed"] += 1
+                self._get_row(event)["late" if fields["late"] else "failed"] += 1
                 self._now[event.device] = "late" if fields["late"] else "rejected"
             case "round_done":
                 total = fields["bytes_up"], fields["bytes_down"]
                 before = (0, 0) if event.round == 1 else self._bytes
                 self._bytes = total
                 up, down = (None, None) if before is None else (total[0] - before[0], total[1] - before[1])
-                self._row(event).update(done_at=event.at, accuracy=fields["accuracy"], bytes_up=up, bytes_down=down)
+                self._get_row(event).update(done_at=event.at, accuracy=fields["accuracy"], bytes_up=up, bytes_down=down)
 
-    def _row(self, event: Event) -> dict[str, Any]:
+    def _get_row(self, event: Event) -> dict[str, Any]:
         row = {"round": event.round, "begun_at": event.at, "labels": {}} | COUNTED | UNTIL_DONE
         return self._rounds.setdefault(event.round, row)
 
-    def state(self) -> dict[str, Any]:
-        """The page's overview as JSON values."""
+    def get_state(self) -> dict[str, Any]:
+        """Return the page's overview as JSON values."""
         self.update()
         summary = read_summary(self._home)
         clusters = {str(k): list(members) for k, members in summary["clusters"].items()}
@@ -134,26 +134,26 @@ class Watch:
             for i in members:
                 of[i].append(name)
         ids = sorted({*summary["fleet"], *summary["selection"], *summary["problems"], *summary["quarantined"]})
-        rows = [row | {"open": _open(row)} for row in self._rounds.values()]
+        rows = [row | {"open": _count_open(row)} for row in self._rounds.values()]
         return {
             **{name: summary[name] for name in KEPT},
             "accuracy": next((r["accuracy"] for r in reversed(summary["history"]) if r["accuracy"] is not None), None),
-            "text": headline(summary),
+            "text": describe_progress(summary),
             "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
-            "devices": [self._device(i, summary, of[i]) for i in ids],
+            "devices": [self._describe_device(i, summary, of[i]) for i in ids],
             "rounds_list": rows,
         }
 
-    def _device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
+    def _describe_device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
         known = summary["fleet"].get(i) or NOBODY
-        why = trouble_of(i, summary, self._answered.get(i, 0))
+        why = explain_trouble(i, summary, self._answered.get(i, 0))
         if not why and self._now.get(i) == "not asked":
             why = self._passed.get(i, "")
         return {
             "id": i,
             **known,
             "n_samples": None if "count" in known["withholds"] else known["n_samples"],
-            "outliers": _outlier_share(known["health"] or {}),
+            "outliers": _compute_outlier_share(known["health"] or {}),
             "trained": summary["selection"].get(i, 0),
             "bundle": i in summary["installed"],
             "quarantine": summary["quarantined"].get(i),
@@ -166,34 +166,38 @@ class Watch:
 
     # ---------------------------------------------------------------------------------------------------------- why
 
-    def device(self, i: str, n_rounds: int = 50) -> dict[str, Any]:
-        """A device's recent orders with their outcome, and its events, as JSON values."""
+    def describe_device(self, i: str, n_rounds: int = 50) -> dict[str, Any]:
+        """Return a device's recent orders with their outcome, and its events, as JSON values."""
         self.update()
         rounds = list(self._rounds)[-n_rounds:]
-        rows = [row | {"round": r} for r in reversed(rounds) for row in self.asked(r, i)]
-        return {"device": i, "rounds": rows, "events": [told(e) for e in self._store.events(device=i, last=100)]}
+        rows = [row | {"round": r} for r in reversed(rounds) for row in self.iterate_orders(r, i)]
+        return {
+            "device": i,
+            "rounds": rows,
+            "events": [make_event_values(e) for e in self._store.get_events(device=i, last=100)],
+        }
 
-    def round(self, number: int) -> dict[str, Any]:
-        """The orders of each device in a round, and why others got none, as JSON values."""
+    def describe_round(self, number: int) -> dict[str, Any]:
+        """Return the orders of each device in a round, and why others got none, as JSON values."""
         self.update()
         row = self._rounds.get(number)
-        text = "" if row is None else _counted(row)
-        return {"round": number, "text": text, "devices": list(self.asked(number))}
+        text = "" if row is None else _describe_counts(row)
+        return {"round": number, "text": text, "devices": list(self.iterate_orders(number))}
 
-    def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
-        """By device: its order in a round and the outcome; or why it was not chosen or absent."""
-        entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
-        rows = [row_of_entry(entry) for entry in entries]
+    def iterate_orders(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
+        """Iterate by device over its order in a round and the outcome, or why it was not chosen or absent."""
+        entries = [e for e in self._store.get_entries(number) if device in {None, e.order.device_id}]
+        rows = [make_entry_row(entry) for entry in entries]
         stored = {row["device"] for row in rows}
         passed: dict[str, str] = {}
         chosen: dict[str, str] = {}
-        for event in self._events_of(number, device):
+        for event in self._get_events(number, device):
             match event.name:
                 case "answer" | "closed" if event.device not in stored and device in {None, event.device}:
-                    rows.append(row_of_end(event))
+                    rows.append(make_end_row(event))
                 case "chosen":
-                    passed |= dict(passed_over(event.fields))
-                    chosen |= dict(taken(event.fields))
+                    passed |= dict(explain_passed_over(event.fields))
+                    chosen |= dict(explain_chosen(event.fields))
                 case "left_out":
                     passed[event.device] = event.fields["reason"]
                 case "problem" if event.device not in passed:
@@ -204,17 +208,17 @@ class Watch:
             yield row | {"chosen": chosen.get(row["device"], ""), "why": why}
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
-                yield row_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}
+                yield make_row(i, "", "not asked", why=passed[i]) | {"chosen": ""}
 
-    def _events_of(self, number: int, device: str | None) -> list[Event]:
-        """A round's events; of a device: its own, and those that are nobody's."""
+    def _get_events(self, number: int, device: str | None) -> list[Event]:
+        """Return a round's events; of a device: its own, and those that are nobody's."""
         if device is None:
-            return self._store.events(round=number, limit=MAX_OF_ROUND)
-        told = (self._store.events(round=number, device=i, limit=MAX_OF_ROUND) for i in (device, ""))
-        return sorted(chain(*told), key=lambda event: event.number)
+            return self._store.get_events(round=number, limit=MAX_OF_ROUND)
+        events = (self._store.get_events(round=number, device=i, limit=MAX_OF_ROUND) for i in (device, ""))
+        return sorted(chain(*events), key=lambda event: event.number)
 
-    def why(self, i: str, number: int | None = None) -> list[str]:
-        """In words: a device's state, and what became of it in a round (None: its last one).
+    def explain_device(self, i: str, number: int | None = None) -> list[str]:
+        """Explain a device's state, and what became of it in a round (None: its last one).
 
         Raises:
             ConfigError: the device is unknown.
@@ -222,20 +226,23 @@ class Watch:
         self.update()
         summary = read_summary(self._home)
         known = summary["fleet"].get(i)
-        trouble = trouble_of(i, summary, self._answered.get(i, 0))
-        if not (known or trouble or i in summary["selection"] or self._store.events(device=i, last=1)):
+        trouble = explain_trouble(i, summary, self._answered.get(i, 0))
+        if not (known or trouble or i in summary["selection"] or self._store.get_events(device=i, last=1)):
             raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
         if number is not None and number not in self._rounds:
             raise ConfigError(f"nothing is known of round {number}: fedge rounds lists those that are")
         presence = known["presence"] if known else "away"
         state = f"was {presence} when the run ended" if summary["done"] else f"is {presence}"
-        told = [f"{i} {state}" + (f": {trouble}" if trouble else "")]
+        explanation = [f"{i} {state}" + (f": {trouble}" if trouble else "")]
         for r in [number] if number is not None else reversed(list(self._rounds)):
-            if rows := list(self.asked(r, i)):
+            if rows := list(self.iterate_orders(r, i)):
                 chosen = [rows[0]["chosen"]] if rows[0]["chosen"] else []
-                return told + [f"round {r}: {text}" for text in (*map(sentence, rows), *chosen)]
+                return explanation + [f"round {r}: {text}" for text in (*map(describe_row, rows), *chosen)]
         there = "" if number is None else f" in round {number}"
-        return [*told, f"it was asked nothing{there}, and no reason was written down: it was not there when it began"]
+        return [
+            *explanation,
+            f"it was asked nothing{there}, and no reason was written down: it was not there when it began",
+        ]
 
 
 KEPT: Final = (
@@ -257,19 +264,24 @@ UNTIL_DONE: Final = dict.fromkeys(("done_at", "accuracy", "bytes_up", "bytes_dow
 """What is told of a round, and what is not known before its end."""
 
 
-def _outlier_share(health: Mapping[str, Any]) -> float | None:
-    """The share of a runtime's predictions that it flagged; None: nothing predicted, or not told."""
+def _compute_outlier_share(health: Mapping[str, Any]) -> float | None:
+    """Return a runtime's share of flagged predictions, in [0, 1]; None if nothing was predicted or told."""
     counts = health.get("outliers") or {"seen": 0}
     return counts["flagged"] / counts["seen"] if counts["seen"] else None
 
 
-def _open(row: Mapping[str, Any]) -> int:
+def _count_open(row: Mapping[str, Any]) -> int:
     closed: int = row["answered"] + row["late"] + row["failed"]
     return max(int(row["asked"]) - closed, 0)
 
 
-def _counted(row: Mapping[str, Any]) -> str:
-    """The orders of a round in words, each in one of the counts."""
-    counts = {"answered": row["answered"], "late": row["late"], "failed or declined": row["failed"], "open": _open(row)}
+def _describe_counts(row: Mapping[str, Any]) -> str:
+    """Describe the orders of a round in words, each in one of the counts."""
+    counts = {
+        "answered": row["answered"],
+        "late": row["late"],
+        "failed or declined": row["failed"],
+        "open": _count_open(row),
+    }
     asked = "1 order" if row["asked"] == 1 else f"{row['asked']} orders"
     return ", ".join([asked, *(f"{n} {name}" for name, n in counts.items() if n)])

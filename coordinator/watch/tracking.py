@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-from fedge.errors import ConfigError, failing_as
-from fedge.system.loading import needs
+from fedge.errors import ConfigError, raise_as
+from fedge.system.loading import make_missing_package_error
 from fedge.system.text import Heading
 
 log = logging.getLogger("fedge.coordinator")
@@ -31,16 +31,16 @@ QUIET: Final = {
 
 
 TensorBoard = Annotated[
-    Path | None, Heading.TRACKING, "TensorBoard's files are written to this folder (fedge[tracking])."
+    Path | None, Heading.TRACKING, "TensorBoard's files are written to this folder (fedge[open_tracking])."
 ]
 MLflow = Annotated[
-    str | None, Heading.TRACKING, "MLflow has its tracking server at http://HOST:PORT (fedge[tracking])."
+    str | None, Heading.TRACKING, "MLflow has its open_tracking server at http://HOST:PORT (fedge[tracking])."
 ]
 
 
 @contextmanager
-def tracking(tensorboard: Path | None, mlflow: str | None, name: str, run: str = "") -> Iterator[Track]:
-    """Where figures go.
+def open_tracking(tensorboard: Path | None, mlflow: str | None, name: str, run: str = "") -> Iterator[Track]:
+    """Open the places where figures go: TensorBoard, MLflow, or nowhere.
 
     Args:
         tensorboard: as the setting; the run has a folder of its name there.
@@ -54,60 +54,60 @@ def tracking(tensorboard: Path | None, mlflow: str | None, name: str, run: str =
     with ExitStack() as stack:
         writers = []
         if tensorboard is not None:
-            writers.append(stack.enter_context(_tensorboard(tensorboard / name)))
+            writers.append(stack.enter_context(_open_tensorboard(tensorboard / name)))
         if mlflow is not None:
-            writers.append(stack.enter_context(_mlflow(mlflow, name, run or uuid.uuid4().hex)))
+            writers.append(stack.enter_context(_open_mlflow(mlflow, name, run or uuid.uuid4().hex)))
         thread = stack.enter_context(ThreadPoolExecutor(1, "fedge-tracking"))
 
-        def write(number: int, figures: Mapping[str, float]) -> None:
+        def write_figures(number: int, figures: Mapping[str, float]) -> None:
             for writer in writers:
                 try:
                     writer(number, figures)
                 except Exception as error:  # noqa: BLE001 - a server that is gone costs figures, never a round
                     log.warning("event=tracking_failed round=%d detail=%r", number, str(error)[:200])
 
-        def track(number: int, figures: Mapping[str, float]) -> None:
+        def track_figures(number: int, figures: Mapping[str, float]) -> None:
             if writers:
-                thread.submit(write, number, figures)
+                thread.submit(write_figures, number, figures)
 
-        yield track
+        yield track_figures
 
 
 @contextmanager
-def _tensorboard(folder: Path) -> Iterator[Track]:
+def _open_tensorboard(folder: Path) -> Iterator[Track]:
     try:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
-        raise needs(error, "--tensorboard", "tracking") from error
+        raise make_missing_package_error(error, "--tensorboard", "tracking") from error
     with SummaryWriter(str(folder)) as writer:
 
-        def write(number: int, figures: Mapping[str, float]) -> None:
+        def write_figures(number: int, figures: Mapping[str, float]) -> None:
             for name, value in figures.items():
                 writer.add_scalar(name, value, number)
             writer.flush()
 
-        yield write
+        yield write_figures
 
 
 @contextmanager
-def _mlflow(address: str, name: str, run: str) -> Iterator[Track]:
+def _open_mlflow(address: str, name: str, run: str) -> Iterator[Track]:
     os.environ.update(QUIET)
     try:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
     except ModuleNotFoundError as error:
-        raise needs(error, "--mlflow", "tracking") from error
-    with failing_as(ConfigError, f"--mlflow {address}", on=MlflowException):
+        raise make_missing_package_error(error, "--mlflow", "tracking") from error
+    with raise_as(ConfigError, f"--mlflow {address}", on=MlflowException):
         client = MlflowClient(address)
         known = client.get_experiment_by_name(EXPERIMENT)
         experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT)
         found = client.search_runs([experiment], f"tags.`fedge.run` = '{run}'", max_results=1)
         here = (found or [client.create_run(experiment, tags={"fedge.run": run}, run_name=name)])[0].info.run_id
 
-    def write(number: int, figures: Mapping[str, float]) -> None:
+    def write_figures(number: int, figures: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         client.log_batch(here, [Metric(figure, value, now, number) for figure, value in figures.items()])
 
-    yield write
+    yield write_figures
     client.set_terminated(here)

@@ -9,8 +9,8 @@ from coordinator.store.records import Entry, Event, OrderStatus
 from fedge.wire.messages import Outcome, Presence, Why
 
 
-def headline(summary: Mapping[str, Any]) -> str:
-    """The run's progress in one line."""
+def describe_progress(summary: Mapping[str, Any]) -> str:
+    """Describe the run's progress in one line."""
     number, rounds = summary["round"], summary["rounds"]
     if summary.get("failed"):
         return f"failed: {summary['failed']}"
@@ -25,8 +25,8 @@ def headline(summary: Mapping[str, Any]) -> str:
     return f"round {number + 1} of {rounds} is under way"
 
 
-def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
-    """Why a device takes no part, or its last problem, from round `since` on; empty: nothing."""
+def explain_trouble(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
+    """Explain why a device takes no part, or its last problem, from round `since` on; empty without any."""
     known = summary["fleet"].get(i)
     if i in summary["retired"]:
         return "retired: it gets no more orders"
@@ -42,41 +42,41 @@ def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
     return ""
 
 
-def without_bundle_because(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Why each device that should have a bundle has none, by ascending id."""
-    return {i: trouble_of(i, summary) or "it did not say why" for i in summary["without_bundle"]}
+def explain_no_bundle(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Explain why each device that should have a bundle has none, by ascending id."""
+    return {i: explain_trouble(i, summary) or "it did not say why" for i in summary["without_bundle"]}
 
 
-def row_of(
+def make_row(
     device: str, step: str, outcome: str, *, seconds: float = 0.0, size_bytes: int | None = None, why: str = ""
 ) -> dict[str, Any]:
-    """An order as people see it."""
+    """Return an order as people see it."""
     return {"device": device, "step": step, "outcome": outcome, "seconds": seconds, "bytes": size_bytes, "why": why}
 
 
-def row_of_entry(entry: Entry) -> dict[str, Any]:
-    """An order that is stored."""
+def make_entry_row(entry: Entry) -> dict[str, Any]:
+    """Return an order that is stored, as people see it."""
     device, step, report = entry.order.device_id, entry.order.label, entry.report
     if report is None:
         outcome = "late" if entry.status is OrderStatus.EXPIRED else str(entry.status)
-        return row_of(device, step, outcome, why=entry.reason)
+        return make_row(device, step, outcome, why=entry.reason)
     done = report.outcome is Outcome.DONE
     outcome, why = ("answered", "") if done else (str(report.outcome), (report.why or Why.OTHER).words)
     size_bytes = sum(ref.size_bytes for ref in report.blobs)
-    return row_of(device, step, outcome, seconds=report.seconds, size_bytes=size_bytes, why=why)
+    return make_row(device, step, outcome, seconds=report.seconds, size_bytes=size_bytes, why=why)
 
 
-def row_of_end(event: Event) -> dict[str, Any]:
-    """An order that is no longer stored, by the event that told how it ended."""
+def make_end_row(event: Event) -> dict[str, Any]:
+    """Return an order that is no longer stored, by the event that told how it ended."""
     f = event.fields
     if event.name == "closed":
-        return row_of(event.device, f["label"], "late" if f["late"] else "rejected", why=f["reason"])
+        return make_row(event.device, f["label"], "late" if f["late"] else "rejected", why=f["reason"])
     outcome = "answered" if f["result"] == Outcome.DONE else f["result"]
-    return row_of(event.device, f["label"], outcome, seconds=f.get("seconds", 0.0))
+    return make_row(event.device, f["label"], outcome, seconds=f.get("seconds", 0.0))
 
 
-def passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why devices were not chosen to train, by id."""
+def explain_passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Explain why devices were not chosen to train, by id."""
     chosen, deadline = set(fields["ids"]), fields["deadline_s"]
     for i, seconds in fields["seconds"].items():
         if i in chosen:
@@ -86,11 +86,11 @@ def passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             how = f", at about {seconds:.3g} s" if seconds else ""
             others = "1 other" if len(chosen) == 1 else f"{len(chosen)} others"
-            yield i, f"not chosen: the selection took {others}{how}{_estimate(fields, i)}"
+            yield i, f"not chosen: the selection took {others}{how}{_describe_estimate(fields, i)}"
 
 
-def taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why devices were chosen to train, by id."""
+def explain_chosen(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Explain why devices were chosen to train, by id."""
     for i in fields["ids"]:
         if i in fields["overdue"]:
             yield i, "chosen: it had waited long"
@@ -99,52 +99,52 @@ def taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if seconds := fields["seconds"].get(i):
             limit = "" if fields["deadline_s"] is None else f", within the deadline of {fields['deadline_s']:.3g} s"
             how = f": it would take about {seconds:.3g} s{limit}"
-        yield i, f"chosen among {len(fields['seconds'])}{how}{_estimate(fields, i)}"
+        yield i, f"chosen among {len(fields['seconds'])}{how}{_describe_estimate(fields, i)}"
 
 
-def _estimate(fields: Mapping[str, Any], i: str) -> str:
-    """What the bandit expected of a device; empty where another rule chose."""
+def _describe_estimate(fields: Mapping[str, Any], i: str) -> str:
+    """Describe what the bandit expected of a device; empty where another rule chose."""
     if i not in fields.get("estimates", {}):  # events of an earlier fedge have none
         return ""
     gain, bonus = fields["estimates"][i]
     return f"; expected gain {gain:.3f}, exploration bonus {bonus:.3f}"
 
 
-def sentence(row: Mapping[str, Any]) -> str:
-    """A device's order and its outcome in words."""
+def describe_row(row: Mapping[str, Any]) -> str:
+    """Describe a device's order and its outcome in words."""
     step = f"{row['step']}: " if row["step"] else ""
     took = f" after {row['seconds']:.1f} s" if row["seconds"] else ""
     return f"{step}{row['outcome']}{took}" + (f", {row['why']}" if row["why"] else "")
 
 
-def told(event: Event) -> dict[str, Any]:
-    """An event for people, as JSON values."""
+def make_event_values(event: Event) -> dict[str, Any]:
+    """Return an event for people, as JSON values."""
     return {
         "number": event.number,
         "at": event.at,
         "round": event.round,
         "name": event.name,
         "device": event.device,
-        "text": text_of(event),
+        "text": describe_event(event),
     }
 
 
-def count_devices(n: int) -> str:
-    """A number of devices in words."""
+def format_devices(n: int) -> str:
+    """Format a number of devices in words."""
     return "1 device" if n == 1 else f"{n} devices"
 
 
-def text_of(event: Event) -> str:
-    """An event in words."""
+def describe_event(event: Event) -> str:
+    """Describe an event in words."""
     f = event.fields
     took = f" after {f['seconds']:.1f} s" if f.get("seconds") and event.name == "answer" else ""
     match event.name:
         case "waiting":
             text = f"until {f['devices']} devices are there"
         case "round_begun":
-            text = count_devices(f["devices"])
+            text = format_devices(f["devices"])
         case "asked":
-            text = f"{f['label']}: {count_devices(f['devices'])}"
+            text = f"{f['label']}: {format_devices(f['devices'])}"
         case "answer":
             text = f"{f['label']}: {f['result']}{took}"
         case "chosen":

@@ -21,17 +21,17 @@ from deploy.inference.engines import (
     ProviderOptions,
     RuntimeOption,
     ThreadsOption,
-    how_of,
+    make_engine_options,
 )
-from deploy.inference.runtime import Prediction, Runtime, load_as
+from deploy.inference.runtime import Prediction, Runtime, load_runtime
 from fedge.data import images, npz, tables
-from fedge.data.labels import class_numbers
-from fedge.data.preprocessing import apply, load_image
+from fedge.data.labels import require_class_numbers
+from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, UpdateRejected, failing_as
+from fedge.errors import ConfigError, UpdateRejected, raise_as
 from fedge.settings import resolve, settings_options
-from fedge.system.help import Command, json_lines
-from fedge.system.text import Heading, printable
+from fedge.system.help import Command, json_lines_option
+from fedge.system.text import Heading, escape_controls
 
 MAX_ROWS = 20
 """Samples of one input that the table shows; --json has them all."""
@@ -39,7 +39,7 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One input: raw samples (n, ...), class numbers (n,) if known, and the images' paths if it is a folder of them."""
+    """One input: raw samples (n, ...), class numbers (n,) if known, and paths if it is a folder of images."""
 
     x: NDArray[Any]
     y: NDArray[Any] | None = None
@@ -64,7 +64,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @settings_options(InferSettings, "infer")
-@json_lines("input")
+@json_lines_option("input")
 def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: bool, **flags: object) -> None:
     """Predict with an installed bundle; needs no torch.
 
@@ -85,49 +85,51 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     bundle is not what its manifest says, or gives no numbers.
     """
     settings = resolve(InferSettings, "infer", config, flags)
-    how = how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
-    runtime = load_as(bundle, how)
+    how = make_engine_options(
+        settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
+    )
+    runtime = load_runtime(bundle, how)
     for path in inputs:
         samples = _read(runtime, path)
-        with failing_as(ConfigError, str(path), on=ConfigError):
-            apply(runtime.task, samples.x)  # a batch would count its samples from 0
+        with raise_as(ConfigError, str(path), on=ConfigError):
+            preprocess(runtime.task, samples.x)  # a batch would count its samples from 0
         answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
         _require_answers(runtime, bundle, answers)
         if as_json:
-            click.echo(msgspec.json.encode(_record(runtime, path, answers, calls_ms, samples)).decode())
+            click.echo(msgspec.json.encode(_make_record(runtime, path, answers, calls_ms, samples)).decode())
         else:
-            click.echo("\n".join(_table(runtime, path, answers, calls_ms, samples)))
+            click.echo("\n".join(_render_table(runtime, path, answers, calls_ms, samples)))
 
 
 def _read(runtime: Runtime, path: Path) -> Samples:
     suffix = path.suffix.lower()
     if path.is_dir() or suffix == ".zip":
-        return _pictures(runtime.task, path)
+        return _read_pictures(runtime.task, path)
     if suffix in images.SUFFIXES:
         return Samples(load_image(runtime.task, path)[np.newaxis])
     if suffix in tables.SUFFIXES:
-        rows = tables.read(tables.schema_of(runtime.task), path, labelled=False)
+        rows = tables.read_table(tables.get_schema(runtime.task), path, labelled=False)
         return Samples(rows["x"], rows.get("y"))
     if suffix not in {".npy", ".npz"}:
         raise ConfigError(f"cannot read {path}: use .png, .jpg, a folder or .zip of them, .npy, .npz, .csv or .parquet")
     if suffix == ".npy":
-        return Samples(runtime.as_batch(npz.load_array(path)))
-    loaded = npz.load(path, ("x", "y"))
+        return Samples(runtime.add_batch_axis(npz.load_array(path)))
+    loaded = npz.load_arrays(path, ("x", "y"))
     if "x" not in loaded:
         raise ConfigError(f"{path} has no array x, the samples")
-    x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
-    return Samples(x, None if y is None else class_numbers(y, len(x), runtime.task.n_classes, f"{path}: y"))
+    x, y = runtime.add_batch_axis(loaded["x"]), loaded.get("y")
+    return Samples(x, None if y is None else require_class_numbers(y, len(x), runtime.task.n_classes, f"{path}: y"))
 
 
-def _pictures(task: TaskSpec, source: Path) -> Samples:
-    """The pictures of a folder or .zip, with labels if they lie in class folders."""
-    names = images.names(source, labelled=False)
-    y = images.labels(names, task.classes) if images.has_classes(names, task.classes) else None
-    return Samples(images.load(task, source, names), y, tuple(names))
+def _read_pictures(task: TaskSpec, source: Path) -> Samples:
+    """Load the pictures of a folder or .zip, with labels if they lie in class folders."""
+    names = images.list_images(source, labelled=False)
+    y = images.get_labels(names, task.classes) if images.has_classes(names, task.classes) else None
+    return Samples(images.load_images(task, source, names), y, tuple(names))
 
 
 def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> tuple[Prediction, list[float]]:
-    """The predictions, and the wall time of each call in ms."""
+    """Return the predictions, and the wall time of each call in ms."""
     if len(x) == 0:
         raise ConfigError("the input holds no sample")
     calls = [runtime.predict(x[i : i + batch]) for _ in range(repeat) for i in range(0, len(x), batch)]
@@ -155,21 +157,21 @@ def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> Non
     )
 
 
-def _by_class(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
-    """Number of samples and accuracy by class, of those that occur."""
+def _compute_class_accuracies(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
+    """Return the number of samples and the accuracy by class, of those that occur."""
     right = answers.class_index == y
     own = {name: y == number for number, name in enumerate(task.classes)}
     return {name: (int(those.sum()), float(right[those].mean())) for name, those in own.items() if those.any()}
 
 
-def _record(
+def _make_record(
     runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples
 ) -> dict[str, Any]:
     names = [candidate.name for candidate in runtime.manifest.candidates]
     n, y = len(answers.class_index), samples.y
-    by_class = {} if y is None else _by_class(runtime.task, answers, y)
+    by_class = {} if y is None else _compute_class_accuracies(runtime.task, answers, y)
     return {
-        "input": printable(str(path)),
+        "input": escape_controls(str(path)),
         "bundle": runtime.digest,
         "engine": runtime.engine,
         "mode": runtime.mode,
@@ -177,12 +179,12 @@ def _record(
         "n": n,
         "accuracy": None if y is None else float((answers.class_index == y).mean()),
         "by_class": {name: {"n": count, "accuracy": share} for name, (count, share) in by_class.items()},
-        "files": [printable(file) for file in samples.files],
+        "files": [escape_controls(file) for file in samples.files],
         "predictions": answers.class_index.tolist(),
         "class_names": answers.class_name,
         "probability": answers.probabilities.max(axis=1).tolist(),
         "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
-        "energies": dict(zip(names, _mean_energies(answers), strict=True)),
+        "energies": dict(zip(names, _compute_mean_energies(answers), strict=True)),
         "by_sample": {
             "probabilities": answers.probabilities.tolist(),
             "weights": answers.weights.tolist(),
@@ -194,15 +196,17 @@ def _record(
     }
 
 
-def _mean_energies(answers: Prediction) -> list[float | None]:
-    """Mean over the samples on which a candidate was usable; None if there are none."""
+def _compute_mean_energies(answers: Prediction) -> list[float | None]:
+    """Return each candidate's mean energy over the samples on which it was usable, or None."""
     usable = np.isfinite(answers.energies)
     total = np.where(usable, answers.energies, 0).sum(axis=0)
     return [float(t / n) if n else None for t, n in zip(total, usable.sum(axis=0), strict=True)]
 
 
-def _table(runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples) -> Iterator[str]:
-    """One line per sample: class, probability, weight and energy of each candidate, and file; then the accuracy."""
+def _render_table(
+    runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples
+) -> Iterator[str]:
+    """Yield a line per sample (class, probability, weights, energies, file), then the accuracy."""
     names = [candidate.name for candidate in runtime.manifest.candidates]
     width = max(len("class"), *map(len, runtime.task.classes))
     n = len(answers.class_index)
@@ -211,7 +215,7 @@ def _table(runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[flo
     for i in range(min(n, MAX_ROWS)):
         index = answers.class_index[i]
         mixed = zip(answers.weights[i], answers.energies[i], strict=True)
-        file = f"  {printable(samples.files[i])}" if samples.files else ""
+        file = f"  {escape_controls(samples.files[i])}" if samples.files else ""
         yield (
             f"  {runtime.task.classes[index]:<{width}}  {answers.probabilities[i, index]:>11.4f}  "
             + "  ".join(f"{f'{weight:.3f} ({energy:+.2f})':>18}" for weight, energy in mixed)
@@ -220,7 +224,7 @@ def _table(runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[flo
     if n > MAX_ROWS:
         yield f"  ... and {n - MAX_ROWS} more (--json shows all)"
     if samples.y is not None:
-        for name, (count, share) in _by_class(runtime.task, answers, samples.y).items():
+        for name, (count, share) in _compute_class_accuracies(runtime.task, answers, samples.y).items():
             yield f"  {name:<{width}}  accuracy {share:.4f} of {count}"
         yield f"  accuracy {(answers.class_index == samples.y).mean():.4f}"
     median, worst = np.median(calls_ms), np.percentile(calls_ms, 99)

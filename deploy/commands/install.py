@@ -11,12 +11,12 @@ from typing import Final
 import click
 import msgspec
 
-from deploy.updates.examination import Limits, examine
-from deploy.updates.slots import Slots, newest_in_inbox, owned, slot_in, state_of
-from fedge.bundle.manifest import MANIFEST, Bundle, digest_in, look, read, require_bundle
+from deploy.updates.examination import Limits, examine_bundle
+from deploy.updates.slots import Slots, find_inbox_bundle, find_slot, lock_slots, read_state
+from fedge.bundle.manifest import MANIFEST, Bundle, compute_bundle_digest, read_bundle, read_manifest, require_bundle
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, StoreError, UpdateRejected, failing_as
-from fedge.system.files import InUseError, whole_folder, write_atomically
+from fedge.errors import ConfigError, StoreError, UpdateRejected, raise_as
+from fedge.system.files import InUseError, fill_folder, write_atomically
 from fedge.system.help import Command, json_option, option
 from fedge.system.text import Heading
 from fedge.wire.rollout import MAX_METADATA_BYTES
@@ -64,17 +64,17 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     if bundle is not None:
         require_bundle(bundle)
     trusted = None if root is None else _read_root(root)
-    new = None if bundle is None else read(bundle)
+    new = None if bundle is None else read_bundle(bundle)
     try:
-        with owned(home) as slots:
+        with lock_slots(home) as slots:
             if trusted is not None:
                 from deploy.updates.trust import install_root
 
                 install_root(home, trusted)
             if new is not None:
-                install_in(home, slots, new)
+                install_bundle(home, slots, new)
     except InUseError:
-        if new is None or trusted is not None or state_of(home).running is None:
+        if new is None or trusted is not None or read_state(home).running is None:
             raise
         _hand_over(new, home)
     if as_json:
@@ -90,12 +90,12 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
 
 
 def _read_root(path: Path) -> bytes:
-    with failing_as(ConfigError, f"cannot read {path}"), path.open("rb") as file:
+    with raise_as(ConfigError, f"cannot read {path}"), path.open("rb") as file:
         return file.read(MAX_METADATA_BYTES)
 
 
-def install_in(home: Path, slots: Slots, new: Bundle) -> None:
-    """Stage, examine, switch; confirmed at once, since a person is present or nothing has served before.
+def install_bundle(home: Path, slots: Slots, new: Bundle) -> None:
+    """Stage, examine, switch, and confirm at once: a person is present, or nothing served before.
 
     A damaged bundle does not count; a device without a second bundle gets this one twice.
 
@@ -108,45 +108,45 @@ def install_in(home: Path, slots: Slots, new: Bundle) -> None:
     """
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
-    task = _task_in(slots)
-    if task is not None and task.fingerprint() != new.manifest.task.fingerprint():
+    task = _find_task(slots)
+    if task is not None and task.compute_fingerprint() != new.manifest.task.compute_fingerprint():
         raise UpdateRejected(f"task: {home} does {task.name}, the bundle is for {new.manifest.task.name}")
-    slots.may_take(new.manifest, new.digest)
+    slots.require_acceptable(new.manifest, new.digest)
     slots.stage((new.folder / MANIFEST).read_bytes(), new.folder)
-    found = examine(slots.running, slots.staged, home, Limits())
+    found = examine_bundle(slots.running, slots.staged, home, Limits())
     if found.reason:
         raise UpdateRejected(found.reason)
     slots.switch()
     slots.confirm()
-    slots.mend()
+    slots.repair()
 
 
-def _task_in(slots: Slots) -> TaskSpec | None:
-    """The device's task, from a slot with a readable manifest."""
+def _find_task(slots: Slots) -> TaskSpec | None:
+    """Return the device's task, from a slot with a readable manifest, or None."""
     for folder in (slots.running, slots.staged):
         if folder is not None:
             with contextlib.suppress(UpdateRejected, OSError):
-                return look(folder)[0].task
+                return read_manifest(folder)[0].task
     return None
 
 
 def _hand_over(new: Bundle, home: Path) -> None:
     """Hand the bundle to the process that serves HOME through the inbox, and wait until it is in service."""
-    if _answering(home)[1] == new.digest:
+    if _read_serving(home)[1] == new.digest:
         return
     _require_highest(new, home)
     inbox = home / "bundles" / str(new.manifest.release)
     ours = not inbox.exists()
-    with failing_as(StoreError, f"cannot write {inbox}"):
+    with raise_as(StoreError, f"cannot write {inbox}"):
         if ours:
-            with whole_folder(inbox) as unfinished:
+            with fill_folder(inbox) as unfinished:
                 for name in (MANIFEST, *new.manifest.files):
                     write_atomically(unfinished / name, (new.folder / name).read_bytes())
-        elif digest_in(inbox) != new.digest:
+        elif compute_bundle_digest(inbox) != new.digest:
             raise ConfigError(f"{inbox} holds another bundle of this number: give this one another")
     until = time.monotonic() + HANDED_S
     try:
-        while not _answers(new, home):
+        while not _is_serving(new, home):
             if time.monotonic() >= until:
                 ours = False  # it is taken in later
                 raise ConfigError(f"no `fedge serve` has taken in {inbox}; it does when it is started on {home}")
@@ -157,32 +157,32 @@ def _hand_over(new: Bundle, home: Path) -> None:
             shutil.rmtree(inbox, ignore_errors=True)
 
 
-def _answers(new: Bundle, home: Path) -> bool:
-    """Whether the new bundle is in service by now."""
-    state = state_of(home)
+def _is_serving(new: Bundle, home: Path) -> bool:
+    """Return whether the new bundle is in service by now."""
+    state = read_state(home)
     if new.digest in state.refused:
         raise UpdateRejected(state.refused[new.digest])
-    return (state.trial is None or state.trial.starts > 0) and _answering(home)[1] == new.digest
+    return (state.trial is None or state.trial.starts > 0) and _read_serving(home)[1] == new.digest
 
 
 def _require_highest(new: Bundle, home: Path) -> None:
     """Refuse unless the bundle is newer than the one in service and any in the inbox."""
-    release, (now, digest) = new.manifest.release, _answering(home)
+    release, (now, digest) = new.manifest.release, _read_serving(home)
     if digest != new.digest and now >= release:
         raise ConfigError(
             f"release {now} answers in {home}, and `fedge serve` takes in higher ones alone, not {release}:"
             " stop it first"
         )
-    newer = newest_in_inbox(home, release, state_of(home).refused)
+    newer = find_inbox_bundle(home, release, read_state(home).refused)
     if newer is not None:
         raise ConfigError(f"release {newer.name} is being taken in from {newer}; no older one is after it")
 
 
-def _answering(home: Path) -> tuple[int, str]:
-    """Release and digest of the bundle in service in a HOME where one was installed."""
-    folder = slot_in(home, state_of(home).running or "a")
+def _read_serving(home: Path) -> tuple[int, str]:
+    """Return release and digest of the bundle in service in a HOME where one was installed."""
+    folder = find_slot(home, read_state(home).running or "a")
     try:
-        manifest, digest = look(folder)
+        manifest, digest = read_manifest(folder)
     except (UpdateRejected, OSError) as error:
         raise StoreError(f"the bundle in {folder} is damaged: stop `fedge serve`, then install ({error})") from error
     return manifest.release, digest

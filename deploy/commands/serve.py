@@ -21,38 +21,38 @@ from typing import Annotated, Final
 import click
 from msgspec import Meta
 
-from deploy.commands.install import install_in
+from deploy.commands.install import install_bundle
 from deploy.inference.engines import (
-    How,
+    EngineOptions,
     ModeOption,
     ProviderOption,
     ProviderOptions,
     RuntimeOption,
     ThreadsOption,
-    how_of,
+    make_engine_options,
 )
-from deploy.inference.runtime import load_as
+from deploy.inference.runtime import load_runtime
 from deploy.serving.batching import Batcher
-from deploy.serving.endpoints import Answers, Fixed, Served
-from deploy.serving.sensor import Sensor
+from deploy.serving.endpoints import Answers, FixedModel, ServedModel
+from deploy.serving.sensor import SensorEndpoint
 from deploy.serving.server import Server
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.link import Link
-from deploy.updates.slots import newest_in_inbox, owned
-from fedge.bundle.manifest import read
+from deploy.updates.slots import find_inbox_bundle, lock_slots
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
+from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, make_server_tls
 from fedge.membership.credentials import Credentials, KeepAlive
 from fedge.membership.renewal import Renewal
-from fedge.privacy.egress import Door, Rules, RulesFile, rules_of
+from fedge.privacy.egress import Door, Rules, RulesFile, read_rules
 from fedge.settings import NAME, Name, Secret, resolve, settings_options
 from fedge.steps.contract import Reveals
-from fedge.system.background import first_failure, on_signal
-from fedge.system.help import Command, json_lines
+from fedge.system.background import on_signal, raise_first_failure
+from fedge.system.help import Command, json_lines_option
 from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.systemd import ready
+from fedge.system.systemd import notify_ready
 from fedge.system.text import Heading
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.connection.connector import SLOW_RETRY_S
@@ -114,7 +114,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
 @click.command(cls=Command)
 @click.argument("folders", nargs=-1, metavar="[FOLDER|NAME=FOLDER]...")
 @settings_options(ServeSettings, "serve")
-@json_lines("event")
+@json_lines_option("event")
 def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
     """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
 
@@ -137,14 +137,14 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     """
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
-    rules = rules_of(settings.home, settings.egress, config)
+    rules = read_rules(settings.home, settings.egress, config)
     if settings.home is None and not folders:
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
     if settings.home is not None and not settings.home.is_dir():
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     with contextlib.ExitStack() as held:
-        models = [] if settings.home is None else [_device(settings, None, settings.home, held, rules)]
-        models += [_model(settings, *_named(folder), held, rules) for folder in folders]
+        models = [] if settings.home is None else [_load_device(settings, None, settings.home, held, rules)]
+        models += [_load_model(settings, *_parse_folder(folder), held, rules) for folder in folders]
         names = [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")
@@ -153,49 +153,55 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
             raise ConfigError("--broker needs --federation, --id, and --home or exactly one model for the sensors")
         if settings.broker is not None:
             parse_address(settings.broker)
-            settings.way()
-            settings.by_files()
-        tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
+            settings.find_proxy()
+            settings.with_files()
+        tls = make_server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
         asyncio.run(_run(settings, models, rules, tls, as_json))
     return INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model served under a name. link: of a device, takes in bundles of its agent, `fedge install` and its fleet."""
+    """A model served under a name; `link`: of a device, which takes in bundles (agent, `fedge install`, fleet)."""
 
     name: str
     answers: Answers
     link: Link | None = None
 
 
-def _named(text: str) -> tuple[str | None, Path]:
+def _parse_folder(text: str) -> tuple[str | None, Path]:
     name, equals, path = text.partition("=")
     if equals and re.match(NAME, name) is None:
         raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={path}")
     return (name, Path(path)) if equals else (None, Path(text))
 
 
-def _how(settings: ServeSettings) -> How:
-    return how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
+def _make_options(settings: ServeSettings) -> EngineOptions:
+    return make_engine_options(
+        settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
+    )
 
 
-def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
-    """A bundle, or the one installed in a home."""
+def _load_model(
+    settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack, rules: Rules
+) -> _Model:
+    """Load a bundle, or the one installed in a home."""
     if (folder / "slots.json").exists() or (folder / "bundles").is_dir():
-        return _device(settings, name, folder, held, rules)
+        return _load_device(settings, name, folder, held, rules)
     name = name or folder.resolve().name
     if re.match(NAME, name) is None:
         raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
-    return _Model(name, Fixed(load_as(folder, _how(settings))))
+    return _Model(name, FixedModel(load_runtime(folder, _make_options(settings))))
 
 
-def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
-    """The bundle installed in a home, which is ours while `held` is."""
-    slots = held.enter_context(owned(home))
-    if slots.running is None and (first := newest_in_inbox(home, 0, slots.state.refused)) is not None:
-        install_in(home, slots, read(first))
-    answering = Answering(slots, Limits(), _how(settings))
+def _load_device(
+    settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack, rules: Rules
+) -> _Model:
+    """Load the bundle installed in a home, which is ours while `held` is."""
+    slots = held.enter_context(lock_slots(home))
+    if slots.running is None and (first := find_inbox_bundle(home, 0, slots.state.refused)) is not None:
+        install_bundle(home, slots, read_bundle(first))
+    answering = ActiveBundle(slots, Limits(), _make_options(settings))
     link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules)
     return _Model(name or answering.runtime.task.name, answering, link)
 
@@ -208,22 +214,22 @@ async def _run(
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
         delay_s, batch, waiting = settings.max_delay_ms / 1000, settings.max_batch, settings.max_waiting
         gather = partial(Batcher, pool=graph, max_batch=batch, max_delay_s=delay_s, max_waiting=waiting)
-        served = [Served(m.name, m.answers, gather(m.answers.answer), pictures) for m in models]
+        served = [ServedModel(m.name, m.answers, gather(m.answers.answer), pictures) for m in models]
         limit = int(settings.max_body * 2**20)
         server = Server(served, settings.host, settings.port, max_body_bytes=limit, tls=tls, token=settings.token)
         async with server:
-            _say(server.url, served, as_json)
-            ready()
+            _print_serving(server.url, served, as_json)
+            notify_ready()
             beside = [model.link.follow() for model in models if model.link is not None]
             if settings.broker is not None:
                 link = models[0].link if settings.home else None
-                beside.append(_on_broker(settings, settings.broker, served[0], link, rules))
-            await _until(stopped, beside)
+                beside.append(_serve_broker(settings, settings.broker, served[0], link, rules))
+            await _run_background(stopped, beside)
 
 
-async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
+async def _run_background(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
     """Run background work beside the port; the first failure ends everything."""
-    with first_failure():  # one line for the user, as without tasks
+    with raise_first_failure():  # one line for the user, as without tasks
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in beside]
             await stopped.wait()
@@ -231,8 +237,10 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
                 task.cancel()
 
 
-async def _on_broker(settings: ServeSettings, address: str, served: Served, link: Link | None, rules: Rules) -> None:
-    """All of this device's MQTT work, until cancelled.
+async def _serve_broker(
+    settings: ServeSettings, address: str, served: ServedModel, link: Link | None, rules: Rules
+) -> None:
+    """Do all of this device's MQTT work, until cancelled.
 
     HTTP continues without a broker, and with certificates that are damaged, expired or refused: this is logged once and
     tried again, as somebody may put it right.
@@ -241,9 +249,9 @@ async def _on_broker(settings: ServeSettings, address: str, served: Served, link
     while True:
         began = time.monotonic()
         try:
-            broker = settings.at(address, keepalive_s=settings.keepalive_s)
+            broker = settings.make_broker_settings(address, keepalive_s=settings.keepalive_s)
             with contextlib.closing(Door(rules, settings.home, topics, lambda _: None)) as door:
-                await _connected(settings, broker, served, link, door)
+                await _serve_transport(settings, broker, served, link, door)
         except (ConfigError, StoreError, TransportError) as error:
             again = began - failed_at < 2 * SLOW_RETRY_S
             level = logging.DEBUG if again else logging.ERROR
@@ -252,26 +260,26 @@ async def _on_broker(settings: ServeSettings, address: str, served: Served, link
         await asyncio.sleep(SLOW_RETRY_S)
 
 
-async def _connected(
-    settings: ServeSettings, broker: BrokerSettings, served: Served, link: Link | None, door: Door
+async def _serve_transport(
+    settings: ServeSettings, broker: BrokerSettings, served: ServedModel, link: Link | None, door: Door
 ) -> None:
-    """The same over one transport, which finds the broker again by itself once that has let us in."""
+    """Do that work over one transport, which finds the broker again by itself once it was let in."""
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)
-    client = topics.client_id("serve", f"{settings.id}:{token_hex(8)}")
+    client = topics.make_client_id("serve", f"{settings.id}:{token_hex(8)}")
     transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S, door=door)
-    sensor = Sensor(served, transport, settings.federation, settings.id)
+    sensor = SensorEndpoint(served, transport, settings.federation, settings.id)
     if Reveals.ANSWERS in door.rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)
     if link is not None:
         await link.attach(transport)
     await Renewal(transport, topics, settings.id).attach()
     async with transport, sensor:
-        await (asyncio.Event().wait() if link is None else link.report())
+        await (asyncio.Event().wait() if link is None else link.publish_health())
 
 
-def _say(url: str, served: Sequence[Served], as_json: bool) -> None:
+def _print_serving(url: str, served: Sequence[ServedModel], as_json: bool) -> None:
     if as_json:
         providers = {model.name: list(model.runtime.providers) for model in served}
         names = [model.name for model in served]

@@ -21,13 +21,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deploy.inference.sessions import Provider, Session
 from fedge.bundle import formula
-from fedge.bundle.formula import Floats, Formula, fuse, gate_scores
-from fedge.bundle.graph_reader import largest_int8
+from fedge.bundle.formula import Floats, Formula, compute_gate_scores, fuse
+from fedge.bundle.graph_reader import find_largest_int8
 from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.data.task import INPUT, LOGITS
 from fedge.errors import ConfigError
 from fedge.system.text import Heading
-from fedge.tensors.layout import Tensors, views_of
+from fedge.tensors.layout import Tensors, view_bytes
 from fedge.wire.messages import Role
 
 EngineName = Literal["fused", "separate", "lazy", "int8"]
@@ -64,8 +64,8 @@ ProviderOptions = Annotated[
 ]
 
 
-class How(Struct, frozen=True, kw_only=True):
-    """Options for running bundles, as in `deploy.load`; they apply to a device's present and later bundles."""
+class EngineOptions(Struct, frozen=True, kw_only=True):
+    """Options for running bundles, as in `deploy.load`, for a device's present and later bundles."""
 
     engine: EngineChoice = "auto"
     mode: Mode = "normal"
@@ -74,8 +74,10 @@ class How(Struct, frozen=True, kw_only=True):
     provider_options: dict[str, str] = {}
 
 
-def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str) -> How:
-    """The options in a command's flags.
+def make_engine_options(
+    runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str
+) -> EngineOptions:
+    """Return the options in a command's flags.
 
     Raises:
         ConfigError: malformed provider options.
@@ -84,10 +86,10 @@ def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provi
     if not all(key and equals for key, equals, _ in pairs):
         raise ConfigError(f"--provider-options are KEY=VALUE,KEY=VALUE, not {provider_options}")
     options = {key.strip(): value.strip() for key, _, value in pairs}
-    return How(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
+    return EngineOptions(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
 
 
-def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
+def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
     """Resolve `auto`: fused, or separate if candidates are large.
 
     Raises:
@@ -120,7 +122,7 @@ def _require_exact_sums(bundle: Bundle) -> None:
     if platform.machine() in {"aarch64", "arm64"}:
         return
     try:
-        largest = largest_int8(memoryview((bundle.folder / INT8).read_bytes()))
+        largest = find_largest_int8(memoryview((bundle.folder / INT8).read_bytes()))
     except ValueError as error:
         raise ConfigError(f"engine int8 cannot check {bundle.folder / INT8}: {error}") from error
     if largest > MAX_WEIGHT:
@@ -130,13 +132,13 @@ def _require_exact_sums(bundle: Bundle) -> None:
         )
 
 
-def make(
+def make_engine(
     bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode
-) -> Whole | Separate:
+) -> FusedEngine | SeparateEngine:
     """Load a bundle into an engine that it supports.
 
     `providers`: of ONNX Runtime, in order of preference. `mode` "shift": a flat prior, for samples unlike the device's
-    own (`formula.shifted`).
+    own (`formula.flatten_prior`).
 
     Raises:
         ConfigError: the mode does not apply to the bundle.
@@ -144,22 +146,22 @@ def make(
     if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
         raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
 
-    def numbers() -> Tensors:
-        return views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
+    def read_numbers() -> Tensors:
+        return view_bytes((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
 
-    changed = formula.shifted(numbers()) if mode == "shift" else {}
+    changed = formula.flatten_prior(read_numbers()) if mode == "shift" else {}
     if engine == "fused":
         parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
-        return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
+        return FusedEngine(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
     if engine == "int8":
-        return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
+        return FusedEngine(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-    how = formula.prepared(numbers() | changed, experts, bundle.manifest.fusion.top)
-    return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
+    how = formula.prepare_formula(read_numbers() | changed, experts, bundle.manifest.fusion.top)
+    return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, threads, providers)
 
 
-class Whole:
-    """One graph for everything.
+class FusedEngine:
+    """The engine with one graph for everything.
 
     providers: execution providers in use.
     """
@@ -169,15 +171,15 @@ class Whole:
         self.providers = session.providers
 
     def run(self, x: Floats) -> list[Floats]:
-        """Probabilities (n, C), weights (n, M), energies (n, M) of model inputs (n, *input_shape)."""
+        """Return probabilities (n, C), weights, energies (n, M) of model inputs (n, *input_shape)."""
         outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
         return outputs
 
     run_all = run
 
 
-class Separate:
-    """A session for each candidate; equal candidates share one."""
+class SeparateEngine:
+    """The engine with a session for each candidate; equal candidates share one."""
 
     def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
         sessions: dict[str, Session] = {}
@@ -185,28 +187,30 @@ class Separate:
             digest = candidate.part.digest
             if digest not in sessions:
                 parts = [candidate.part.file_name]
-                sessions[digest] = Session(bundle.candidate(k), bundle.folder, threads, providers, parts=parts)
+                sessions[digest] = Session(
+                    bundle.make_candidate_graph(k), bundle.folder, threads, providers, parts=parts
+                )
         self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
         self._how = how
         self._n_classes = bundle.manifest.task.n_classes
         self.providers = self._sessions[0].providers
 
     def run_all(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs, as of `Whole`, with nothing skipped; bounds stay unchanged."""
+        """Return the outputs, as `FusedEngine`, with nothing skipped; bounds stay unchanged."""
         with np.errstate(all="ignore"):
-            gate = gate_scores(self._how, x)
-        return fuse(self._how, [self._logits(k, x) for k in range(len(self._sessions))], gate)
+            gate = compute_gate_scores(self._how, x)
+        return fuse(self._how, [self._compute_logits(k, x) for k in range(len(self._sessions))], gate)
 
     run = run_all
 
-    def _logits(self, k: int, x: Floats) -> Floats:
-        """(n, C) of candidate k."""
+    def _compute_logits(self, k: int, x: Floats) -> Floats:
+        """Compute logits (n, C) of candidate k."""
         (logits,) = self._sessions[k].run((LOGITS,), {INPUT: x})
         return np.asarray(logits)
 
 
-class Lazy(Separate):
-    """Runs only candidates that can matter, sample by sample; skipped ones have no weight and no energy.
+class LazyEngine(SeparateEngine):
+    """The engine that runs only candidates that can matter; skipped ones have no weight and no energy.
 
     A candidate's score is at most its gate score plus the contribution of the largest energy seen on the validation
     samples. The private model and the guard's candidate run first, then the others by falling bound, until the rest
@@ -218,25 +222,25 @@ class Lazy(Separate):
         super().__init__(bundle, how, threads, providers)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.guarding(how)}
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.find_guard(how)}
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
         if how.beta:
-            self._bounds = formula.counted(how, np.array(recorded, np.float32)).tolist()
+            self._bounds = formula.clip_energies(how, np.array(recorded, np.float32)).tolist()
 
     def run(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs."""
+        """Return the outputs of model inputs, as `FusedEngine`."""
         with np.errstate(all="ignore"):
-            gate = gate_scores(self._how, x)
+            gate = compute_gate_scores(self._how, x)
         logits = np.full((len(self._sessions), len(x), self._n_classes), np.nan, np.float32)
         for i in range(len(x)):
-            for k, row in self._sample(x[i : i + 1], gate[i].tolist()).items():
+            for k, row in self._run_sample(x[i : i + 1], gate[i].tolist()).items():
                 logits[k, i] = row
         return fuse(self._how, list(logits), gate)
 
-    def _sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
-        """Logits (1, C) of the candidates that were run for one sample."""
+    def _run_sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
+        """Return logits (1, C) of the candidates that were run for one sample."""
         bound = [score + energy for score, energy in zip(gate, self._bounds, strict=True)]
         order = sorted(range(len(bound)), key=lambda k: (k not in self._first, -bound[k]))
         logits: dict[int, Floats] = {}
@@ -245,8 +249,8 @@ class Lazy(Separate):
         for n_run, k in enumerate(order):
             if n_run >= len(self._first) and score and not exact and not self._matters(order[n_run:], bound, score):
                 break
-            logits[k] = self._logits(k, x)
-            energy = formula.counted_energy(self._how, k, logits[k][0])
+            logits[k] = self._compute_logits(k, x)
+            energy = formula.compute_counted_energy(self._how, k, logits[k][0])
             if not math.isfinite(energy + gate[k]):
                 continue  # the fusion drops it
             score[k] = gate[k] + energy
@@ -257,7 +261,7 @@ class Lazy(Separate):
         return logits
 
     def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
-        """Whether the candidates left could have more than a negligible share beside those that were run.
+        """Return whether the candidates left could have more than a negligible share of the mixture.
 
         At most `top` experts take part, and none whose bound is below the `top` best that were run. `rest`: by falling
         bound; `score`: of those that were run.

@@ -17,14 +17,14 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from deploy.inference.engines import EngineChoice, EngineName, How, Mode, chosen, make
-from deploy.inference.sessions import CPU, chains
-from fedge.bundle.energies import free_energy
-from fedge.bundle.manifest import Bundle, Manifest, read, require_bundle
-from fedge.data.preprocessing import apply
+from deploy.inference.engines import EngineChoice, EngineName, EngineOptions, Mode, choose_engine, make_engine
+from deploy.inference.sessions import CPU, list_provider_chains
+from fedge.bundle.energies import compute_free_energy
+from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
+from fedge.data.preprocessing import preprocess
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.system.files import reading, require_utf8
+from fedge.system.files import lock_for_reading, require_utf8
 
 Floats = NDArray[np.float32]
 
@@ -61,30 +61,30 @@ class Prediction:
     usual: tuple[float, float] = (-math.inf, math.inf)
 
     def __repr__(self) -> str:
-        """In a line, however many samples there are."""
+        """Describe the predictions in a line, however many samples there are."""
         counts = Counter(self.class_name).most_common()
         classes = [f"{name!r} {n}" for name, n in counts[:SHOWN]]
         classes += [f"{len(counts) - SHOWN} more"] * (len(counts) > SHOWN)
         n = len(self.class_index)
-        told = [f"{n} sample{'s' * (n != 1)}", *([", ".join(classes)] if classes else [])]
-        return f"Prediction({'; '.join([*told, f'{self.outlier.sum()} outliers', f'{self.latency_ms:.1f} ms'])})"
+        parts = [f"{n} sample{'s' * (n != 1)}", *([", ".join(classes)] if classes else [])]
+        return f"Prediction({'; '.join([*parts, f'{self.outlier.sum()} outliers', f'{self.latency_ms:.1f} ms'])})"
 
     @property
     def outlier(self) -> NDArray[np.bool_]:
-        """(n,) whether a sample is unlike those that the bundle was made with; True without a free energy."""
-        free = free_energy(self.weights, self.energies)
+        """(n,) whether a sample is unlike those of the bundle's making; True without a free energy."""
+        free = compute_free_energy(self.weights, self.energies)
         flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
         return flagged
 
-    def rows(self, start: int, stop: int) -> Prediction:
-        """The predictions for samples [start, stop); `latency_ms` is still that of all."""
+    def select_rows(self, start: int, stop: int) -> Prediction:
+        """Return the predictions for samples [start, stop); `latency_ms` is still that of all."""
         return replace(self, **{name: getattr(self, name)[start:stop] for name in BY_SAMPLE})
 
 
 class Runtime:
     """A verified, loaded bundle. Safe to share between threads."""
 
-    def __init__(self, bundle: Bundle, how: How) -> None:
+    def __init__(self, bundle: Bundle, how: EngineOptions) -> None:
         """Load a verified bundle.
 
         Raises:
@@ -93,20 +93,20 @@ class Runtime:
         """
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
-        self._usual = bundle.manifest.usual
-        self.engine: EngineName = chosen(bundle, how.engine)
+        self._usual = bundle.manifest.usual_range
+        self.engine: EngineName = choose_engine(bundle, how.engine)
         self.mode = how.mode
         outputs = self._start(bundle, how)
         sizes = (self.task.n_classes, len(self.manifest.candidates), len(self.manifest.candidates))
         if [output.shape for output in outputs] != [(1, size) for size in sizes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
 
-    def _start(self, bundle: Bundle, how: How) -> list[Floats]:
+    def _start(self, bundle: Bundle, how: EngineOptions) -> list[Floats]:
         """Make the engine on the first providers that work, and run it on a sample of zeros."""
-        for providers in chains(how.provider, how.provider_options):
+        for providers in list_provider_chains(how.provider, how.provider_options):
             wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
             try:
-                self._engine = make(bundle, self.engine, how.threads, providers, self.mode)
+                self._engine = make_engine(bundle, self.engine, how.threads, providers, self.mode)
                 outputs = self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
                 if wanted in self.providers:
                     return outputs
@@ -132,17 +132,17 @@ class Runtime:
 
     @property
     def task(self) -> TaskSpec:
-        """What the bundle is for: classes, input shape and preprocessing."""
+        """The task of the bundle: classes, input shape and preprocessing."""
         return self.manifest.task
 
     def predict(self, x: NDArray[Any]) -> Prediction:
-        """Predict one raw sample or a batch, in any form that `fedge.data.preprocessing.apply` takes.
+        """Predict one raw sample or a batch, in any form that `fedge.data.preprocessing.preprocess` takes.
 
         Raises:
             ConfigError: no samples, a shape other than the task's, or a number that is not finite in single precision.
         """
         begin = time.perf_counter()
-        inputs = apply(self.task, self.as_batch(x))
+        inputs = preprocess(self.task, self.add_batch_axis(x))
         if not len(inputs):
             raise ConfigError("there are no samples: give one or more")
         return self.predict_inputs(inputs, begin)
@@ -162,8 +162,8 @@ class Runtime:
             usual=self._usual,
         )
 
-    def as_batch(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Raw samples with a batch axis: (1, ...) for one sample; a batch is returned unchanged.
+    def add_batch_axis(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Return raw samples with a batch axis, (1, ...) for one sample; a batch is unchanged.
 
         One sample has the model's input shape, or is an image with channels last or, if grey, without channels.
         """
@@ -205,12 +205,12 @@ def load(
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
     options = dict(provider_options or {})
-    how = How(engine=engine, mode=mode, threads=threads or 1, provider=provider, provider_options=options)
-    return load_as(Path(path), how)
+    how = EngineOptions(engine=engine, mode=mode, threads=threads or 1, provider=provider, provider_options=options)
+    return load_runtime(Path(path), how)
 
 
-def load_as(folder: Path, how: How) -> Runtime:
-    """`load`, with all options in one value.
+def load_runtime(folder: Path, how: EngineOptions) -> Runtime:
+    """Load a bundle as `load` does, with all options in one value.
 
     Raises:
         ConfigError, UpdateRejected: as `load`.
@@ -219,25 +219,27 @@ def load_as(folder: Path, how: How) -> Runtime:
     require_utf8(folder)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(reading(folder))  # an agent that prunes its bundles leaves it, for the next start
+            held.enter_context(
+                lock_for_reading(folder)
+            )  # an agent that prunes its bundles leaves it, for the next start
         except OSError as error:
             raise ConfigError(f"cannot open the bundle {folder}: {error}; name one that this user can read") from error
-        runtime = Runtime(read(folder), how)
+        runtime = Runtime(read_bundle(folder), how)
         weakref.finalize(runtime, held.pop_all().close)
     return runtime
 
 
-def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
+def load_update(folder: Path, how: EngineOptions, *, again: bool = False) -> Runtime:
     """Load a bundle with the device's engine; if it lacks the engine's graph, use fused, the reference.
 
-    `again`: as for `fedge.bundle.manifest.read`.
+    `again`: as for `fedge.bundle.manifest.read_bundle`.
 
     Raises:
         ConfigError, UpdateRejected: as `load`.
     """
-    bundle = read(folder, again=again)
+    bundle = read_bundle(folder, again=again)
     try:
-        chosen(bundle, how.engine)
+        choose_engine(bundle, how.engine)
     except ConfigError as error:  # an update matters more than an approximation of it
         log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, how.engine, str(error))
         how = structs.replace(how, engine="fused")

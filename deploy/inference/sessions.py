@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle.runtime import at_work, onnxruntime, session_options, wheels
+from fedge.bundle.runtime import find_active_providers, find_wheels, make_session_options, onnxruntime
 from fedge.errors import ConfigError
-from fedge.system.files import cache_folder
+from fedge.system.files import get_cache_folder
 
 log = logging.getLogger("fedge.deploy")
 
@@ -36,8 +36,10 @@ Provider = str | tuple[str, dict[str, str]]
 """A provider by ONNX Runtime's name, perhaps with options."""
 
 
-def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> list[tuple[Provider, ...]]:
-    """Lists of execution providers to try in turn; the first of a list must run at least part of the graph.
+def list_provider_chains(
+    provider: str = "auto", options: Mapping[str, str] | None = None
+) -> list[tuple[Provider, ...]]:
+    """Return lists of execution providers to try in turn; the first of a list must run some of the graph.
 
     Args:
         provider: "auto": each of `PREFERENCE` that is available, then the CPU. Or a provider by its name or that of
@@ -47,7 +49,7 @@ def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> 
     Raises:
         ConfigError: this ONNX Runtime has no such provider, or there are options without a provider.
     """
-    available, installed = onnxruntime.get_available_providers(), wheels()
+    available, installed = onnxruntime.get_available_providers(), find_wheels()
     if len(installed) > 1:
         log.warning("event=two_wheels installed=%r detail='keep one: pip uninstall both, install one'", installed)
     if provider == "auto":
@@ -67,12 +69,12 @@ def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> 
     if name != NAMES["tensorrt"]:
         return [((name, given), CPU)]
     beside = [NAMES["cuda"]] if NAMES["cuda"] in available else []
-    return [((name, _cached(given)), *beside, CPU)]
+    return [((name, _make_cache_options(given)), *beside, CPU)]
 
 
-def _cached(options: dict[str, str]) -> dict[str, str]:
-    """Options by which TensorRT keeps what it builds for minutes, below the user's folder for such things."""
-    given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(cache_folder("tensorrt"))} | options
+def _make_cache_options(options: dict[str, str]) -> dict[str, str]:
+    """Return options by which TensorRT caches what it builds for minutes, in the user's cache folder."""
+    given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(get_cache_folder("tensorrt"))} | options
     try:
         Path(given["trt_engine_cache_path"]).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,7 +109,7 @@ class Session:
             numbers: initializers of the graph to override.
             parts: names of the files in `folder` that the graph refers to.
         """
-        options = session_options(folder, threads)
+        options = make_session_options(folder, threads)
         self._held = {  # ONNX Runtime uses this memory as long as the session lives
             name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
             for name, value in (numbers or {}).items()
@@ -117,14 +119,14 @@ class Session:
         source = str(graph) if isinstance(graph, Path) else graph
         with contextlib.ExitStack() as opened:  # ONNX Runtime copies what it needs
             if parts and hasattr(options, "add_external_initializers_from_files_in_memory"):
-                data = [opened.enter_context(_mapped(folder / name)) for name in parts]
+                data = [opened.enter_context(_map_file(folder / name)) for name in parts]
                 options.add_external_initializers_from_files_in_memory(list(parts), data, [len(d) for d in data])
             self._session = onnxruntime.InferenceSession(source, options, providers=list(providers))
         self.run = self._session.run
-        self.providers = at_work(self._session)
+        self.providers = find_active_providers(self._session)
         """The execution providers that run a part of the graph, in order of preference."""
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -4,6 +4,6 @@
 thread in which graphs run. `fedge serve` uses it. Begin with `server`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "endpoints")
+__getattr__ = make_getattr(__name__, "endpoints")

@@ -32,7 +32,7 @@ class BusyError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     x: NDArray[Any]
     arrived: float
     arrived_ns: int
@@ -60,7 +60,7 @@ class Batcher:
 
     def __post_init__(self) -> None:
         self.statistics = Statistics()
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingRequest] = deque()
         self._arrival = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
 
@@ -75,7 +75,7 @@ class Batcher:
         if len(self._waiting) >= self.max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
             raise BusyError(f"{len(self._waiting)} requests wait already; try again in a second")
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(x, loop.time(), time.perf_counter_ns(), loop.create_future())
+        waiting = _WaitingRequest(x, loop.time(), time.perf_counter_ns(), loop.create_future())
         self._waiting.append(waiting)
         self._arrival.set()
         if self._work is None:
@@ -84,13 +84,13 @@ class Batcher:
 
     async def _answer_all(self) -> None:
         while self._waiting:
-            await self._delay()
-            group = self._next_group()
+            await self._wait_for_batch()
+            group = self._take_group()
             if group:
                 await self._answer_group(group)
         self._work = None
 
-    async def _delay(self) -> None:
+    async def _wait_for_batch(self) -> None:
         """Wait for a full call, or until the first request has waited long enough."""
         until = self._waiting[0].arrived + self.max_delay_s
         try:
@@ -101,9 +101,9 @@ class Batcher:
         except TimeoutError:
             pass
 
-    def _next_group(self) -> list[_Waiting]:
-        """The first requests that fit into one call, without those of clients that have gone."""
-        group: list[_Waiting] = []
+    def _take_group(self) -> list[_WaitingRequest]:
+        """Return the first requests that fit into one call, without those of clients that have gone."""
+        group: list[_WaitingRequest] = []
         n = 0
         while self._waiting:
             first = self._waiting[0]
@@ -115,7 +115,7 @@ class Batcher:
                 n += len(first.x)
         return group
 
-    async def _answer_group(self, group: list[_Waiting]) -> None:
+    async def _answer_group(self, group: list[_WaitingRequest]) -> None:
         loop = asyncio.get_running_loop()
         begin = time.perf_counter_ns()
         try:
@@ -130,12 +130,12 @@ class Batcher:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
             return
-        self.statistics.call(len(x), len(group), time.perf_counter_ns() - begin)
+        self.statistics.record_call(len(x), len(group), time.perf_counter_ns() - begin)
         self.statistics.n_outliers += int(prediction.outlier.sum())
         start = 0
         for waiting in group:
             self.statistics.queue.add(begin - waiting.arrived_ns)
             stop = start + len(waiting.x)
             if not waiting.answer.done():
-                waiting.answer.set_result((runtime, prediction.rows(start, stop)))
+                waiting.answer.set_result((runtime, prediction.select_rows(start, stop)))
             start = stop

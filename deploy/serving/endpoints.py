@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from deploy.inference.runtime import Runtime
 from deploy.serving import protocol
 from deploy.serving.batching import Answer, Batcher, BusyError
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.quality import Drift
 from fedge.bundle.manifest import Manifest, Reference
 from fedge.errors import ConfigError
 
 
-class Fixed:
-    """A bundle that never changes. Only one thread at a time may call `answer`."""
+class FixedModel:
+    """A bundle that never changes; only one thread at a time may call `answer`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -39,17 +39,17 @@ class Fixed:
             self._drift.observe(prediction.weights, prediction.energies)
         return self.runtime, prediction
 
-    def feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
-        """No effect: there is no other bundle to compare with."""
+    def add_feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
+        """Do nothing, as there is no other bundle to compare with."""
 
 
-Answers = Fixed | Answering
+Answers = FixedModel | ActiveBundle
 """What can be served: a bundle, or a device whose bundle changes."""
 
 
 @dataclass(eq=False)
-class Served:
-    """A model under its name. Belongs to one event loop.
+class ServedModel:
+    """A model under its name, which belongs to one event loop.
 
     `pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples.
     """
@@ -69,7 +69,7 @@ class Served:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the bundle in service."""
+        """The manifest of the bundle in service."""
         return self.model.runtime.manifest
 
     @property
@@ -84,17 +84,17 @@ class Served:
             ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
             BusyError: too many requests are waiting.
         """
-        with self.statistics.request(_outcome):
-            return await self._answered(body, header_bytes)
+        with self.statistics.measure_request(_get_outcome):
+            return await self._answer(body, header_bytes)
 
-    async def _answered(self, body: bytes, header_bytes: int | None) -> protocol.Response:
-        with self.statistics.read.measured():
+    async def _answer(self, body: bytes, header_bytes: int | None) -> protocol.Response:
+        with self.statistics.read.measure():
             request = protocol.decode(body, header_bytes)
-            x = await self._samples(request)
-        y = None if request.label is None else self._class_numbers(request.label, len(x))
+            x = await self._read_samples(request)
+        y = None if request.label is None else self._parse_label(request.label, len(x))
         runtime, prediction = await self.batcher.predict(x)
         if y is not None:
-            await asyncio.get_running_loop().run_in_executor(self.pictures, self.model.feedback, x, y)
+            await asyncio.get_running_loop().run_in_executor(self.pictures, self.model.add_feedback, x, y)
         parameters: protocol.Parameters = {
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
@@ -102,11 +102,11 @@ class Served:
             "drifted": self.model.drifted,
             "latency_ms": round(prediction.latency_ms, 3),
         }
-        with self.statistics.written.measured():
+        with self.statistics.written.measure():
             return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 
-    def _class_numbers(self, label: str, n: int) -> NDArray[np.int64]:
-        """The class numbers (1,) of a request with n samples."""
+    def _parse_label(self, label: str, n: int) -> NDArray[np.int64]:
+        """Return the class numbers (1,) of a request with n samples."""
         classes = self.manifest.task.classes
         if n != 1:
             raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
@@ -114,16 +114,16 @@ class Served:
             raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
         return np.array([classes.index(label)])
 
-    async def _samples(self, request: protocol.Request) -> NDArray[Any]:
+    async def _read_samples(self, request: protocol.Request) -> NDArray[Any]:
         runtime, x = self.model.runtime, request.x
         if isinstance(x, tuple):
             loop = asyncio.get_running_loop()
             x = await loop.run_in_executor(self.pictures, protocol.load_images, runtime.task, x)
-        return runtime.as_batch(x)
+        return runtime.add_batch_axis(x)
 
 
-def _outcome(error: BaseException) -> str | None:
-    """The outcome of a request that ends with this error, as `Statistics` counts it."""
+def _get_outcome(error: BaseException) -> str | None:
+    """Return how a request with this error ends, as `Statistics` counts it, or None: nobody waits."""
     match error:
         case ConfigError():
             return "refused"

@@ -7,19 +7,19 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
-from deploy.serving.endpoints import Served
+from deploy.serving.endpoints import ServedModel
 from deploy.serving.statistics import OUTCOMES, SECONDS
-from fedge.wire.openmetrics import family
+from fedge.wire.openmetrics import make_metric
 
 
-def metrics(models: Sequence[Served], connections: int, turned_away: int) -> Iterator[Metric]:
-    """The metrics of all models, by label `model`, and of the port."""
+def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away: int) -> Iterator[Metric]:
+    """Yield the metrics of all models, by label `model`, and of the port."""
     each = [(model, model.statistics, [model.name]) for model in models]
-    yield family("gauge", "fedge_serve_connections", "Clients that are connected.", [], [([], connections)])
-    yield family(
+    yield make_metric("gauge", "fedge_serve_connections", "Clients that are connected.", [], [([], connections)])
+    yield make_metric(
         "counter", "fedge_serve_turned_away", "Clients who came when all places were taken.", [], [([], turned_away)]
     )
-    yield family(
+    yield make_metric(
         "counter",
         "fedge_serve_requests",
         "Requests by outcome; refused: the client's fault, busy: the queue was full, failed: the model did.",
@@ -40,14 +40,14 @@ def metrics(models: Sequence[Served], connections: int, turned_away: int) -> Ite
         ("queue_seconds", "That requests waited for the graph.", [counts.queue.ns / 1e9 for _, counts, _ in each]),
     ):
         rows = [(labels, value) for (_, _, labels), value in zip(each, values, strict=True)]
-        yield family("counter", f"fedge_serve_{name}", about, ["model"], rows)
+        yield make_metric("counter", f"fedge_serve_{name}", about, ["model"], rows)
     rows = [(labels, float(model.drifted)) for model, _, labels in each]
-    yield family(
+    yield make_metric(
         "gauge", "fedge_serve_drifted", "1 if inputs have drifted from the bundle's reference.", ["model"], rows
     )
     rows = [(labels, model.manifest.release) for model, _, labels in each]
-    yield family("gauge", "fedge_serve_release", "Of the bundle that answers.", ["model"], rows)
-    yield family(
+    yield make_metric("gauge", "fedge_serve_release", "Of the bundle that answers.", ["model"], rows)
+    yield make_metric(
         "gauge",
         "fedge_serve_bundle",
         "1 for the bundle that answers, and what it runs on.",

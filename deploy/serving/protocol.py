@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from deploy.inference.runtime import Prediction
 from fedge.bundle.manifest import Manifest
-from fedge.data.preprocessing import input_precision, load_image
-from fedge.data.scaling import unfit
+from fedge.data.preprocessing import choose_input_precision, load_image
+from fedge.data.scaling import explain_unfit
 from fedge.data.task import INPUT, TaskSpec
-from fedge.errors import MALFORMED, ConfigError, failing_as
+from fedge.errors import MALFORMED, ConfigError, raise_as
 
 MAX_SAMPLES: Final = 256
 """Of one request: what the graph needs of memory grows with them."""
@@ -51,7 +51,7 @@ Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request. `x`: raw samples, finite in single precision; or PNG and JPEG images, one per sample.
+    """A parsed request; `x`: raw samples, finite in single precision, or a PNG or JPEG image per sample.
 
     `outputs`: requested ones by name, and whether in binary. `label`: the true class name of a single sample, if the
     client knows it.
@@ -123,7 +123,7 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     """
     if header_bytes is not None and not 0 < header_bytes <= len(body):
         raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
-    with failing_as(ConfigError, "the body is not an inference request", on=MALFORMED):
+    with raise_as(ConfigError, "the body is not an inference request", on=MALFORMED):
         request = msgspec.json.decode(body[:header_bytes], type=_Request)
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT]:
@@ -132,11 +132,11 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     label = request.parameters.get("label")
     if not (label is None or isinstance(label, str)):
         raise ConfigError("the parameter label is the name of a class, as a string")
-    return Request(request.id, _samples(request.inputs[0], tail), _wanted(request), label)
+    return Request(request.id, _decode_samples(request.inputs[0], tail), _select_outputs(request), label)
 
 
-def _wanted(request: _Request) -> dict[str, bool]:
-    """The requested outputs, and whether in binary; all if none is named."""
+def _select_outputs(request: _Request) -> dict[str, bool]:
+    """Return the requested outputs, and whether in binary; all if none is named."""
     default = request.parameters.get("binary_data_output") is True
     asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
     names = [tensor.name for tensor in asked]
@@ -150,8 +150,8 @@ def _wanted(request: _Request) -> dict[str, bool]:
     return {tensor.name: tensor.parameters.get("binary_data", default) is True for tensor in asked}
 
 
-def _samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
-    """The elements of the input, checked against its shape."""
+def _decode_samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
+    """Return the elements of the input, checked against its shape."""
     if not 0 < tensor.shape[0] <= MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {tensor.shape[0]} samples; send 1 to {MAX_SAMPLES} in a request")
     size = tensor.parameters.get("binary_data_size")
@@ -165,7 +165,7 @@ def _samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
     if size is None and tail:
         raise ConfigError(f"{len(tail)} bytes follow the JSON object, but {INPUT} has no binary_data_size")
     if tensor.datatype == "BYTES":
-        return _pictures(tensor, tail if size is not None else None)
+        return _decode_pictures(tensor, tail if size is not None else None)
     if tensor.datatype not in DATATYPES:
         raise ConfigError(
             f"{INPUT} has the datatype {tensor.datatype[:20]}; send {', '.join(DATATYPES)}, or BYTES for pictures"
@@ -181,42 +181,42 @@ def _samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
                 f"{n_elements * dtype.itemsize} bytes, not {len(tail)}"
             )
         x = np.frombuffer(tail, dtype).reshape(tensor.shape)
-        return _finite((x.astype("<u4") << 16).view("<f4") if tensor.datatype == "BF16" else x)
+        return _require_finite((x.astype("<u4") << 16).view("<f4") if tensor.datatype == "BF16" else x)
     if tensor.datatype == "BF16":
         raise ConfigError(f"{INPUT} has the datatype BF16, which JSON has not: send it in binary, or as FP32")
-    return _finite(_from_json(tensor, dtype, n_elements))
+    return _require_finite(_decode_json(tensor, dtype, n_elements))
 
 
-def _from_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> NDArray[Any]:
-    """The elements in JSON: a flat list, or nested lists of the given shape."""
+def _decode_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> NDArray[Any]:
+    """Decode the elements in JSON: a flat list, or nested lists of the given shape."""
     text = bytes(tensor.data)
     depth = len(tensor.shape) if re.match(rb"\s*\[\s*\[", text) else 1
     wrong = f"the data of {INPUT} are not {tensor.datatype}"
-    with failing_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _finite sees infinity
-        x = np.array(_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
+    with raise_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _finite sees infinity
+        x = np.array(_make_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
     if x.size != n_elements or (depth > 1 and x.shape != tensor.shape):
         raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but its data have {list(x.shape)}")
     return x.reshape(tensor.shape)
 
 
 @lru_cache(maxsize=64)
-def _decoder(element: type, depth: int) -> msgspec.json.Decoder[Any]:
+def _make_decoder(element: type, depth: int) -> msgspec.json.Decoder[Any]:
     kind: Any = element
     for _ in range(depth):
         kind = list[kind]
     return msgspec.json.Decoder(kind)
 
 
-def _finite(x: NDArray[Any]) -> Samples:
-    """The same numbers, checked; in double precision where single would round them: they are not scaled yet."""
-    if fault := unfit(x):
+def _require_finite(x: NDArray[Any]) -> Samples:
+    """Return the same numbers, checked; in double precision where single would round them."""
+    if fault := explain_unfit(x):
         raise ConfigError(f"{INPUT}: {fault}")
     return x.astype(np.float32) if np.can_cast(x.dtype, np.float32) else x.astype(np.float64)
 
 
-def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
-    """PNG and JPEG files: raw in binary, base64 in JSON."""
-    pictures = _from_base64(tensor) if tail is None else _lengths_and_bytes(tail)
+def _decode_pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
+    """Return PNG and JPEG files: raw in binary, base64 in JSON."""
+    pictures = _decode_base64(tensor) if tail is None else _decode_elements(tail)
     if len(pictures) > MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {len(pictures)} pictures; send 1 to {MAX_SAMPLES} in a request")
     if len(pictures) != math.prod(tensor.shape):
@@ -224,13 +224,13 @@ def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
     return pictures
 
 
-def _from_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
-    with failing_as(ConfigError, f"the data of {INPUT} are not a list of base64 strings, a picture each", on=UNFIT):
-        texts = _decoder(str, 1).decode(bytes(tensor.data))
+def _decode_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
+    with raise_as(ConfigError, f"the data of {INPUT} are not a list of base64 strings, a picture each", on=UNFIT):
+        texts = _make_decoder(str, 1).decode(bytes(tensor.data))
         return tuple(base64.b64decode(text, validate=True) for text in texts)
 
 
-def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:
+def _decode_elements(tail: bytes) -> tuple[bytes, ...]:
     found: list[bytes] = []
     at = 0
     while at < len(tail):
@@ -243,7 +243,7 @@ def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:
 
 
 def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float32]:
-    """Raw samples of images, (n, height, width) or (n, height, width, 3) float32. Slow.
+    """Load raw samples of images, (n, height, width) or (n, height, width, 3) float32. Slow.
 
     Raises:
         ConfigError: the task takes no images, or one cannot be read.
@@ -256,7 +256,7 @@ def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float
 
 
 def encode(name: str, manifest: Manifest, request: Request, prediction: Prediction, parameters: Parameters) -> Response:
-    """The response of a model to a request."""
+    """Return the response of a model to a request."""
     tensors: list[dict[str, Any]] = []
     tail: list[bytes] = []
     for key, binary in request.outputs.items():
@@ -265,50 +265,50 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
         shape = [len(values)] if output.datatype == "BYTES" else list(values.shape)
         tensor = {"name": key, "datatype": output.datatype, "shape": shape}
         if binary:
-            tail.append(_binary(output.datatype, values))
+            tail.append(_encode_binary(output.datatype, values))
             tensors.append(tensor | {"parameters": {"binary_data_size": len(tail[-1])}})
         else:
             tensors.append(tensor | {"data": values if output.datatype == "BYTES" else values.ravel().tolist()})
-    head: dict[str, Any] = {"model_name": name, "model_version": version(manifest)}
+    head: dict[str, Any] = {"model_name": name, "model_version": get_version(manifest)}
     if request.id is not None:
         head["id"] = request.id
     text = msgspec.json.encode(head | {"parameters": parameters, "outputs": tensors})
     return Response(b"".join([text, *tail]), len(text)) if tail else Response(text)
 
 
-def _binary(datatype: str, values: Any) -> bytes:
+def _encode_binary(datatype: str, values: Any) -> bytes:
     if datatype == "BYTES":
         texts = [text.encode() for text in values]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
     return np.asarray(values, DATATYPES[datatype]).tobytes()
 
 
-def version(manifest: Manifest) -> str:
-    """A model's only version: the release in service."""
+def get_version(manifest: Manifest) -> str:
+    """Return a model's only version, which is the release in service."""
     return str(manifest.release)
 
 
-def taken(task: TaskSpec) -> tuple[str, ...]:
-    """The accepted datatypes of the input; the protocol has room for only one."""
+def list_datatypes(task: TaskSpec) -> tuple[str, ...]:
+    """Return the accepted datatypes of the input; the protocol has room for only one."""
     return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
 
 
-def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
-    """A model's inputs and outputs as the protocol describes them; -1: the number of samples.
+def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
+    """Describe a model's inputs and outputs as the protocol does; -1 is the number of samples.
 
     Inputs are FP64 where single precision would lose a part of the samples
-    (`fedge.data.preprocessing.input_precision`).
+    (`fedge.data.preprocessing.choose_input_precision`).
     """
     return {
         "name": name,
-        "versions": [version(manifest)],
+        "versions": [get_version(manifest)],
         "platform": "onnxruntime_onnx",
         "inputs": [
             {
                 "name": INPUT,
-                "datatype": "FP64" if input_precision(manifest.task) is np.float64 else "FP32",
+                "datatype": "FP64" if choose_input_precision(manifest.task) is np.float64 else "FP32",
                 "shape": [-1, *manifest.task.input_shape],
-                "parameters": {"datatypes": ",".join(taken(manifest.task))},
+                "parameters": {"datatypes": ",".join(list_datatypes(manifest.task))},
             }
         ],
         "outputs": [
@@ -318,19 +318,19 @@ def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def configuration(name: str, manifest: Manifest) -> dict[str, Any]:
-    """The same in Triton's model configuration extension."""
+def make_configuration(name: str, manifest: Manifest) -> dict[str, Any]:
+    """Describe the same in Triton's model configuration extension."""
 
-    def tensor(described: dict[str, Any]) -> dict[str, Any]:
+    def make_tensor(described: dict[str, Any]) -> dict[str, Any]:
         kind = described["datatype"].replace("BYTES", "STRING")
         return {"name": described["name"], "data_type": f"TYPE_{kind}", "dims": described["shape"][1:] or [1]}
 
-    described = metadata(name, manifest)
+    described = make_metadata(name, manifest)
     return {
         "name": name,
         "platform": described["platform"],
         "backend": "onnxruntime",
         "max_batch_size": MAX_SAMPLES,
-        "input": [tensor(one) for one in described["inputs"]],
-        "output": [tensor(one) for one in described["outputs"]],
+        "input": [make_tensor(one) for one in described["inputs"]],
+        "output": [make_tensor(one) for one in described["outputs"]],
     }

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from deploy.serving.batching import BusyError
-from deploy.serving.endpoints import Served
+from deploy.serving.endpoints import ServedModel
 from fedge.errors import ConfigError, StoreError, TooLargeError, TransportError
 from fedge.system.logs import Lines
 from fedge.wire.connection.broker import Inbound
@@ -32,16 +32,16 @@ EXPIRES_S: Final = 60
 """Lifetime of an answer: a sensor that has not fetched it by then has asked again."""
 
 
-class Sensor:
-    """Answers sensor requests. Async context manager inside its transport's; on exit open requests are dropped.
+class SensorEndpoint:
+    """Answers sensor requests. Async context manager in its transport's; on exit open requests are dropped.
 
     Requests may come as soon as the transport connects, and as long as it does; before and after this they wait.
     """
 
-    def __init__(self, model: Served, transport: Transport, federation: str, device_id: str) -> None:
+    def __init__(self, model: ServedModel, transport: Transport, federation: str, device_id: str) -> None:
         topics = Topics(federation)
-        self.topic = topics.agent(device_id, "predict")
-        self._answers = topics.agent(device_id, "predictions")
+        self.topic = topics.make_agent_topic(device_id, "predict")
+        self._answers = topics.make_agent_topic(device_id, "predictions")
         self._model = model
         self._transport = transport
         self._free = asyncio.Semaphore(MAX_OPEN)
@@ -71,13 +71,16 @@ class Sensor:
         try:
             payload = (await self._model.infer(message.payload)).body
         except (ConfigError, BusyError) as error:
-            payload = self._refusal(str(error))
+            payload = self._make_refusal(str(error))
         except Exception:  # noqa: BLE001 - it is logged
             self._lines.log(log, logging.ERROR, "event=request_failed topic=%s", message.topic, traceback=True)
-            payload = self._refusal("the model failed; the device's log says why")
+            payload = self._make_refusal("the model failed; the device's log says why")
         topic = message.response_topic
         if topic is not None and not self._may_answer(topic):
-            payload, topic = self._refusal(f"no answer goes to {topic[:100]}; ask for {self._answers} or below"), None
+            payload, topic = (
+                self._make_refusal(f"no answer goes to {topic[:100]}; ask for {self._answers} or below"),
+                None,
+            )
         await self._publish(topic or self._answers, payload, message.correlation)
 
     async def _publish(self, topic: str, payload: bytes, correlation: bytes | None) -> None:
@@ -85,18 +88,20 @@ class Sensor:
             try:
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
             except TooLargeError:
-                payload = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
+                payload = self._make_refusal(
+                    "the answer is larger than the broker takes; ask for fewer outputs or samples"
+                )
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
         except (TransportError, StoreError) as error:  # the topic alone may already be too long
             self._lines.warning(log, "event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:
-        """Prevent senders from making this device write on other topics of the federation."""
+        """Return whether an answer may go to a topic: senders must not make this device write elsewhere."""
         if set(topic) & set("+#\0") or topic.count("/") >= MAX_LEVELS:
             return False
         ours = topic == self._answers or topic.startswith(f"{self._answers}/")
         return ours or not topic.startswith((f"{ROOT}/", "$"))
 
-    def _refusal(self, error: str) -> bytes:
+    def _make_refusal(self, error: str) -> bytes:
         self._lines.warning(log, "event=refused name=sample topic=%s detail=%r", self.topic, error)
         return msgspec.json.encode({"error": error})

@@ -19,7 +19,7 @@ from aiohttp import web
 import fedge
 from deploy.serving import protocol
 from deploy.serving.batching import BusyError
-from deploy.serving.endpoints import Served
+from deploy.serving.endpoints import ServedModel
 from fedge.errors import ConfigError
 from fedge.system.logs import Lines
 from fedge.wire.port import Handler, Port
@@ -37,11 +37,11 @@ HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 
 
 class Server:
-    """Serve models on a port. An async context manager: it listens inside and answers pending requests on exit."""
+    """A server of models on a port. Async context manager: listens inside, answers pending requests on exit."""
 
     def __init__(
         self,
-        models: Iterable[Served],
+        models: Iterable[ServedModel],
         host: str = "127.0.0.1",
         port: int = 8000,
         *,
@@ -49,15 +49,16 @@ class Server:
         tls: ssl.SSLContext | None = None,
         token: str | None = None,
     ) -> None:
-        """`port` 0: a free one, see `url`. `token`: required for everything but health."""
+        """Make a server; `port` 0: a free one, see `url`. `token`: for everything but health."""
         self._models = {model.name: model for model in models}
         self._port = Port(host, port, tls=tls, health=HEALTH)
         self._token = token
         self._lines = Lines()
         self._app = web.Application(
-            middlewares=[self._port.watched, self._errors, self._allowed], client_max_size=max_body_bytes
+            middlewares=[self._port.watch_request, self._handle_errors, self._require_token],
+            client_max_size=max_body_bytes,
         )
-        self._app.add_routes(self._routes())
+        self._app.add_routes(self._make_routes())
 
     @property
     def url(self) -> str:
@@ -77,22 +78,22 @@ class Server:
         await self._port.close()
 
     @web.middleware
-    async def _errors(  # noqa: PLR0911 - one for each kind
+    async def _handle_errors(  # noqa: PLR0911 - one for each kind
         self, request: web.Request, handler: Handler
     ) -> web.StreamResponse:
         """Answer errors with {"error": ...}."""
         try:
             return await handler(request)
         except ConfigError as error:
-            return _json({"error": str(error)}, 400)
+            return _make_json({"error": str(error)}, 400)
         except web.RequestPayloadError as error:
-            response = _json({"error": f"the body cannot be read: {' '.join(str(error).split())}"}, 400)
+            response = _make_json({"error": f"the body cannot be read: {' '.join(str(error).split())}"}, 400)
             response.force_close()
             return response
         except BusyError as error:
-            return _json({"error": str(error)}, 503, {"Retry-After": "1"})
+            return _make_json({"error": str(error)}, 503, {"Retry-After": "1"})
         except web.HTTPException as error:
-            response = _json({"error": _text(error, request)}, error.status)
+            response = _make_json({"error": _describe_error(error, request)}, error.status)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = error.headers["Allow"]
             if error.status == web.HTTPUnauthorized.status_code:
@@ -105,11 +106,11 @@ class Server:
             return web.Response(status=400)  # aiohttp notices that the client is gone
         except Exception:  # noqa: BLE001 - it is logged
             self._lines.log(log, logging.ERROR, "event=request_failed path=%r", request.path, traceback=True)
-            return _json({"error": "the model failed; the server's log says why"}, 500)
+            return _make_json({"error": "the model failed; the server's log says why"}, 500)
 
     @web.middleware
-    async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Health is open to everybody; anything else needs the token, if one is set."""
+    async def _require_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Require the token, if one is set; health is open to everybody."""
         if self._token is not None and request.path not in HEALTH:
             shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(shown, f"Bearer {self._token}".encode(errors="surrogateescape")):
@@ -118,81 +119,81 @@ class Server:
 
     # --------------------------------------------------------------------------------------------- the protocol
 
-    def _routes(self) -> list[web.RouteDef]:
+    def _make_routes(self) -> list[web.RouteDef]:
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
-            web.get("/v2", self._server_metadata),
-            web.get("/metrics", self._metrics),
-            web.post("/v2/repository/index", self._index),
-            *(web.post(f"/v2/repository/models/{{model}}/{what}", self._fixed) for what in ("load", "unload")),
-            web.get("/v2/models/stats", self._statistics),
-            *(web.get(f"{model}/stats", self._statistics) for model in models),
-            *(web.get(path, self._health) for path in HEALTH),
-            *(web.get(model, self._model_metadata) for model in models),
-            *(web.get(f"{model}/ready", self._model_ready) for model in models),
-            *(web.get(f"{model}/config", self._model_config) for model in models),
+            web.get("/v2", self._answer_metadata),
+            web.get("/metrics", self._answer_metrics),
+            web.post("/v2/repository/index", self._answer_index),
+            *(web.post(f"/v2/repository/models/{{model}}/{what}", self._refuse_change) for what in ("load", "unload")),
+            web.get("/v2/models/stats", self._answer_statistics),
+            *(web.get(f"{model}/stats", self._answer_statistics) for model in models),
+            *(web.get(path, self._answer_health) for path in HEALTH),
+            *(web.get(model, self._answer_model_metadata) for model in models),
+            *(web.get(f"{model}/ready", self._answer_model_ready) for model in models),
+            *(web.get(f"{model}/config", self._answer_model_config) for model in models),
             *(web.post(f"{model}/infer", self._infer) for model in models),
         ]
 
-    async def _server_metadata(self, _: web.Request) -> web.Response:
+    async def _answer_metadata(self, _: web.Request) -> web.Response:
         extensions = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-        return _json({"name": "fedge", "version": fedge.__version__, "extensions": extensions})
+        return _make_json({"name": "fedge", "version": fedge.__version__, "extensions": extensions})
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return _json(dict(HEALTH[request.path]))
+    async def _answer_health(self, request: web.Request) -> web.Response:
+        return _make_json(dict(HEALTH[request.path]))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
         try:
-            from deploy.serving.metrics import metrics
-            from fedge.wire.openmetrics import exposition
+            from deploy.serving.metrics import collect_metrics
+            from fedge.wire.openmetrics import format_metrics
         except ModuleNotFoundError as error:
             raise web.HTTPNotImplemented(
                 text="/metrics needs prometheus-client: pip install 'fedge[metrics]'"
             ) from error
-        known = metrics(list(self._models.values()), len(self._port.connections), self._port.turned_away)
-        text, content_type = exposition(known, request.headers.get("Accept", ""))
+        known = collect_metrics(list(self._models.values()), len(self._port.connections), self._port.turned_away)
+        text, content_type = format_metrics(known, request.headers.get("Accept", ""))
         return web.Response(body=text, headers={"Content-Type": content_type})
 
-    async def _index(self, _: web.Request) -> web.Response:
-        return _json(
+    async def _answer_index(self, _: web.Request) -> web.Response:
+        return _make_json(
             [
-                {"name": name, "version": protocol.version(model.manifest), "state": "READY", "reason": ""}
+                {"name": name, "version": protocol.get_version(model.manifest), "state": "READY", "reason": ""}
                 for name, model in self._models.items()
             ]
         )
 
-    async def _fixed(self, request: web.Request) -> web.Response:
-        name = self._model(request).name
+    async def _refuse_change(self, request: web.Request) -> web.Response:
+        name = self._find_model(request).name
         raise ConfigError(f"{name} is served as long as the server runs; another bundle comes by `fedge install`")
 
-    async def _statistics(self, request: web.Request) -> web.Response:
-        models = [self._model(request)] if "model" in request.match_info else list(self._models.values())
-        told = [
-            {"name": model.name, "version": protocol.version(model.manifest), **model.statistics.told()}
+    async def _answer_statistics(self, request: web.Request) -> web.Response:
+        models = [self._find_model(request)] if "model" in request.match_info else list(self._models.values())
+        statistics = [
+            {"name": model.name, "version": protocol.get_version(model.manifest), **model.statistics.to_triton()}
             for model in models
         ]
-        return _json({"model_stats": told})
+        return _make_json({"model_stats": statistics})
 
-    async def _model_metadata(self, request: web.Request) -> web.Response:
-        model = self._model(request)
-        return _json(protocol.metadata(model.name, model.manifest))
+    async def _answer_model_metadata(self, request: web.Request) -> web.Response:
+        model = self._find_model(request)
+        return _make_json(protocol.make_metadata(model.name, model.manifest))
 
-    async def _model_config(self, request: web.Request) -> web.Response:
-        model = self._model(request)
-        return _json(protocol.configuration(model.name, model.manifest))
+    async def _answer_model_config(self, request: web.Request) -> web.Response:
+        model = self._find_model(request)
+        return _make_json(protocol.make_configuration(model.name, model.manifest))
 
-    async def _model_ready(self, request: web.Request) -> web.Response:
-        return _json({"name": self._model(request).name, "ready": True})
+    async def _answer_model_ready(self, request: web.Request) -> web.Response:
+        return _make_json({"name": self._find_model(request).name, "ready": True})
 
     async def _infer(self, request: web.Request) -> web.Response:
-        model = self._model(request)
+        model = self._find_model(request)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read()
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
-        self._port.work(request)
-        response = await model.infer(body, _header_length(request))
+        self._port.record_body(request)
+        response = await model.infer(body, _parse_header_length(request))
         if response.header_bytes is None:
             return web.Response(body=response.body, content_type="application/json")
         return web.Response(
@@ -201,19 +202,19 @@ class Server:
             headers={HEADER_LENGTH: str(response.header_bytes)},
         )
 
-    def _model(self, request: web.Request) -> Served:
-        """The model that the path names, in its serving version."""
+    def _find_model(self, request: web.Request) -> ServedModel:
+        """Return the model that the path names, in its serving version."""
         name, version = request.match_info["model"], request.match_info.get("version")
         model = self._models.get(name)
         if model is None:
             raise web.HTTPNotFound(text=f"there is no model {name[:100]}; there are {', '.join(self._models)}")
-        now = protocol.version(model.manifest)
+        now = protocol.get_version(model.manifest)
         if version not in {None, now}:
             raise web.HTTPNotFound(text=f"model {name} has the version {now} alone, not {version}"[:200])
         return model
 
 
-def _header_length(request: web.Request) -> int | None:
+def _parse_header_length(request: web.Request) -> int | None:
     text = request.headers.get(HEADER_LENGTH)
     if text is None:
         return None
@@ -222,13 +223,13 @@ def _header_length(request: web.Request) -> int | None:
     return int(text)
 
 
-def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def _make_json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(content), status=status, headers=headers, content_type="application/json"
     )
 
 
-def _text(error: web.HTTPException, request: web.Request) -> str:
+def _describe_error(error: web.HTTPException, request: web.Request) -> str:
     match error:
         case web.HTTPMethodNotAllowed():
             return f"{error.method} is not for {request.path}; use {' or '.join(sorted(error.allowed_methods))}"

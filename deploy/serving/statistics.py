@@ -29,7 +29,7 @@ class Duration:
         self.ns += count * ns
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Count the block once, unless it raises."""
         begin = time.perf_counter_ns()
         yield
@@ -38,7 +38,7 @@ class Duration:
 
 @dataclass(slots=True)
 class Statistics:
-    """Of one model; belongs to one event loop. `batches`: calls of the graph by their samples."""
+    """Request statistics of one model in one event loop; `batches`: calls of the graph by their samples."""
 
     outcomes: defaultdict[str, Duration] = field(default_factory=lambda: defaultdict(Duration))
     read: Duration = field(default_factory=Duration)
@@ -52,7 +52,7 @@ class Statistics:
     last_ms: int = 0
 
     @contextmanager
-    def request(self, outcome_of: Callable[[BaseException], str | None]) -> Iterator[None]:
+    def measure_request(self, outcome_of: Callable[[BaseException], str | None]) -> Iterator[None]:
         """Count the block as one request; `outcome_of` an error: None if nobody waits any more."""
         begin = time.perf_counter_ns()
         outcome: str | None = "answered"
@@ -69,14 +69,14 @@ class Statistics:
             if outcome == "answered":
                 self.buckets[bisect_left(SECONDS, ns / 1e9)] += 1
 
-    def call(self, n_samples: int, n_requests: int, ns: int) -> None:
+    def record_call(self, n_samples: int, n_requests: int, ns: int) -> None:
         """Count a call of the graph for so many samples of so many requests."""
         self.batches[n_samples].add(ns)
         self.graph.add(ns, n_requests)
         self.n_samples += n_samples
 
-    def told(self) -> dict[str, Any]:
-        """In the extension's format: https://github.com/triton-inference-server/server, extension_statistics.md."""
+    def to_triton(self) -> dict[str, Any]:
+        """Return the statistics as Triton's extension does (triton-inference-server, extension_statistics.md)."""
         answered = self.outcomes["answered"]
         other = [self.outcomes[outcome] for outcome in OUTCOMES if outcome != "answered"]
         failed = Duration(sum(one.count for one in other), sum(one.ns for one in other))

@@ -11,12 +11,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.engines import How
+from deploy.inference.engines import EngineOptions
 from deploy.inference.runtime import Prediction, Runtime, load_update
-from deploy.updates.examination import Limits, allowed_ms
-from deploy.updates.quality import MAX_COMPARED, Drift, Paired
+from deploy.updates.examination import Limits, compute_allowed_ms
+from deploy.updates.quality import MAX_COMPARED, Drift, PairedTest
 from deploy.updates.slots import Slots
-from fedge.bundle.manifest import Reference, digest_in
+from fedge.bundle.manifest import Reference, compute_bundle_digest
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 from fedge.wire.messages import Outliers, Quality
 
@@ -28,15 +28,15 @@ LATENCY_WINDOW: Final = 20
 """Calls over which the median latency on trial is taken."""
 
 
-class Answering:
+class ActiveBundle:
     """Predicts with the slots' running bundle. Safe to share between threads.
 
     A new bundle is loaded before the old one is released, and requests finish on the bundle they began with: a switch
     fails no request.
     """
 
-    def __init__(self, slots: Slots, limits: Limits, how: How = How()) -> None:
-        """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that support it.
+    def __init__(self, slots: Slots, limits: Limits, how: EngineOptions = EngineOptions()) -> None:
+        """Load what `slots.boot()` names; `how.engine` runs all bundles that support it.
 
         Raises:
             ConfigError: nothing was ever installed.
@@ -58,7 +58,7 @@ class Answering:
         self._before: str | None = None
         """Digest of the bundle that answered before, as long as the running one is compared with it."""
         self._rival: Runtime | None = None  # the previous bundle, loaded with the first labelled sample
-        self._paired = Paired()
+        self._paired = PairedTest()
         self._comparing = threading.Lock()
         self._switching = threading.Lock()
         """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
@@ -71,10 +71,10 @@ class Answering:
             raise ConfigError(
                 "no bundle is there yet: wait until the agent has written one, or `fedge install --home HOME BUNDLE`"
             )
-        self._take(self._loaded(folder))
+        self._activate(self._load(folder))
         self._on_trial = slots.state.trial is not None
         if self._on_trial and slots.good is not None:
-            self._before = _digest(slots.good)
+            self._before = _find_digest(slots.good)
 
     @property
     def runtime(self) -> Runtime:
@@ -83,7 +83,7 @@ class Answering:
 
     @property
     def outliers(self) -> Outliers | None:
-        """What the bundle in service was asked about; None: it has no reference."""
+        """Counts of what the bundle in service was asked about; None if it has no reference."""
         with self._lock:
             return None if self._drift is None else self._outliers
 
@@ -94,7 +94,7 @@ class Answering:
             return self._drift is not None and self._drift.drifted
 
     def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
-        """Predict raw samples, as `Runtime.predict`, and return the bundle that did: `runtime` may have changed since.
+        """Predict raw samples as `Runtime.predict`, and return the bundle that did: it may have changed.
 
         Raises:
             ConfigError: the samples have another shape than the task's.
@@ -105,26 +105,26 @@ class Answering:
         except ConfigError:  # the caller's fault
             raise
         except Exception as error:
-            self._note_failure(runtime, error)
+            self._record_failure(runtime, error)
             raise
-        self._note(runtime, answer)
+        self._record(runtime, answer)
         return runtime, answer
 
-    def feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
+    def add_feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
         """Compare running and previous bundle on raw samples (n, ...) with true class numbers (n,).
 
         Both predict the samples while the device still has the previous bundle and the evidence is insufficient.
-        `worse` gives the verdict; the owner of the slots acts on it.
+        `worse_reason` gives the verdict; the owner of the slots acts on it.
 
         Raises:
             ConfigError: the samples have another shape than the task's, or a label is not a class of it.
         """
         runtime = self._runtime
-        x = runtime.as_batch(x)
+        x = runtime.add_batch_axis(x)
         if y.shape != x.shape[:1] or ((y < 0) | (y >= runtime.task.n_classes)).any():
             raise ConfigError(f"give a class number from 0 to {runtime.task.n_classes - 1} for each of the samples")
         with self._comparing:
-            rival = self._opponent()
+            rival = self._find_rival()
             if rival is None:
                 return
             now = runtime.predict(x).class_index == y
@@ -136,14 +136,14 @@ class Answering:
             with self._lock:
                 if runtime is self._runtime and rival is self._rival:
                     self._paired.observe(before, now)
-                    if self._paired.n >= MAX_COMPARED and not self._worse():
-                        self._compare_no_more()
+                    if self._paired.n >= MAX_COMPARED and not self._explain_worse():
+                        self._stop_comparing()
 
     @property
-    def worse(self) -> str:
-        """Why labelled samples favour the previous bundle, or ""."""
+    def worse_reason(self) -> str:
+        """Why labelled samples favour the previous bundle, or "" if they do not."""
         with self._lock:
-            return self._worse()
+            return self._explain_worse()
 
     def swap(self, before: Quality | None = None) -> None:
         """Load the slots' running bundle and put it into service.
@@ -161,19 +161,19 @@ class Answering:
                 runtime = load_update(folder, self.how, again=True)
             except (FedgeError, OSError) as error:
                 reason = self._unloadable = f"it cannot be loaded: {error}"
-                self._take_back()
+                self._drop_unloadable()
                 raise UpdateRejected(reason) from error
-            self.allow(before)
-            self._take(runtime, rival)
+            self.set_latency_limit(before)
+            self._activate(runtime, rival)
             try:
-                self._slots.started()
+                self._slots.record_start()
             finally:
                 with self._lock:
                     self._on_trial = True
 
-    def allow(self, before: Quality | None) -> None:
+    def set_latency_limit(self, before: Quality | None) -> None:
         """Set the latency above which a bundle on trial is given up, from the quality of the previous one."""
-        self._allowed_ms = allowed_ms(before, self.limits)
+        self._allowed_ms = compute_allowed_ms(before, self.limits)
 
     def settle(self) -> None:
         """Revert if labelled samples favour the previous bundle; confirm a bundle on trial that has proved itself.
@@ -181,15 +181,15 @@ class Answering:
         Raises:
             StoreError: the slots cannot be written; the next call tries again.
         """
-        self._take_back()
+        self._drop_unloadable()
         if self.no_way_back:
             with self._switching:
-                self._return()
-        if reason := self.worse:
-            there = _digest(self._slots.staged) == self._before
-            self._compare_no_more()
+                self._reload()
+        if reason := self.worse_reason:
+            there = _find_digest(self._slots.staged) == self._before
+            self._stop_comparing()
             if there:
-                self.give_up(reason)
+                self.revert(reason)
                 return
         with self._lock:
             long_enough = (
@@ -205,16 +205,16 @@ class Answering:
                 self._on_trial = True
                 raise
 
-    def give_up(self, reason: str) -> None:
+    def revert(self, reason: str) -> None:
         """Revert to the previous bundle, on trial or not. Nothing may be staged meanwhile."""
         runtime = self._runtime
         with self._lock:
             self._on_trial = False
-        self._go_back(runtime, reason)
+        self._revert(runtime, reason)
 
     # ------------------------------------------------------------------------------------------------- within
 
-    def _loaded(self, folder: Path) -> Runtime:
+    def _load(self, folder: Path) -> Runtime:
         """Load the running bundle or, failing that, the previous one."""
         try:
             return load_update(folder, self.how)
@@ -222,19 +222,19 @@ class Answering:
             if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
                 raise  # no bundle could run with these options
             try:
-                before = self._slots.go_back(f"it cannot be loaded: {error}", lasting=False)
+                before = self._slots.revert(f"it cannot be loaded: {error}", lasting=False)
             except StoreError as lost:
                 raise error from lost
             return load_update(before, self.how)
 
-    def _take_back(self) -> None:
+    def _drop_unloadable(self) -> None:
         """Have the slots give up the bundle that could not be loaded, if any."""
         if self._unloadable:
             self._slots.roll_back(self._unloadable)
             self._unloadable = ""
 
-    def _opponent(self) -> Runtime | None:
-        """The previous bundle, if the idle slot still holds it."""
+    def _find_rival(self) -> Runtime | None:
+        """Return the previous bundle, or None if the idle slot no longer holds it."""
         if self._before is None:
             return None
         if self._rival is None:
@@ -250,17 +250,17 @@ class Answering:
             self._rival = rival
         return self._rival
 
-    def _compare_no_more(self) -> None:
+    def _stop_comparing(self) -> None:
         with self._lock:
             self._before, self._rival = None, None
 
-    def _worse(self) -> str:
-        """Why labelled samples favour the previous bundle, or "". The lock is held."""
-        if self._before is None or not self._paired.worse(self.limits.accuracy_drop):
+    def _explain_worse(self) -> str:
+        """Return why labelled samples favour the previous bundle, or "". The lock is held."""
+        if self._before is None or not self._paired.is_worse(self.limits.accuracy_drop):
             return ""
         return "accuracy: the bundle before has a higher one on samples that were labelled since"
 
-    def _take(self, runtime: Runtime, before: str | None = None) -> None:
+    def _activate(self, runtime: Runtime, before: str | None = None) -> None:
         """Put a bundle into service, not yet on trial; `before`: digest of the one to compare with, if any."""
         reference = runtime.manifest.reference
         log.info(
@@ -279,9 +279,9 @@ class Answering:
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()
-            self._before, self._rival, self._paired = before, None, Paired()
+            self._before, self._rival, self._paired = before, None, PairedTest()
 
-    def _note(self, runtime: Runtime, answer: Prediction) -> None:
+    def _record(self, runtime: Runtime, answer: Prediction) -> None:
         complaint = ""
         with self._lock:
             n = len(answer.class_index)
@@ -294,13 +294,13 @@ class Answering:
             if self._drift is not None:
                 self._drift.observe(answer.weights, answer.energies)
             if self._on_trial:
-                complaint = self._watched(n, answer.latency_ms)
+                complaint = self._record_trial(n, answer.latency_ms)
                 self._on_trial = not complaint
         if complaint:
-            self._go_back(runtime, complaint)
+            self._revert(runtime, complaint)
 
-    def _watched(self, n: int, latency_ms: float) -> str:
-        """Count work on trial; returns why to give the bundle up, or "". The lock is held."""
+    def _record_trial(self, n: int, latency_ms: float) -> str:
+        """Count work on trial; return why to give the bundle up, or "". The lock is held."""
         self._trial_predictions += n
         if n == 1 and self._allowed_ms is not None:
             self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
@@ -309,7 +309,7 @@ class Answering:
                 return "latency: it takes longer for a sample at work than this device allows"
         return ""
 
-    def _note_failure(self, runtime: Runtime, error: Exception) -> None:
+    def _record_failure(self, runtime: Runtime, error: Exception) -> None:
         log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
         hopeless = False
         with self._lock:
@@ -319,23 +319,23 @@ class Answering:
                 hopeless = self._failed_in_a_row > MAX_FAILED
                 self._on_trial = not hopeless
         if hopeless:
-            self._go_back(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
+            self._revert(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
 
-    def _go_back(self, failed: Runtime, reason: str) -> None:
+    def _revert(self, failed: Runtime, reason: str) -> None:
         """Put the other slot's bundle into service instead of `failed`. The caller has cleared `_on_trial`, locked."""
         with self._switching:
             if failed is not self._runtime:  # a concurrent abort and complaint: the other one came first
                 return
             try:
-                self._slots.go_back(reason)
+                self._slots.revert(reason)
             except (FedgeError, OSError) as error:
                 log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
                 with self._lock:
                     self._on_trial = self._slots.state.trial is not None
                 return
-            self._return()
+            self._reload()
 
-    def _return(self) -> None:
+    def _reload(self) -> None:
         """Put the slots' running bundle back into service. The caller holds `_switching`."""
         folder = self._slots.running
         assert folder is not None
@@ -347,11 +347,11 @@ class Answering:
                 log.error("event=no_way_back reason=%r", reason)  # noqa: TRY400 - the text is all
             self.no_way_back = reason
             return
-        self._take(runtime)
+        self._activate(runtime)
 
 
-def _digest(folder: Path) -> str | None:
+def _find_digest(folder: Path) -> str | None:
     try:
-        return digest_in(folder)
+        return compute_bundle_digest(folder)
     except OSError:
         return None

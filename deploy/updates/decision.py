@@ -22,8 +22,8 @@ RETRY_CAP_S: Final = 600.0
 INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
 
 
-class Do(Enum):
-    """What a device does next."""
+class Decision(Enum):
+    """The next thing that a device does."""
 
     NOTHING = auto()
     SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
@@ -33,7 +33,7 @@ class Do(Enum):
 
 
 class Situation(Struct, frozen=True, kw_only=True):
-    """The input of `decide` and `phase_of`.
+    """The input of `decide` and `compute_phase`.
 
     state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
     manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
@@ -57,23 +57,23 @@ class Situation(Struct, frozen=True, kw_only=True):
     stuck: str = ""
 
 
-def decide(now: Situation) -> Do:
-    """What to do next."""
+def decide(now: Situation) -> Decision:
+    """Decide what to do next."""
     there = now.state is not None and now.announced == now.running
     if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
-        return Do.GO_BACK
+        return Decision.GO_BACK
     if now.on_trial or now.worse:
-        return Do.SETTLE
+        return Decision.SETTLE
     wanted = now.state in INSTALLING and now.takes_part and not there
     if wanted and now.refused is None and now.judged is None and not now.waiting:
-        return Do.INSTALL
+        return Decision.INSTALL
     if now.inbox:
-        return Do.TAKE_IN
-    return Do.SETTLE if now.stuck else Do.NOTHING
+        return Decision.TAKE_IN
+    return Decision.SETTLE if now.stuck else Decision.NOTHING
 
 
-def phase_of(now: Situation) -> tuple[Phase, str]:
-    """The device's phase for the rollout's release, and why."""
+def compute_phase(now: Situation) -> tuple[Phase, str]:
+    """Return the device's phase for the rollout's release, and why."""
     if now.stuck:
         return Phase.FAILED, now.stuck
     if now.state is not None and now.takes_part and now.announced != now.running:
@@ -86,20 +86,20 @@ def phase_of(now: Situation) -> tuple[Phase, str]:
     return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
 
 
-def announced(rollout: Rollout) -> str | None:
-    """Digest of the manifest that a rollout names; only a claim until the metadata confirm it."""
+def find_manifest_digest(rollout: Rollout) -> str | None:
+    """Return the digest of the manifest that a rollout claims, until metadata confirm it, or None."""
     folder, _, name = rollout.target.rpartition("/")
     names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
     return next((names[file] for file in rollout.metadata if file in names), None)
 
 
-def announcement(rollout: Rollout) -> str:
-    """Identifies a rollout's claim: equal for equal metadata and target."""
+def compute_claim(rollout: Rollout) -> str:
+    """Identify a rollout's claim, by a hash equal for equal metadata and target."""
     return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
 
 
-def too_much(metadata: Mapping[str, BlobRef]) -> str:
-    """Why these metadata are too large or too many to request at all, or ""."""
+def explain_too_large(metadata: Mapping[str, BlobRef]) -> str:
+    """Return why these metadata are too large or too many to request at all, or ""."""
     largest = max((ref.size_bytes for ref in metadata.values()), default=0)
     total = sum(ref.size_bytes for ref in metadata.values())
     if largest > MAX_METADATA_BYTES:
@@ -109,8 +109,8 @@ def too_much(metadata: Mapping[str, BlobRef]) -> str:
     return ""
 
 
-def retry_s(attempt: int, draw: float) -> float:
-    """Pause before attempt number `attempt` + 1: half to all of a doubling interval; `draw` in [0, 1)."""
+def compute_retry_s(attempt: int, draw: float) -> float:
+    """Return the seconds before attempt `attempt` + 1: half to all of a doubling pause, `draw` in [0, 1)."""
     return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
 
 
@@ -122,5 +122,5 @@ class Judgement(Struct, frozen=True, kw_only=True):
     at: float
 
     def holds_for(self, claim: str) -> bool:
-        """Whether it still applies; after the clock was set back, expiry must be checked again."""
+        """Return whether it still applies: after the clock was set back, expiry is checked again."""
         return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)

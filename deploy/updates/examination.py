@@ -13,9 +13,9 @@ from typing import Annotated, Final
 import numpy as np
 from msgspec import Meta, Struct
 
-from deploy.inference.engines import How
+from deploy.inference.engines import EngineOptions
 from deploy.inference.runtime import load_update
-from deploy.updates.quality import Measured, measure
+from deploy.updates.quality import Measurement, measure_quality
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation, load_validation
 from fedge.errors import ConfigError, FedgeError
@@ -39,7 +39,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """reason: why the new bundle must not serve; empty: it may. before: None if there was none.
+    """The result of an examination; `reason`: why the bundle must not serve, or ""; `before`: None without one.
 
     warning: why samples were not used although there is a file of them.
     """
@@ -50,8 +50,8 @@ class Examination(Struct, frozen=True, kw_only=True):
     warning: str = ""
 
 
-def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
-    """Why the new bundle must not serve, or "".
+def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits) -> str:
+    """Return why the new bundle must not serve, or "".
 
     Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference if that is more (of the paired
     differences per sample); a single sample decides nothing. All samples count, including sensitive ones, and the
@@ -60,7 +60,7 @@ def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
     if not now.finite:
         return "not-finite: it puts out numbers that are not finite on this device's samples"
     latency = now.quality.latency_ms or 0.0
-    allowed = allowed_ms(None if before is None else before.quality, limits)
+    allowed = compute_allowed_ms(None if before is None else before.quality, limits)
     if allowed is not None and latency > allowed:
         return "latency: it takes longer for a sample than this device allows"
     if before is None:
@@ -73,19 +73,21 @@ def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
     return ""
 
 
-def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
-    """Maximum median latency of single samples for a new bundle, given that of the running one; None: any."""
+def compute_allowed_ms(before: Quality | None, limits: Limits) -> float | None:
+    """Return a new bundle's largest median latency in ms, given the running one's, or None for any."""
     bounds = [] if limits.latency_ms is None else [limits.latency_ms]
     if before is not None and before.latency_ms is not None:
         bounds.append(limits.latency_ratio * before.latency_ms + limits.latency_slack_ms)
     return min(bounds, default=None)
 
 
-def examine(running: Path | None, staged: Path, home: Path, limits: Limits, how: How = How()) -> Examination:
+def examine_bundle(
+    running: Path | None, staged: Path, home: Path, limits: Limits, how: EngineOptions = EngineOptions()
+) -> Examination:
     """Measure and compare in a child process, with the options of the service; any failure is a reason."""
     try:
-        found = child.call(
-            "deploy.updates.examination:examined",
+        found = child.call_once(
+            "deploy.updates.examination:examine_in_process",
             running,
             staged,
             home,
@@ -103,30 +105,32 @@ def examine(running: Path | None, staged: Path, home: Path, limits: Limits, how:
     return found
 
 
-def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how: How) -> Examination:
-    """`examine` in this process."""
+def examine_in_process(
+    running: Path | None, staged: Path, home: Path, limits: Limits, how: EngineOptions
+) -> Examination:
+    """Measure and compare in this process, for `examine_bundle`."""
     try:
         new = load_update(staged, how, again=True)
-        validation, warning = _samples(home, new.task)
-        now = measure(new, validation)
+        validation, warning = _load_samples(home, new.task)
+        now = measure_quality(new, validation)
     except (FedgeError, OSError) as error:
         return Examination(reason=f"smoke-test: {error}"[:500])
     before = None
     if running is not None:
         try:
-            before = measure(load_update(running, how, again=True), validation)
+            before = measure_quality(load_update(running, how, again=True), validation)
         except (FedgeError, OSError):  # a broken running bundle is not a reference
             before = None
     return Examination(
-        reason=verdict(before, now, limits),
+        reason=explain_refusal(before, now, limits),
         before=None if before is None else before.quality,
         now=now.quality,
         warning=warning,
     )
 
 
-def _samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
-    """The samples to measure on; a damaged file counts as empty, or no release would ever pass here."""
+def _load_samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
+    """Load the samples to measure on; a damaged file counts as empty, or no release would pass."""
     try:
         return load_validation(home, task), ""
     except ConfigError as error:

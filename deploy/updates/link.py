@@ -1,7 +1,7 @@
 """A device's runtime on the wire: the fleet's rollout comes in, the device's health goes out.
 
     Rollout, retained  ──▶  `decide`: what to do next  ──▶  fetch the metadata, verify them (`deploy.updates.trust`)
-    Health, retained   ◀──  `phase_of`: where it stands      fetch what is missing, into the content store
+    Health, retained   ◀──  `compute_phase`: where it stands      fetch what is missing, into the content store
                                                              stage, examine, switch, serve on trial, settle
 
 Only signed metadata are believed; the bundle in service is not touched before the new one has passed its examination.
@@ -26,32 +26,31 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.decision import (
     INSTALLING,
-    Do,
+    Decision,
     Judgement,
     Situation,
-    announced,
-    announcement,
+    compute_claim,
+    compute_phase,
+    compute_retry_s,
     decide,
-    phase_of,
-    retry_s,
-    too_much,
+    explain_too_large,
+    find_manifest_digest,
 )
-from deploy.updates.examination import examine
-from deploy.updates.slots import Slots, newest_in_inbox
-from fedge.bundle.manifest import MANIFEST, Manifest, read
-from fedge.bundle.manifest import decode as decode_manifest
-from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, failing_as
+from deploy.updates.examination import examine_bundle
+from deploy.updates.slots import Slots, find_inbox_bundle
+from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
+from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
 from fedge.identity.names import Role, Subject
-from fedge.membership.signed_messages import speaker
+from fedge.membership.signed_messages import make_speaker
 from fedge.privacy.egress import Rules, WithheldError, without_figures
-from fedge.system.files import BlobFolder, digest_of, read_kept, versions_in, write_atomically
-from fedge.system.hardware import temperature_c
+from fedge.system.files import BlobFolder, compute_digest, get_versions, read_kept, write_atomically
+from fedge.system.hardware import measure_temperature_c
 from fedge.system.logs import Lines
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, decode, encode
+from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, decode_message, encode_message
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
@@ -124,7 +123,7 @@ class Link:
     federation: str
     home: Path
     slots: Slots
-    answering: Answering
+    answering: ActiveBundle
     rules: Rules = Rules()
 
     def __post_init__(self) -> None:
@@ -133,7 +132,7 @@ class Link:
         self._distrusted = ""  # why the last announcement is ignored
         self._outcome = _read_outcome(self.home)
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
-            self.answering.allow(self._outcome.before)  # the process that began the trial has ended
+            self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
         self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # announcement, and its failure
@@ -156,9 +155,9 @@ class Link:
         """
         self._transport = transport
         subject = Subject(self.federation, Role.DEVICE, self.device_id)
-        self._signed = speaker(transport.settings, subject, self.home)
+        self._signed = make_speaker(transport.settings, subject, self.home)
         seal = self._signed.seal
-        with failing_as(StoreError, f"cannot write {self.home}"):
+        with raise_as(StoreError, f"cannot write {self.home}"):
             self._received = BlobFolder(self.home / "received")  # metadata, until they are verified
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
@@ -169,7 +168,9 @@ class Link:
 
     async def _on_rollout(self, inbound: Inbound) -> None:
         try:
-            self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
+            self._rollout = (
+                await asyncio.to_thread(self._verify_announcement, inbound.payload) if inbound.payload else None
+            )
         except (UpdateRejected, StoreError) as error:  # the previous announcement stays in force
             self._lines.warning(log, "event=announcement_refused reason=%r", str(error))
             self._distrusted = f"announcement refused: {error}"
@@ -180,14 +181,14 @@ class Link:
             self._retry_at = 0.0
         self._news.set()
 
-    def _announced(self, payload: bytes) -> Rollout | None:
-        """The rollout of a genuine announcement."""
-        announcement = decode(payload, Announcement)
+    def _verify_announcement(self, payload: bytes) -> Rollout | None:
+        """Verify an announcement; return its rollout, or None if none can be verified or goes on here."""
+        announcement = decode_message(payload, Announcement)
         try:
             with self._trust() as trust:
-                return trust.rollout(announcement, self.federation)
+                return trust.verify_rollout(announcement, self.federation)
         except ConfigError:  # without a root of trust nothing can be installed or undone here; that is reported
-            rollout = decode(announcement.rollout, Rollout)
+            rollout = decode_message(announcement.rollout, Rollout)
             return rollout if rollout.state in INSTALLING else None
 
     @contextlib.contextmanager
@@ -214,8 +215,8 @@ class Link:
             try:
                 if time.monotonic() - mended_at >= MEND_S:
                     mended_at = time.monotonic()
-                    await asyncio.to_thread(self.slots.mend)
-                pause_s = await self._step()
+                    await asyncio.to_thread(self.slots.repair)
+                pause_s = await self._run_step()
             except (FedgeError, OSError) as error:  # may be repaired later; the bundle in memory stays in service
                 log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
                 pause_s = LOOK_S
@@ -224,45 +225,47 @@ class Link:
                     async with asyncio.timeout(pause_s):
                         await self._news.wait()
 
-    async def _step(self) -> float:
-        """Take the next step; returns the time until the next check, unless a rollout arrives earlier."""
-        rollout, inbox = self._rollout, self._inbox()
-        situation = self._situation(rollout, inbox)
+    async def _run_step(self) -> float:
+        """Take the next step; return the seconds until the next, unless a rollout arrives earlier."""
+        rollout, inbox = self._rollout, self._find_inbox_bundle()
+        situation = self._make_situation(rollout, inbox)
         match decide(situation):
-            case Do.GO_BACK:
+            case Decision.GO_BACK:
                 assert rollout is not None
-                await self._go_back(rollout)
-            case Do.SETTLE:
+                await self._revert(rollout)
+            case Decision.SETTLE:
                 await asyncio.to_thread(self.answering.settle)
-                self._tell()
+                self._update_health()
                 if self.answering.no_way_back:
                     return LOOK_S
                 return TRIAL_S if self.slots.state.trial is not None else 0.0
-            case Do.INSTALL:
+            case Decision.INSTALL:
                 assert rollout is not None
                 await self._install(rollout)
-            case Do.TAKE_IN:
+            case Decision.TAKE_IN:
                 assert inbox is not None
-                await self._take_in(inbox)
-            case Do.NOTHING:
-                self._tell()
+                await self._install_inbox(inbox)
+            case Decision.NOTHING:
+                self._update_health()
                 left = self._retry_at - time.monotonic()
                 return min(max(left, 0.01), LOOK_S) if situation.waiting else LOOK_S
         return 0.0
 
-    def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
+    def _make_situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
         state = self.slots.state
         always = Situation(
             running=self.answering.runtime.digest,
             on_trial=state.trial is not None,
             inbox=inbox is not None,
-            worse=self.answering.worse != "",
+            worse=self.answering.worse_reason != "",
             stuck=self.answering.no_way_back,
         )
         if rollout is None:
             return always
-        digest, claim = announced(rollout), announcement(rollout)
-        judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
+        digest, claim = find_manifest_digest(rollout), compute_claim(rollout)
+        judged = (
+            "missing: the rollout does not name its manifest" if digest is None else explain_too_large(rollout.metadata)
+        )
         if not judged and rollout.release < state.highest_release:
             judged = f"rollback: release {rollout.release} is older than {state.highest_release}, which ran here"
         if not judged and self._judged is not None and self._judged.holds_for(claim):
@@ -281,76 +284,76 @@ class Link:
             no_way_back=self._no_way_back == rollout.id,
         )
 
-    def _inbox(self) -> Path | None:
-        """The newest inbox bundle that is newer than the one in service and was not refused."""
+    def _find_inbox_bundle(self) -> Path | None:
+        """Return the newest inbox bundle above the one in service that was not refused, or None."""
         runtime = self.answering.runtime
         known = {*self.slots.state.refused, runtime.digest}
-        damaged = {folder for folder, seen in self._damaged.items() if versions_in(folder) == seen}
-        return newest_in_inbox(self.home, runtime.manifest.release, known, damaged)
+        damaged = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
+        return find_inbox_bundle(self.home, runtime.manifest.release, known, damaged)
 
-    def _wanted(self, rollout: Rollout) -> bool:
-        """Whether the work begun for this rollout is still wanted."""
+    def _is_wanted(self, rollout: Rollout) -> bool:
+        """Return whether the work begun for this rollout is still wanted."""
         now = self._rollout
         return (
             now is not None
             and now.id == rollout.id
             and now.state in INSTALLING
             and takes_part(now, self.device_id)
-            and announcement(now) == announcement(rollout)
+            and compute_claim(now) == compute_claim(rollout)
         )
 
     # ------------------------------------------------------------------------------------------------- doing
 
-    async def _go_back(self, rollout: Rollout) -> None:
-        await asyncio.to_thread(self.answering.give_up, f"aborted: rollout {rollout.id}")
-        if self.answering.runtime.digest == announced(rollout):
+    async def _revert(self, rollout: Rollout) -> None:
+        await asyncio.to_thread(self.answering.revert, f"aborted: rollout {rollout.id}")
+        if self.answering.runtime.digest == find_manifest_digest(rollout):
             self._no_way_back = rollout.id
-        self._tell()
+        self._update_health()
 
     async def _install(self, rollout: Rollout) -> None:
         """Take an announcement to the trial, or to the reason for refusal."""
         self._fetching = True
-        self._tell()
+        self._update_health()
         try:
-            manifest = await self._while_wanted(rollout, self._verified(rollout))
+            manifest = await self._run_while_wanted(rollout, self._fetch_release(rollout))
             if manifest is not None:
                 self._fetching = False
-                await self._try(manifest, rollout)
+                await self._examine_and_switch(manifest, rollout)
         except UpdateRejected as error:
             if str(error).startswith("clock"):  # the clock can be set
-                self._failure(rollout, error)
+                self._record_failure(rollout, error)
             else:
-                self._judged = Judgement(announcement=announcement(rollout), reason=str(error), at=time.time())
+                self._judged = Judgement(announcement=compute_claim(rollout), reason=str(error), at=time.time())
                 log.warning(
                     "event=release_refused rollout=%s target=%s reason=%r", rollout.id, rollout.target, str(error)
                 )
         except (ProtocolError, StoreError, TransportError, ConfigError, OSError) as error:
-            self._failure(rollout, error)
+            self._record_failure(rollout, error)
         else:
             self._failed, self._n_failures, self._retry_at = None, 0, 0.0
         finally:
             self._fetching = False
-            self._tell()
+            self._update_health()
 
-    def _failure(self, rollout: Rollout, error: Exception) -> None:
-        claim = announcement(rollout)
+    def _record_failure(self, rollout: Rollout, error: Exception) -> None:
+        claim = compute_claim(rollout)
         again = self._failed is not None and self._failed[0] == claim
         self._n_failures = self._n_failures + 1 if again else 1
-        pause = retry_s(self._n_failures, random.SystemRandom().random())
+        pause = compute_retry_s(self._n_failures, random.SystemRandom().random())
         self._retry_at = time.monotonic() + pause
         reason = str(error) or "time-out: nobody sends the rest of a file"
         self._failed = (claim, reason)
         log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
 
-    async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
-        """The work's result; None as soon as a new rollout, a pause or an end of this one arrives.
+    async def _run_while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
+        """Return the work's result, or None as soon as a new rollout, a pause or an end arrives.
 
         Also None if labelled samples turn against the bundle in service: that is handled first, then the work is
         repeated.
         """
         task = asyncio.ensure_future(work)
         try:
-            while not task.done() and self._wanted(rollout) and not self.answering.worse:
+            while not task.done() and self._is_wanted(rollout) and not self.answering.worse_reason:
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
                 await asyncio.wait({task, news}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -360,8 +363,8 @@ class Link:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _verified(self, rollout: Rollout) -> bytes | None:
-        """Verify the metadata and fetch missing parts; returns the manifest. None: the bundle is refused."""
+    async def _fetch_release(self, rollout: Rollout) -> bytes | None:
+        """Verify metadata, fetch missing parts, and return the manifest, or None if it is refused."""
         self._forget_others(rollout)
         files: dict[str, bytes] = {}
         try:
@@ -370,14 +373,14 @@ class Link:
         finally:
             for ref in rollout.metadata.values():
                 self._received.remove(ref.digest)
-        data = await asyncio.to_thread(self._trusted, files, rollout.target)
-        digest = digest_of(data)
-        if digest != announced(rollout):
+        data = await asyncio.to_thread(self._verify_manifest, files, rollout.target)
+        digest = compute_digest(data)
+        if digest != find_manifest_digest(rollout):
             raise UpdateRejected(f"mix-and-match: the metadata sign the manifest {digest}, the rollout names another")
-        manifest = self._fit(data, digest)
+        manifest = self._parse_manifest(data, digest)
         if manifest is None:
             return None
-        missing = await asyncio.to_thread(self.slots.lacks, manifest)
+        missing = await asyncio.to_thread(self.slots.list_missing, manifest)
         self._require_room(sum(size for _, size in missing), sum(part.size_bytes for part in manifest.files.values()))
         for missed, size in missing:
             await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size), FETCH_S)
@@ -386,34 +389,37 @@ class Link:
     def _forget_others(self, rollout: Rollout) -> None:
         """Drop what was begun for other announcements, which may be frequent."""
         named = {ref.digest for ref in rollout.metadata.values()}
-        for path in self._received.path("").iterdir():
+        for path in self._received.get_path("").iterdir():
             if path.name.partition(".")[0] not in named:
                 path.unlink(missing_ok=True)
 
-    def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
+    def _verify_manifest(self, files: dict[str, bytes], target: str) -> bytes:
         with self._trust() as trust:
-            return trust.manifest(files, target)
+            return trust.verify_manifest(files, target)
 
     async def _fetch(self, receiver: Receiver, ref: BlobRef, within_s: float) -> Path:
         async with asyncio.timeout(within_s):
-            chunks, wants = self._topics.model_chunk(ref.digest), self._topics.agent(self.device_id, "release-wants")
+            chunks, wants = (
+                self._topics.make_model_topic(ref.digest),
+                self._topics.make_agent_topic(self.device_id, "release-wants"),
+            )
             return await receiver.fetch(
                 ref, chunks=chunks, wants=wants, device_id=self.device_id, patience_s=METADATA_S
             )
 
-    def _fit(self, data: bytes, digest: str) -> Manifest | None:
-        """Parse a genuine manifest. If this device cannot run it, refuse it for good and return None."""
+    def _parse_manifest(self, data: bytes, digest: str) -> Manifest | None:
+        """Parse a genuine manifest; if this device cannot run it, refuse it for good and return None."""
         try:
             manifest = decode_manifest(data)
         except UpdateRejected as error:
-            self._refuse(digest, f"schema: {error}")
+            self._record_refusal(digest, f"schema: {error}")
             return None
         mine = self.answering.runtime.task
-        if manifest.task.fingerprint() != mine.fingerprint():
-            self._refuse(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
+        if manifest.task.compute_fingerprint() != mine.compute_fingerprint():
+            self._record_refusal(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
             return None
-        with failing_as(UpdateRejected, "rollback", on=UpdateRejected):
-            self.slots.may_take(manifest, digest)
+        with raise_as(UpdateRejected, "rollback", on=UpdateRejected):
+            self.slots.require_acceptable(manifest, digest)
         return manifest
 
     def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
@@ -426,41 +432,41 @@ class Link:
                 f"disk: {fetched_bytes} bytes are to be fetched and {staged_bytes} copied, {free} are free"
             )
 
-    async def _take_in(self, folder: Path) -> None:
+    async def _install_inbox(self, folder: Path) -> None:
         """Try a bundle from the inbox. A damaged one is ignored until it changes."""
-        seen = versions_in(folder)
+        seen = get_versions(folder)
         try:
-            bundle = await asyncio.to_thread(read, folder)
+            bundle = await asyncio.to_thread(read_bundle, folder)
         except (UpdateRejected, OSError) as error:
             log.warning("event=inbox_damaged folder=%s reason=%r", folder, str(error))
             self._damaged[folder] = seen
             return
         data = (folder / MANIFEST).read_bytes()
         try:
-            if self._fit(data, bundle.digest) is not None:
-                await self._try(data, None, folder)
+            if self._parse_manifest(data, bundle.digest) is not None:
+                await self._examine_and_switch(data, None, folder)
         except UpdateRejected as error:
-            self._refuse(bundle.digest, str(error))
-        self._tell()
+            self._record_refusal(bundle.digest, str(error))
+        self._update_health()
 
-    async def _try(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
+    async def _examine_and_switch(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
         """Stage, examine, switch; all parts are in the store, or in a folder."""
-        digest = digest_of(data)
+        digest = compute_digest(data)
         try:
             await asyncio.to_thread(self.slots.stage, data, folder)
         except UpdateRejected as error:
-            self._refuse(digest, f"malformed: {error}")
+            self._record_refusal(digest, f"malformed: {error}")
             return
         found = await asyncio.to_thread(
-            examine, self.slots.running, self.slots.staged, self.home, self.answering.limits, self.answering.how
+            examine_bundle, self.slots.running, self.slots.staged, self.home, self.answering.limits, self.answering.how
         )
         fit = not found.reason
         signed = self._outcome.signed
         if rollout is not None:
             signed = (digest, *(known for known in signed if known != digest))[:REMEMBERED]
-        if fit and rollout is not None and not self._wanted(rollout):
+        if fit and rollout is not None and not self._is_wanted(rollout):
             return
-        self._note(
+        self._save_outcome(
             Outcome(
                 rollout=None if rollout is None else rollout.id,
                 digest=digest,
@@ -472,37 +478,37 @@ class Link:
             )
         )
         if not fit:
-            self._refuse(digest, found.reason)
+            self._record_refusal(digest, found.reason)
             return
         await asyncio.to_thread(self.slots.switch, None if rollout is None else rollout.id)
         try:
             await asyncio.to_thread(self.answering.swap, found.before)
         except FedgeError as error:  # the previous one stays in service
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
-        self._tell()
+        self._update_health()
 
-    def _refuse(self, digest: str, reason: str) -> None:
+    def _record_refusal(self, digest: str, reason: str) -> None:
         log.warning("event=bundle_refused bundle=%s reason=%r", digest, reason)
-        self.slots.refuse(digest, reason)
+        self.slots.record_refusal(digest, reason)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _save_outcome(self, outcome: Outcome) -> None:
         write_atomically(self.home / "outcome.json", msgspec.json.encode(outcome))
         self._outcome = outcome
 
     # ------------------------------------------------------------------------------------------------- outwards
 
-    def _tell(self) -> None:
-        health = self._now()
+    def _update_health(self) -> None:
+        health = self._make_health()
         said = self._health
         self._health = health
-        if said is None or _lasting(said) != _lasting(health):
+        if said is None or _without_volatile(said) != _without_volatile(health):
             log.info("event=health phase=%s release=%d reason=%r", health.phase, health.release, health.reason)
             self._unsaid.set()
 
-    def _now(self) -> Health:
+    def _make_health(self) -> Health:
         rollout, runtime = self._rollout, self.answering.runtime
-        situation = self._situation(rollout, None)
-        phase, reason = phase_of(situation)
+        situation = self._make_situation(rollout, None)
+        phase, reason = compute_phase(situation)
         if self._fetching:
             phase, reason = Phase.FETCHING, ""
         concerned = rollout is not None and (situation.takes_part or situation.announced == situation.running)
@@ -520,35 +526,35 @@ class Link:
             reason=(reason or self._distrusted)[:1000],
             before=outcome.before if measured and outcome.against in signed else None,
             now=outcome.now if measured and outcome.digest in signed else None,
-            temperature_c=temperature_c(),
+            temperature_c=measure_temperature_c(),
             n_predictions=self.answering.n_predictions,
             n_failed=self.answering.n_failed,
             drift=self.answering.drifted,
             outliers=self.answering.outliers if by_rollout else None,
         )
 
-    async def report(self) -> None:
+    async def publish_health(self) -> None:
         """Publish the device's health as `follow` finds it, and repeat it from time to time, until cancelled."""
-        topic = self._topics.agent(self.device_id, "health")
+        topic = self._topics.make_agent_topic(self.device_id, "health")
         while True:
             try:
                 async with asyncio.timeout(HEALTH_S):
                     await self._unsaid.wait()
             except TimeoutError:
-                self._health = self._now()
+                self._health = self._make_health()
             self._unsaid.clear()
             if self._health is not None:
                 try:
-                    health = without_figures(self.rules, self.home).stripped(self._health)
-                    await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
+                    health = without_figures(self.rules, self.home).strip(self._health)
+                    await self._transport.publish(topic, self._signed.seal(topic, encode_message(health)), retain=True)
                 except WithheldError:
                     log.info("event=withheld topic=%s", topic)
                 except (TransportError, StoreError) as error:
                     log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
 
 
-def _lasting(health: Health) -> Health:
-    """The part of it whose change deserves a message."""
+def _without_volatile(health: Health) -> Health:
+    """Return the part of it whose change deserves a message."""
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
 
 

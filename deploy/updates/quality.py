@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.inference.runtime import Runtime
-from fedge.bundle.energies import free_energy, gate_entropy
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy
 from fedge.bundle.manifest import Reference
 from fedge.data.validation import Validation
 from fedge.wire.messages import Quality
@@ -33,8 +33,8 @@ NEGLIGIBLE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A bundle's results on validation samples. correct: (n,) bool, None without labels; finite: all probabilities.
+class Measurement:
+    """A bundle's results on validation samples; `correct` (n,) or None without labels, `finite`: all of p.
 
     quality: the reportable part, on non-sensitive samples.
     """
@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Paired:
+class PairedTest:
     """Compares two bundles on the same labelled samples by those that only one gets right."""
 
     n: int = 0
@@ -58,8 +58,8 @@ class Paired:
         self.lost += int((before & ~now).sum())
         self.won += int((now & ~before).sum())
 
-    def worse(self, accuracy_drop: float) -> bool:
-        """Whether the new bundle's accuracy is lower by more than `accuracy_drop`, beyond chance.
+    def is_worse(self, accuracy_drop: float) -> bool:
+        """Return whether the new accuracy is lower by more than `accuracy_drop`, beyond chance.
 
         If both were equally good, a sample would be lost or won with probability 1/2. The evidence against that is the
         likelihood ratio, averaged over all other probabilities p (Robbins 1970),
@@ -74,25 +74,27 @@ class Paired:
         return log_e - math.lgamma(self.lost + self.won + 2) > -math.log(ERROR)
 
 
-def measure(runtime: Runtime, validation: Validation) -> Measured:
+def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
     """Predict all validation samples in batches and some singly; without any, time a sample of zeros."""
-    n, told = len(validation.x), validation.told
+    n, reportable = len(validation.x), validation.reportable
     answers = [runtime.predict_inputs(validation.x[i : i + BATCH]) for i in range(0, n, BATCH)]
-    single = validation.x[told][:TIMED] if told.any() else np.zeros((1, *runtime.task.input_shape), np.float32)
-    latency = _median_ms(runtime, single)
+    single = (
+        validation.x[reportable][:TIMED] if reportable.any() else np.zeros((1, *runtime.task.input_shape), np.float32)
+    )
+    latency = _measure_median_ms(runtime, single)
     if not answers:
         finite = bool(np.isfinite(runtime.predict_inputs(single).probabilities).all())
-        return Measured(Quality(n=0, latency_ms=latency), None, finite=finite)
+        return Measurement(Quality(n=0, latency_ms=latency), None, finite=finite)
     predicted = np.concatenate([answer.class_index for answer in answers])
-    free = np.concatenate([free_energy(answer.weights, answer.energies) for answer in answers])
-    entropy = np.concatenate([gate_entropy(answer.weights) for answer in answers])
+    free = np.concatenate([compute_free_energy(answer.weights, answer.energies) for answer in answers])
+    entropy = np.concatenate([compute_gate_entropy(answer.weights) for answer in answers])
     correct = None if validation.y is None else predicted == validation.y
-    return Measured(
+    return Measurement(
         Quality(
-            n=int(told.sum()),
-            accuracy=None if correct is None or not told.any() else float(correct[told].mean()),
-            gate_entropy=_indecision(entropy[told], len(runtime.manifest.candidates)),
-            free_energy=_shift(free[told], runtime),
+            n=int(reportable.sum()),
+            accuracy=None if correct is None or not reportable.any() else float(correct[reportable].mean()),
+            gate_entropy=_compute_indecision(entropy[reportable], len(runtime.manifest.candidates)),
+            free_energy=_compute_shift(free[reportable], runtime),
             latency_ms=latency,
         ),
         correct,
@@ -100,20 +102,20 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     )
 
 
-def _shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
-    """How much stranger samples are than the bundle's reference, in standard deviations; None: unknown."""
+def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
+    """Return how much stranger samples are than the reference, in deviations, or None if unknown."""
     reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
     if not isinstance(reference, Reference) or not len(usable):
         return None
-    return deviations(float(usable.mean()) - reference.free_energy_mean, reference.free_energy_std)
+    return compute_deviations(float(usable.mean()) - reference.free_energy_mean, reference.free_energy_std)
 
 
-def _indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
-    """Mean gate entropy as a share of its maximum, log M; None for one candidate or no sample."""
+def _compute_indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
+    """Return mean gate entropy / log M, 0 to 1, or None for one candidate or no sample."""
     return None if n_candidates == 1 or not len(entropy) else min(1.0, float(entropy.mean()) / math.log(n_candidates))
 
 
-def _median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:
+def _measure_median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:
     times = []
     for i in range(max(TIMED, len(x))):
         begin = time.perf_counter()
@@ -126,7 +128,7 @@ def _median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:
 
 
 @dataclass(slots=True)
-class _Mean:
+class _ExponentialMean:
     """Exponential mean of a stream, with its effective number of samples."""
 
     value: float = 0.0
@@ -145,7 +147,7 @@ class _Mean:
 
 
 class Drift:
-    """Whether recent samples differ from those that the bundle was made with; `observe` every prediction.
+    """Detects whether recent samples differ from those of the bundle's making; `observe` all predictions.
 
     Both the free energy and the gate's entropy are watched. A shift counts if it exceeds `NEGLIGIBLE` standard
     deviations of single samples and `CERTAINTY` standard errors, including the reference's own error.
@@ -153,12 +155,14 @@ class Drift:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        self._free, self._entropy = _Mean(), _Mean()
+        self._free, self._entropy = _ExponentialMean(), _ExponentialMean()
         self._seen = 0
 
     def observe(self, weights: NDArray[np.floating], energies: NDArray[np.floating]) -> None:
         """Process the outputs of a prediction, (n, M) each; samples without a usable candidate are ignored."""
-        for free, entropy in zip(free_energy(weights, energies).tolist(), gate_entropy(weights).tolist(), strict=True):
+        for free, entropy in zip(
+            compute_free_energy(weights, energies).tolist(), compute_gate_entropy(weights).tolist(), strict=True
+        ):
             if math.isfinite(free):
                 self._free.observe(free)
                 self._entropy.observe(entropy)
@@ -169,8 +173,8 @@ class Drift:
         """Shift of free energy and gate entropy, in deviations of the reference's samples."""
         r = self._reference
         return (
-            deviations(self._free.value - r.free_energy_mean, r.free_energy_std) if self._seen else 0.0,
-            deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std) if self._seen else 0.0,
+            compute_deviations(self._free.value - r.free_energy_mean, r.free_energy_std) if self._seen else 0.0,
+            compute_deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std) if self._seen else 0.0,
         )
 
     @property
@@ -182,6 +186,6 @@ class Drift:
         return max(map(abs, self.shift)) > max(NEGLIGIBLE, CERTAINTY * error)
 
 
-def deviations(shift: float, std: float) -> float:
-    """`shift` in units of `std`, but at least 0.05: a constant over few samples proves nothing."""
+def compute_deviations(shift: float, std: float) -> float:
+    """Return `shift` in units of `std`, at least 0.05: a constant over few samples proves nothing."""
     return shift / max(std, 0.05)

@@ -8,7 +8,7 @@ A new bundle is staged into the idle slot, verified there, and put into service 
 one; until then the other slot is left alone. After any interruption, `slots.json` is the old one or the new one, and
 the slots that it names are intact, since a slot is written only while nothing names it.
 
-Disks fail, too: a damaged slot gives way to the other one and is repaired from it (`Slots.mend`), and damage on this
+Disks fail, too: a damaged slot gives way to the other one and is repaired from it (`Slots.repair`), and damage on this
 disk is never mistaken for a bad release.
 """
 
@@ -28,19 +28,29 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fedge.bundle.manifest import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
-from fedge.errors import MALFORMED, StoreError, UpdateRejected, failing_as
+from fedge.bundle.manifest import (
+    MANIFEST,
+    Bundle,
+    Manifest,
+    Part,
+    compute_bundle_digest,
+    decode_manifest,
+    matches_part,
+    read_bundle,
+    read_manifest,
+)
+from fedge.errors import MALFORMED, StoreError, UpdateRejected, raise_as
 from fedge.system.files import (
     BlobFolder,
     InUseError,
     copy_durably,
-    exclusive,
+    fill_folder,
+    lock_exclusively,
+    lock_for_reading,
     make_folder,
     read_lasting,
-    reading,
     remove_unfinished,
     require_utf8,
-    whole_folder,
     write_atomically,
 )
 from fedge.wire.messages import Count, Digest
@@ -56,7 +66,7 @@ Slot = Literal["a", "b"]
 
 
 class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The running bundle has yet to prove itself. `starts`: number of processes that ran it, 0 before its service."""
+    """The trial of the running bundle; `starts`: the processes that ran it, 0 before its service."""
 
     rollout: str | None
     starts: Count = 0
@@ -72,15 +82,15 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     refused: dict[Digest, str] = {}
 
 
-def slot_in(home: Path, slot: Slot) -> Path:
-    """A slot's folder; that of fedge 0.1 while it could not be moved."""
+def find_slot(home: Path, slot: Slot) -> Path:
+    """Return a slot's folder, or that of fedge 0.1 while it could not be moved."""
     folder, before = home / f"slot-{slot}", home / "slots" / slot
     return before if before.is_dir() and not folder.exists() else folder
 
 
 @contextmanager
-def owned(home: Path) -> Iterator[Slots]:
-    """Exclusive use of a device's bundles; the kernel releases them however the process ends.
+def lock_slots(home: Path) -> Iterator[Slots]:
+    """Use a device's bundles exclusively; the kernel releases them however the process ends.
 
     Raises:
         InUseError: another process uses them.
@@ -91,7 +101,7 @@ def owned(home: Path) -> Iterator[Slots]:
     make_folder(home)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(exclusive(home))  # a lock file might be lost, or read-only
+            held.enter_context(lock_exclusively(home))  # a lock file might be lost, or read-only
         except BlockingIOError:
             raise InUseError(
                 f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
@@ -101,8 +111,8 @@ def owned(home: Path) -> Iterator[Slots]:
         yield Slots(home)
 
 
-def state_of(home: Path) -> State:
-    """The state last written by the process that owns the bundles.
+def read_state(home: Path) -> State:
+    """Read the state last written by the process that owns the bundles.
 
     Raises:
         StoreError: it cannot be read.
@@ -110,8 +120,8 @@ def state_of(home: Path) -> State:
     return read_lasting(home / "slots.json", msgspec.json.Decoder(State).decode) or State()
 
 
-def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
-    """The highest-numbered folder in HOME/bundles above this number whose bundle is neither known nor damaged."""
+def find_inbox_bundle(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
+    """Return the highest folder in HOME/bundles above a number, neither known nor damaged, or None."""
     bundles = home / "bundles"
     numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
     for number in sorted(numbers, reverse=True):
@@ -121,7 +131,7 @@ def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Cont
         if folder in damaged:
             continue
         try:
-            digest = digest_in(folder)
+            digest = compute_bundle_digest(folder)
         except OSError:
             continue
         if digest not in known:
@@ -130,7 +140,7 @@ def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Cont
 
 
 class Slots:
-    """The bundles of one device. Only the process that has them `owned` may change them."""
+    """The bundles of one device. Only the process that has them `lock_slots` may change them."""
 
     def __init__(self, home: Path) -> None:
         """Open or create the folder; remove leftovers of a crash if the disk is writable."""
@@ -138,17 +148,17 @@ class Slots:
         self._file = home / "slots.json"
         with contextlib.suppress(OSError):  # later writes report the error
             home.mkdir(parents=True, exist_ok=True)
-            self._tidy_up()
+            self._clean_up()
         self.state = self._load()
 
-    def _tidy_up(self) -> None:
+    def _clean_up(self) -> None:
         remove_unfinished(self._home)
         mine = [path for name in ("slots", "outcome", "root") for path in self._home.glob(f".tmp-{name}.json-*")]
         for left in (*mine, *(self._home / "parts").glob(".tmp-*"), *self._home.glob("slot-?/.tmp-*")):
             left.unlink(missing_ok=True)
         for slot in get_args(Slot):
             folder = self._home / f"slot-{slot}"
-            if (before := self._folder(slot)) != folder:
+            if (before := self._get_folder(slot)) != folder:
                 before.rename(folder)
         shutil.rmtree(self._home / "slots", ignore_errors=True)
 
@@ -166,32 +176,32 @@ class Slots:
     @property
     def running(self) -> Path | None:
         """Folder of the bundle in service; None before the first."""
-        return None if self.state.running is None else self._folder(self.state.running)
+        return None if self.state.running is None else self._get_folder(self.state.running)
 
     @property
     def good(self) -> Path | None:
         """Folder of the last bundle that has proved itself; None before the first."""
-        return None if self.state.good is None else self._folder(self.state.good)
+        return None if self.state.good is None else self._get_folder(self.state.good)
 
     @property
     def staged(self) -> Path:
         """Folder of the idle slot, with the staged bundle, the previous one, or nothing."""
-        return self._folder(self._idle)
+        return self._get_folder(self._idle)
 
-    def lacks(self, manifest: Manifest) -> list[tuple[str, int]]:
-        """Digest and size of the graphs and parts of which no intact copy is on the device, in order, each once.
+    def list_missing(self, manifest: Manifest) -> list[tuple[str, int]]:
+        """Return digest and size of graphs and parts without an intact copy here, in order, each once.
 
         Everything present is hashed; a damaged file in the store is removed, so that it can be fetched again.
         """
         missing: dict[str, int] = {}
         for name, part in manifest.files.items():
-            if not any(holds(path, part) for path in self._sources(name, part)):
+            if not any(matches_part(path, part) for path in self._iterate_sources(name, part)):
                 with contextlib.suppress(OSError):
                     self.parts.remove(part.digest)
                 missing[part.digest] = part.size_bytes
         return list(missing.items())
 
-    def may_take(self, manifest: Manifest, digest: str) -> None:
+    def require_acceptable(self, manifest: Manifest, digest: str) -> None:
         """Refuse a bundle that was refused before or is older than what was run.
 
         Raises:
@@ -217,14 +227,14 @@ class Slots:
                 if trial.starts >= MAX_STARTS:
                     self.roll_back(f"{trial.starts} processes that ran it died")
                 else:
-                    self.started()
+                    self.record_start()
             except StoreError as error:
                 log.error("event=trial_suspended reason=%r", str(error))  # noqa: TRY400 - the text is all
                 good = self.state.good or self.state.running
                 self.state = replace(self.state, running=good, good=good, trial=None)
         return self.running
 
-    def started(self) -> None:
+    def record_start(self) -> None:
         """Record that this process runs the bundle on trial."""
         trial = self.state.trial
         assert trial is not None
@@ -241,7 +251,7 @@ class Slots:
         """
         if self.state.trial is not None:
             raise StoreError("a bundle is on trial: confirm it or roll it back first")
-        return self._build(self._idle, manifest, folder)
+        return self._write_slot(self._idle, manifest, folder)
 
     def switch(self, rollout: str | None = None) -> None:
         """Put the staged bundle into service, on trial.
@@ -250,7 +260,7 @@ class Slots:
             UpdateRejected: the slot holds no bundle.
             StoreError: it cannot be written.
         """
-        manifest, _ = look(self.staged)
+        manifest, _ = read_manifest(self.staged)
         highest = max(manifest.release, self.state.highest_release)
         self._save(replace(self.state, running=self._idle, trial=Trial(rollout=rollout), highest_release=highest))
 
@@ -262,7 +272,7 @@ class Slots:
                 with contextlib.suppress(OSError):
                     left.unlink()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Check that both slots are intact and share no bytes, unless one is on trial; replace damaged files.
 
         An intact copy from anywhere on the device will do; a slot that lacks a file for good becomes a copy of the
@@ -275,14 +285,14 @@ class Slots:
             return
         for slot in (self.state.running, self._idle):
             assert slot is not None
-            if not _is_whole(self._folder(slot)) or _shares(self._folder(slot)):
-                self._mend(slot)
+            if not _is_whole(self._get_folder(slot)) or _has_hard_links(self._get_folder(slot)):
+                self._repair_slot(slot)
 
     def roll_back(self, reason: str, *, lasting: bool = True) -> None:
         """Give up the bundle on trial for the last good one, and remember it as refused.
 
         A damaged bundle is not refused: that is this disk's fault, and it may be fetched again. `lasting`: as for
-        `go_back`.
+        `revert`.
         """
         if self.state.trial is None:
             return
@@ -290,14 +300,14 @@ class Slots:
         assert failed is not None
         refused = self.state.refused
         if _is_whole(failed):
-            digest = digest_in(failed)
+            digest = compute_bundle_digest(failed)
             log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
-            refused = _remembered(refused, digest, reason)
+            refused = _add_refusal(refused, digest, reason)
         else:
             log.warning("event=damaged slot=%s reason=%r", failed, reason)
         self._save(replace(self.state, running=self.state.good, trial=None, refused=refused), lasting=lasting)
 
-    def go_back(self, reason: str, *, lasting: bool = True) -> Path:
+    def revert(self, reason: str, *, lasting: bool = True) -> Path:
         """Put the previous bundle into service, even after the running one was confirmed; returns its folder.
 
         Args:
@@ -309,10 +319,10 @@ class Slots:
         """
         if self.running is None or (self.state.trial is not None and self.state.good is None):
             raise StoreError("there is no bundle to go back to")
-        with failing_as(StoreError, "there is no bundle to go back to", on=(UpdateRejected, OSError)):
-            other = read(self.staged)
+        with raise_as(StoreError, "there is no bundle to go back to", on=(UpdateRejected, OSError)):
+            other = read_bundle(self.staged)
         if self.state.trial is None:
-            if _is_whole(self.running) and digest_in(self.running) == other.digest:
+            if _is_whole(self.running) and compute_bundle_digest(self.running) == other.digest:
                 raise StoreError("there is no bundle to go back to: both slots hold the same")
             if other.digest in self.state.refused:
                 raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
@@ -322,9 +332,9 @@ class Slots:
         assert folder is not None
         return folder
 
-    def refuse(self, digest: str, reason: str) -> None:
+    def record_refusal(self, digest: str, reason: str) -> None:
         """Remember a bundle that must not be tried again."""
-        self._save(replace(self.state, refused=_remembered(self.state.refused, digest, reason)))
+        self._save(replace(self.state, refused=_add_refusal(self.state.refused, digest, reason)))
 
     # ------------------------------------------------------------------------------------------------- within
 
@@ -332,42 +342,42 @@ class Slots:
     def _idle(self) -> Slot:
         return "b" if self.state.running == "a" else "a"
 
-    def _folder(self, slot: Slot) -> Path:
-        return slot_in(self._home, slot)
+    def _get_folder(self, slot: Slot) -> Path:
+        return find_slot(self._home, slot)
 
-    def _sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
-        """Possible places of a bundle's file on this device."""
+    def _iterate_sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
+        """Yield possible places of a bundle's file on this device."""
         if folder is not None:
             yield folder / name
         yield self._home / "parts" / part.digest
         for slot in get_args(Slot):
-            yield self._folder(slot) / name
+            yield self._get_folder(slot) / name
 
-    def _build(self, slot: Slot, manifest: bytes, folder: Path | None = None) -> Bundle:
+    def _write_slot(self, slot: Slot, manifest: bytes, folder: Path | None = None) -> Bundle:
         """Replace a slot with a bundle; all bytes are copied."""
-        target = self._folder(slot)
-        parsed = decode(manifest)
+        target = self._get_folder(slot)
+        parsed = decode_manifest(manifest)
         try:
-            with nullcontext() if folder is None else reading(folder), whole_folder(target) as unfinished:
+            with nullcontext() if folder is None else lock_for_reading(folder), fill_folder(target) as unfinished:
                 write_atomically(unfinished / MANIFEST, manifest)
                 for name, part in parsed.files.items():
-                    _copy(self._sources(name, part, folder), part, unfinished / name)
-                bundle = read(unfinished, again=True)
+                    _copy_part(self._iterate_sources(name, part, folder), part, unfinished / name)
+                bundle = read_bundle(unfinished, again=True)
         except OSError as error:
             raise StoreError(f"cannot write {target}: {error}") from error
         return dataclasses.replace(bundle, folder=target)
 
-    def _mend(self, slot: Slot) -> None:
+    def _repair_slot(self, slot: Slot) -> None:
         """Rebuild a slot with its own bundle or else the other one; one that never was gets a copy of the other."""
-        folder = self._folder(slot)
+        folder = self._get_folder(slot)
         existed = folder.exists()
         other = self.running if slot == self._idle else self.staged
         assert other is not None
         try:
-            self._build(slot, (folder / MANIFEST).read_bytes())
+            self._write_slot(slot, (folder / MANIFEST).read_bytes())
         except (UpdateRejected, StoreError, OSError) as error:
             try:
-                self._build(slot, (other / MANIFEST).read_bytes())
+                self._write_slot(slot, (other / MANIFEST).read_bytes())
             except (UpdateRejected, OSError) as lost:
                 raise StoreError(f"{folder} cannot be mended: {error}") from lost
         if existed:
@@ -376,7 +386,7 @@ class Slots:
             log.info("event=slot_filled slot=%s", folder)
 
     def _load(self) -> State:
-        """The state on disk or, if lost or unreadable, one that runs the newest intact bundle."""
+        """Load the state or, if lost or unreadable, one that runs the newest intact bundle."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=State)
         except (OSError, *MALFORMED) as error:
@@ -384,7 +394,7 @@ class Slots:
         whole: dict[int, Slot] = {}
         for slot in get_args(Slot):
             with contextlib.suppress(UpdateRejected, OSError):
-                whole.setdefault(read(self._folder(slot)).manifest.release, slot)
+                whole.setdefault(read_bundle(self._get_folder(slot)).manifest.release, slot)
         if not whole:
             return State()
         log.error("event=state_lost file=%s reason=%r", self._file, reason)
@@ -406,12 +416,12 @@ class Slots:
         self.state = state
 
 
-def _remembered(refused: dict[str, str], digest: str, reason: str) -> dict[str, str]:
+def _add_refusal(refused: dict[str, str], digest: str, reason: str) -> dict[str, str]:
     others = {known: why for known, why in refused.items() if known != digest}
     return dict([*others.items(), (digest, reason[:200])][-MAX_REFUSED:])
 
 
-def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
+def _copy_part(sources: Iterable[Path], part: Part, target: Path) -> None:
     """Copy a file from the first intact source."""
     for source in sources:
         try:
@@ -428,12 +438,12 @@ def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        read(folder)
+        read_bundle(folder)
     except (UpdateRejected, OSError):
         return False
     return True
 
 
-def _shares(folder: Path) -> bool:
-    """Whether a file of a slot is hard-linked, as in fedge 0.1, so that a change elsewhere would change it here."""
+def _has_hard_links(folder: Path) -> bool:
+    """Return whether a slot's file is hard-linked, as in fedge 0.1: a change elsewhere would change it."""
     return any(path.lstat().st_nlink > 1 for path in folder.iterdir())

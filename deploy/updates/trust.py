@@ -30,10 +30,10 @@ from tuf.api import exceptions
 from tuf.api.metadata import Metadata, Root, Timestamp
 from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
-from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected, failing_as
+from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected, raise_as
 from fedge.system.files import make_folder, sync, write_atomically
-from fedge.wire.messages import Announcement, Rollout, decode
-from fedge.wire.rollout import MAX_METADATA_BYTES, signed_bytes
+from fedge.wire.messages import Announcement, Rollout, decode_message
+from fedge.wire.rollout import MAX_METADATA_BYTES, make_signed_bytes
 
 CLOCK_SLACK_S: Final = 3600.0
 """How far the clock may lie before the last verification: a clock that was lost cannot tell what has expired."""
@@ -42,7 +42,7 @@ _METADATA: Final = "fedge:metadata/"
 _TARGETS: Final = "fedge:targets/"
 
 
-class _Announced(Struct, frozen=True):
+class _StoredAnnouncement(Struct, frozen=True):
     """The latest accepted announcement, and the keys that signed it."""
 
     keyids: list[str]
@@ -50,7 +50,7 @@ class _Announced(Struct, frozen=True):
 
 
 class Trust:
-    """What this device has verified of the signed repository. One process at a time."""
+    """What this device has verified of the signed repository, for one process at a time."""
 
     def __init__(self, home: Path) -> None:
         """Open the folder of a device that has its root of trust.
@@ -63,7 +63,7 @@ class Trust:
         if not self._root.is_file():
             raise ConfigError(f"no root of trust: copy the repository's 1.root.json to {self._root}")
 
-    def manifest(self, files: Mapping[str, bytes], target: str) -> bytes:
+    def verify_manifest(self, files: Mapping[str, bytes], target: str) -> bytes:
         """Verify the newest metadata, and with them one target.
 
         Args:
@@ -79,9 +79,9 @@ class Trust:
                 before stays in force.
             StoreError: the disk is full or broken.
         """
-        self._check_clock()
-        with self._judging(), tempfile.TemporaryDirectory(prefix="fedge-target-") as folder:
-            updater = self._updater(files, folder)
+        self._require_clock()
+        with self._translate_errors(), tempfile.TemporaryDirectory(prefix="fedge-target-") as folder:
+            updater = self._make_updater(files, folder)
             updater.refresh()
             found = updater.get_targetinfo(target)
             if found is None:
@@ -90,7 +90,7 @@ class Trust:
                 raise UpdateRejected(f"endless-data: {target} has {found.length} bytes")
             return Path(updater.download_target(found)).read_bytes()
 
-    def rollout(self, announcement: Announcement, federation: str) -> Rollout:
+    def verify_rollout(self, announcement: Announcement, federation: str) -> Rollout:
         """Verify an announcement: signed by the newest root's role `timestamp`, and later than all before.
 
         Raises:
@@ -98,13 +98,13 @@ class Trust:
             ProtocolError: the signed content is not a rollout.
             StoreError: the disk is full or broken.
         """
-        with self._judging():
+        with self._translate_errors():
             with contextlib.suppress(exceptions.DownloadError):  # of the other roles: only the roots are needed
-                self._updater(announcement.roots).refresh()
+                self._make_updater(announcement.roots).refresh()
             root = Metadata[Root].from_file(str(self._folder / "root.json")).signed
             signatures = {keyid: Signature(keyid, text) for keyid, text in announcement.signatures.items()}
-            root.verify_delegate(Timestamp.type, signed_bytes(federation, announcement.rollout), signatures)
-            rollout = decode(announcement.rollout, Rollout)
+            root.verify_delegate(Timestamp.type, make_signed_bytes(federation, announcement.rollout), signatures)
+            rollout = decode_message(announcement.rollout, Rollout)
             self._require_newest(rollout.version, sorted(root.roles[Timestamp.type].keyids))
             return rollout
 
@@ -113,21 +113,21 @@ class Trust:
         path = self._folder / "announced.json"
         before = 0
         with contextlib.suppress(FileNotFoundError, *MALFORMED):  # a power cut may have left anything
-            known = msgspec.json.decode(path.read_bytes(), type=_Announced)
+            known = msgspec.json.decode(path.read_bytes(), type=_StoredAnnouncement)
             before = known.version if known.keyids == keyids else 0
         if version < before:
             raise UpdateRejected(f"rollback: announcement {version} is older than {before}, which came before")
         if version > before:
-            write_atomically(path, msgspec.json.encode(_Announced(keyids, version)))
+            write_atomically(path, msgspec.json.encode(_StoredAnnouncement(keyids, version)))
 
-    def _updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
-        """A python-tuf client over the received files."""
+    def _make_updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
+        """Make a python-tuf client over the received files."""
         return Updater(
             str(self._folder),
             _METADATA,
             target_dir=targets,
             target_base_url=_TARGETS,
-            fetcher=_Given(files),
+            fetcher=_LocalFetcher(files),
             config=UpdaterConfig(
                 max_root_rotations=64,
                 root_max_length=MAX_METADATA_BYTES,
@@ -139,7 +139,7 @@ class Trust:
         )
 
     @contextlib.contextmanager
-    def _judging(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Make python-tuf's writes durable, and turn its refusals into `UpdateRejected`."""
         make_folder(self._folder)
         self._remove_torn()
@@ -147,9 +147,9 @@ class Trust:
             try:
                 yield
             finally:
-                self._force_to_disk()
+                self._sync_files()
         except exceptions.RepositoryError as error:
-            raise UpdateRejected(f"{_name_of(error)}: {error}") from error
+            raise UpdateRejected(f"{_classify_error(error)}: {error}") from error
         except exceptions.DownloadError as error:
             name = "endless-data" if "exceeding" in str(error) else "missing"
             raise UpdateRejected(f"{name}: {error}") from error
@@ -158,7 +158,7 @@ class Trust:
         except OSError as error:
             raise StoreError(f"cannot write {self._folder}: {error}") from error
 
-    def _check_clock(self) -> None:
+    def _require_clock(self) -> None:
         """Refuse a clock behind the last verification, which would make expired metadata look fresh."""
         verified = self._folder / "timestamp.json"
         try:
@@ -182,7 +182,7 @@ class Trust:
         for path in self._folder.glob("tmp*"):
             path.unlink(missing_ok=True)
 
-    def _force_to_disk(self) -> None:
+    def _sync_files(self) -> None:
         """Flush python-tuf's files, which it renames into place without fsync."""
         history = self._folder / "root_history"
         for path in (*self._folder.glob("*.json"), *history.glob("*.json"), history, self._folder):
@@ -197,7 +197,7 @@ def install_root(home: Path, root: bytes) -> None:
         ConfigError: not root metadata signed by its own keys.
         StoreError: the disk is full or broken.
     """
-    with failing_as(ConfigError, "this is not a root of trust", on=(exceptions.RepositoryError, ValueError)):
+    with raise_as(ConfigError, "this is not a root of trust", on=(exceptions.RepositoryError, ValueError)):
         metadata = Metadata[Root].from_bytes(root)
         genuine = isinstance(metadata.signed, Root)
         if genuine:
@@ -208,8 +208,8 @@ def install_root(home: Path, root: bytes) -> None:
     write_atomically(home / "root.json", root)
 
 
-class _Given(FetcherInterface):
-    """Serves the received files alone."""
+class _LocalFetcher(FetcherInterface):
+    """A fetcher that serves the received files alone."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
@@ -221,8 +221,8 @@ class _Given(FetcherInterface):
         return iter((self._files[name],))
 
 
-def _name_of(error: exceptions.RepositoryError) -> str:
-    """One word for logs and reports."""
+def _classify_error(error: exceptions.RepositoryError) -> str:
+    """Name an error in one word for logs and reports."""
     match error:
         case exceptions.ExpiredMetadataError():
             return "expired"

@@ -4,6 +4,6 @@
 an order to its report; `workplace` is the child with torch and the samples; `cli` is `fedge agent`. Begin with `loop`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "loop", "identity", "context", "carrier", "models", "events", "speech.voice")
+__getattr__ = make_getattr(__name__, "loop", "identity", "context", "carrier", "models", "events", "speech.voice")

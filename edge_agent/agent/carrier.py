@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from edge_agent.agent.context import Limits
-from edge_agent.agent.events import describe
+from edge_agent.agent.events import get_order_fields
 from edge_agent.agent.identity import Member
 from edge_agent.agent.models import Models
 from edge_agent.agent.outbox import Outbox
-from edge_agent.device.device import failed
-from edge_agent.device.worker import Finished
+from edge_agent.device.device import make_failure
+from edge_agent.device.worker import FinishedOrder
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.privacy.egress import Rules, WithheldError
 from fedge.steps.contract import (
@@ -31,13 +31,13 @@ from fedge.steps.contract import (
     Result,
     Steps,
     Unsupported,
-    read_action,
-    read_result,
-    report_of,
+    decode_action,
+    decode_result,
+    make_report,
 )
 from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
 from fedge.steps.masked.mask_shares import MaskShares
-from fedge.wire.messages import BlobRef, Context, Order, Outcome, Report, Why, decode, encode
+from fedge.wire.messages import BlobRef, Context, Order, Outcome, Report, Why, decode_message, encode_message
 
 log = logging.getLogger("fedge.agent")
 
@@ -45,18 +45,18 @@ SPARE_DISK_BYTES: Final = 64 << 20
 """What an order must leave free, of a small disk a twentieth: for its result, a bundle, the log and everybody else."""
 
 
-class Works(Protocol):
-    """Carries out orders: `edge_agent.agent.workplace.Workplace`, or a stand-in such as a relay's site."""
+class OrderExecutor(Protocol):
+    """The interface of what carries out orders: `edge_agent.agent.workplace.WorkerProcess`, or a relay's site."""
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
-    ) -> Finished:
-        """Do the work of one order. Raises soon after `stop()` became true."""
+    ) -> FinishedOrder:
+        """Do the work of one order; raises soon after `stop()` becomes true."""
 
 
 @dataclass(eq=False)
 class Carrier:
-    """Takes orders through fetching, refusing, working and reporting.
+    """Carries out orders: fetches, refuses, has the work done, and reports.
 
     Args:
         me: the device.
@@ -71,7 +71,7 @@ class Carrier:
 
     me: Member
     home: Path
-    make_worker: Callable[[], Works]
+    make_worker: Callable[[], OrderExecutor]
     limits: Limits
     measure: Callable[[], Context]
     models: Models
@@ -79,11 +79,11 @@ class Carrier:
     pool: Executor
 
     def __post_init__(self) -> None:
-        self._worker: Works | None = None
+        self._worker: OrderExecutor | None = None
         self._stop_work = threading.Event()
         self._fetching: asyncio.Task[None] | None = None
 
-    def allow(self) -> None:
+    def resume(self) -> None:
         """Let the next order be carried out, after a `stop`."""
         self._stop_work.clear()
 
@@ -93,43 +93,43 @@ class Carrier:
         if self._fetching is not None:
             self._fetching.cancel()
 
-    async def carry_out(self, order: Order) -> Report | None:
-        """Do one order from its models to its report; a stopped one gives none."""
-        self.me.events.say("order_started", logging.DEBUG, **describe(order))
+    async def run_order(self, order: Order) -> Report | None:
+        """Do one order from its models to its report, or return None if it was stopped."""
+        self.me.events.log_event("order_started", logging.DEBUG, **get_order_fields(order))
         began = time.monotonic()
         try:
-            action = read_action(order, self.me.identity.steps)
+            action = decode_action(order, self.me.identity.steps)
             if isinstance(action, Unsupported):
-                return self._report(order, action, began)
-            if (refused := self._refuse_work(order, action)) is not None:
-                return self._report(order, refused, began)
+                return self._make_report(order, action, began)
+            if (refused := self._find_refusal(order, action)) is not None:
+                return self._make_report(order, refused, began)
             if not await self._fetch(order, action):
                 return None
             work = partial(self._execute, order, action, began)
             return await asyncio.get_running_loop().run_in_executor(self.pool, work)
         except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
-            return self._report(order, failed(error), began)
+            return self._make_report(order, make_failure(error), began)
 
-    def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
-        """Answer what needs neither a model nor a worker."""
-        if not self.me.rules.permitted(action):
+    def _find_refusal(self, order: Order, action: Action) -> Refusal | None:
+        """Return the refusal of an action that needs neither a model nor a worker, or None."""
+        if not self.me.rules.allows(action):
             text = f"its result would tell of {', '.join(kind for kind in self.me.rules.withheld)}"
             return Declined(why=Why.NOT_ALLOWED, reason=f"{action.STEP}: {text}")
-        mine = self.me.identity.task.fingerprint()
+        mine = self.me.identity.task.compute_fingerprint()
         if order.task_fingerprint != mine:
             text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
             return Failed(why=Why.OTHER_TASK, reason=text)
-        needed = self.models.missing_bytes(action)
+        needed = self.models.count_missing_bytes(action)
         disk = shutil.disk_usage(self.home)
         spare = min(SPARE_DISK_BYTES, disk.total // 20)
         if needed + spare > disk.free:
             needs, stays, there = (f"{size / 1e6:.0f} MB" for size in (needed, spare, disk.free))
             text = f"the models need {needs} and {stays} must stay free, {there} are free"
             return Declined(why=Why.DISK, reason=text)
-        return self.limits.excuse(self.measure())
+        return self.limits.find_refusal(self.measure())
 
     async def _fetch(self, order: Order, action: Action) -> bool:
-        """Fetch all models that an action names; False if stopped meanwhile."""
+        """Fetch all models that an action names, or return False if stopped meanwhile."""
         if self._stop_work.is_set():
             return False
         self._fetching = asyncio.create_task(self.models.fetch(order, action))
@@ -144,37 +144,39 @@ class Carrier:
         return True
 
     def _execute(self, order: Order, action: Action, began: float) -> Report | None:
-        """In the worker thread: do the work and store its tensors durably. None: it was stopped."""
+        """Do the work in the worker thread and store its tensors durably; None if it was stopped."""
         try:
             if self._worker is None:
                 self._worker = self.make_worker()
-            if isinstance(action, MaskShares) and (refused := self._strangers(order, action)) is not None:
-                return self._report(order, refused, None)
+            if isinstance(action, MaskShares) and (refused := self._find_strangers(order, action)) is not None:
+                return self._make_report(order, refused, None)
             finished = self._worker.execute(order, self.models.get, stop=self._stop_work.is_set, action=action)
             result = finished.result
             if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
-                from fedge.privacy.masked_sums import proven
+                from fedge.privacy.masked_sums import prove_keys
 
-                result = proven(result, order, action.session, self.me.signed)
+                result = prove_keys(result, order, action.session, self.me.signed)
             if not isinstance(result, Refusal):
-                result = self.me.rules.stripped(result, action.reveals())
-            report = self._report(order, result, began + finished.untimed_s if action.TIMED else None)
-            read_result(decode(encode(report), Report), action)  # refuse here what the coordinator would refuse
+                result = self.me.rules.strip(result, action.reveals())
+            report = self._make_report(order, result, began + finished.untimed_s if action.TIMED else None)
+            decode_result(
+                decode_message(encode_message(report), Report), action
+            )  # refuse here what the coordinator would refuse
         except StoreError:
             raise
         except Exception as error:  # no order and no user's network may bring the agent down
             if self._stop_work.is_set():
                 return None
             log.exception("event=order_failed order=%s", order.id)
-            return self._report(order, failed(error), began if action.TIMED else None)
+            return self._make_report(order, make_failure(error), began if action.TIMED else None)
         named = {ref.digest for ref in report.blobs}
         for digest, data in finished.blobs.items():
             if digest in named:
                 self.outbox.put_blob(digest, data)
         return report
 
-    def _strangers(self, order: Order, action: MaskShares) -> Declined | None:
-        """Why secrets are not shared with a cohort; None: all are members, as far as messages are signed."""
+    def _find_strangers(self, order: Order, action: MaskShares) -> Declined | None:
+        """Return why secrets are not shared with a cohort, or None if all prove to be members."""
         from fedge.privacy.masked_sums import read_roster, require_genuine  # with `cryptography`
 
         try:
@@ -183,29 +185,29 @@ class Carrier:
             return Declined(why=Why.STRANGERS, reason=str(error))
         return None
 
-    def _report(self, order: Order, result: Result, began: float | None) -> Report:
-        """The report of an order. The reason for a failure is logged here; the coordinator gets only its code.
+    def _make_report(self, order: Order, result: Result, began: float | None) -> Report:
+        """Make an order's report. The reason for a failure is logged here; the coordinator gets its code.
 
         `began`: start of the work, by the monotonic clock; None: the duration is not reported.
         """
         if isinstance(result, Refusal):
             self.me.events.warn("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
         seconds = 0.0 if began is None else max(time.monotonic() - began, 0.0)
-        return self.me.rules.stripped(report_of(order, result, seconds))
+        return self.me.rules.strip(make_report(order, result, seconds))
 
 
 def may_still_leave(report: Report, order: Order, steps: Steps, rules: Rules) -> bool:
-    """Whether a report kept by an earlier agent fits the owner's rules; if not, the work is repeated.
+    """Return whether an earlier agent's report fits the owner's rules; if not, the work is repeated.
 
     What the result of a step that is known no longer lets out, nobody can tell.
     """
     try:
-        action = read_action(order, steps)
-        parts = [rules.stripped(report) == report]
+        action = decode_action(order, steps)
+        parts = [rules.strip(report) == report]
         if isinstance(action, Unsupported):
             parts.append(report.outcome is not Outcome.DONE)
-        elif not isinstance(result := read_result(report, action), Refusal):
-            parts.append(rules.stripped(result, action.reveals()) == result)
+        elif not isinstance(result := decode_result(report, action), Refusal):
+            parts.append(rules.strip(result, action.reveals()) == result)
     except (ProtocolError, WithheldError):
         return False
     return all(parts)

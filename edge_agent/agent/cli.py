@@ -15,11 +15,11 @@ import click
 
 from edge_agent.agent.settings import AgentSettings
 from fedge.errors import ConfigError
-from fedge.privacy.egress import Rules, rules_of
+from fedge.privacy.egress import Rules, read_rules
 from fedge.settings import resolve, settings_options
 from fedge.system.background import STOP_S, on_signal
 from fedge.system.hardware import Processor
-from fedge.system.help import Command, json_lines
+from fedge.system.help import Command, json_lines_option
 from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
 
@@ -32,7 +32,7 @@ log = logging.getLogger("fedge.agent")
 
 @click.command(cls=Command)
 @settings_options(AgentSettings, "agent")
-@json_lines("event")
+@json_lines_option("event")
 def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
 
@@ -50,16 +50,16 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
     """
     settings = resolve(AgentSettings, "agent", config, flags)
-    rules = rules_of(settings.home, settings.egress, config)
+    rules = read_rules(settings.home, settings.egress, config)
     bind(federation=settings.federation, device=settings.id)
     try:
-        asyncio.run(_run(build(settings, rules, _observer(as_json))))
+        asyncio.run(_run(make_agent(settings, rules, _make_observer(as_json))))
     finally:
         click.echo("", nl=sys.stdout.isatty() and not as_json)
     return INTERRUPTED
 
 
-def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
+def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
     """Make the agent described by the settings; reads its data, without torch.
 
     Raises:
@@ -68,24 +68,24 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     from edge_agent.agent.context import Limits
     from edge_agent.agent.identity import Identity
     from edge_agent.agent.loop import Agent
-    from edge_agent.agent.workplace import Workplace
-    from fedge.steps.training.train_dp import weak_delta
+    from edge_agent.agent.workplace import WorkerProcess
+    from fedge.steps.training.train_dp import explain_weak_delta
 
-    task, steps = settings.spec(), settings.known_steps()
+    task, steps = settings.make_spec(), settings.find_steps()
     if settings.train_on is Processor.CUDA and not settings.trains:
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
     if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
         raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
-    n_shared, digest = _look_at_samples(settings, task)
-    if settings.max_epsilon is not None and (weak := weak_delta(settings.delta, n_shared)):
+    n_shared, digest = _inspect_samples(settings, task)
+    if settings.max_epsilon is not None and (weak := explain_weak_delta(settings.delta, n_shared)):
         raise ConfigError(f"--{weak}")
     identity = Identity(settings.id, settings.federation, task, n_shared, settings.trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
-        settings.at(settings.broker, keepalive_s=settings.keepalive_s),
+        settings.make_broker_settings(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        lambda: Workplace(settings, digest),
+        lambda: WorkerProcess(settings, digest),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         rules=rules,
@@ -93,25 +93,25 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     )
 
 
-def _look_at_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
-    """How many samples there are for updates, and the digest of all; the runtime gets those for validation.
+def _inspect_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
+    """Return the number of samples for updates and the digest of all, and save those for validation.
 
     Raises:
         ConfigError: they cannot be read, or there is no such GPU.
     """
-    from edge_agent.agent.workplace import samples
+    from edge_agent.agent.workplace import load_samples
     from fedge.data.validation import Validation
     from fedge.system import child
 
     if settings.train_on is Processor.CUDA:
-        child.call("edge_agent.agent.workplace:require_processor", settings.train_on, returns=type(None))
-    data = samples(settings, task)
+        child.call_once("edge_agent.agent.workplace:require_processor", settings.train_on, returns=type(None))
+    data = load_samples(settings, task)
     n, classes = len(data.x_train), ", ".join(task.classes)
     log.info("event=samples task=%s n=%d validation=%d classes=%r", task.name, n, len(data.x_val), classes)
     if not settings.trains:
-        return 0, data.digest()
+        return 0, data.compute_digest()
     Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
-    return data.n_shared, data.digest()
+    return data.n_shared, data.compute_digest()
 
 
 async def _run(agent: Agent) -> None:
@@ -119,7 +119,7 @@ async def _run(agent: Agent) -> None:
     await agent.run()
 
 
-def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
+def _make_observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
     from edge_agent.agent.events import ignore_event
 
     if as_json:

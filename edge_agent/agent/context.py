@@ -9,20 +9,20 @@ from pathlib import Path
 import psutil
 
 from fedge.steps.contract import Declined
-from fedge.system.hardware import temperature_c
+from fedge.system.hardware import measure_temperature_c
 from fedge.wire.messages import Context, Why
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the device declines work. None: no limit. A limit on a sensor that the device lacks is never exceeded."""
+    """When the device declines work. A limit that is None, or on a sensor that is missing, never applies."""
 
     min_free_ram_gb: float | None = None
     max_temperature_c: float | None = None
     min_battery: float | None = None  # as a share of full charge
 
-    def excuse(self, now: Context) -> Declined | None:
-        """Why the device declines work now, or None."""
+    def find_refusal(self, now: Context) -> Declined | None:
+        """Return why the device declines work now, or None."""
         ram_gb, temperature_c, battery = self.min_free_ram_gb, self.max_temperature_c, self.min_battery
         if ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < ram_gb:
             return Declined(why=Why.MEMORY, reason=f"free RAM {now.free_ram_gb:.2f} GB is below {ram_gb:g} GB")
@@ -34,8 +34,8 @@ class Limits:
         return None
 
 
-def measure(device_id: str, n_samples: int, home: Path, link_mbit_s: float | None) -> Context:
-    """Read all sensors; None if the device has no such sensor.
+def measure_context(device_id: str, n_samples: int, home: Path, link_mbit_s: float | None) -> Context:
+    """Read all sensors; a field is None if the device has no such sensor.
 
     n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills. link_mbit_s: measured
     by the receiver of models.
@@ -43,19 +43,19 @@ def measure(device_id: str, n_samples: int, home: Path, link_mbit_s: float | Non
     return Context(
         device_id=device_id,
         at=time.time(),
-        cpu_ghz=_cpu_ghz(),
+        cpu_ghz=_measure_cpu_ghz(),
         load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
         free_ram_gb=psutil.virtual_memory().available / 1e9,
         free_disk_gb=psutil.disk_usage(str(home)).free / 1e9,
-        battery=_battery(),
-        temperature_c=temperature_c(),
+        battery=_measure_battery(),
+        temperature_c=measure_temperature_c(),
         link_mbit_s=link_mbit_s,
         n_samples=n_samples,
     )
 
 
-def _cpu_ghz() -> float | None:
-    """Present clock rate; hidden by containers and some boards."""
+def _measure_cpu_ghz() -> float | None:
+    """Read the present clock rate in GHz, or None: containers and some boards hide it."""
     try:
         frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -63,8 +63,8 @@ def _cpu_ghz() -> float | None:
     return float(frequency.current) / 1e3 if frequency is not None and frequency.current > 0 else None
 
 
-def _battery() -> float | None:
-    """Charge as a share of full; None on mains, or if the kernel knows no power supply."""
+def _measure_battery() -> float | None:
+    """Read the charge as a share of full, 0 to 1, or None on mains or without a known power supply."""
     read = getattr(psutil, "sensors_battery", None)
     try:
         battery = read() if read is not None else None

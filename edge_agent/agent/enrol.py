@@ -11,17 +11,24 @@ import click
 import msgspec
 from cryptography import x509
 
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.identity import certificates
-from fedge.identity.certificates import load_certificate, load_key, new_key, pem_of, pem_of_key, request_of
-from fedge.identity.names import subject_of
+from fedge.identity.certificates import (
+    encode_key,
+    encode_pem,
+    load_certificate,
+    load_key,
+    make_certificate_request,
+    make_key,
+)
+from fedge.identity.names import find_subject
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
-from fedge.membership.kit import MAX_BYTES, Kit, unseal
-from fedge.settings import section_of
+from fedge.membership.kit import MAX_BYTES, Kit, unseal_kit
+from fedge.settings import read_section
 from fedge.system import systemd
 from fedge.system.files import write_atomically
 from fedge.system.help import Command, json_option, option
-from fedge.system.loading import code_in
+from fedge.system.loading import find_code
 from fedge.system.text import Heading
 
 FOLDER: Final = Path("/etc/fedge")
@@ -82,25 +89,25 @@ def enrol(
         raise click.UsageError("give a start-up kit, or --request ID")
     if device_id is not None:
         request = make_request(folder / IDENTITY, device_id)
-        return _tell(
+        return _print_result(
             f"take it to the server: fedge provision device --request {request}", {"request": str(request)}, as_json
         )
     assert kit is not None
     if data is not None and not data.exists():
         raise ConfigError(f"there is no {data}: bring the samples first, or leave out --data")
-    with failing_as(ConfigError, str(kit), on=ConfigError):
-        found = unseal(_read(kit))
-        take(found, folder / IDENTITY)
-    config = configure(found, folder, data, task)
-    missing = {"task", "data"} - section_of(config, "agent").keys()
+    with raise_as(ConfigError, str(kit), on=ConfigError):
+        found = unseal_kit(_read(kit))
+        write_identity(found, folder / IDENTITY)
+    config = configure_agent(found, folder, data, task)
+    missing = {"task", "data"} - read_section(config, "agent").keys()
     command = f"agent --config {config}"
-    if code := code_in(task or ""):  # a file may name it only if the command line allows it
+    if code := find_code(task or ""):  # a file may name it only if the command line allows it
         command += f" --allow {','.join(code)}"
-    started = folder == FOLDER and systemd.RUNNING.exists() and not missing and start(folder, command)
+    started = folder == FOLDER and systemd.RUNNING.exists() and not missing and start_services(folder, command)
     how = "the agent runs: journalctl -u fedge-agent" if started else f"now: fedge {command}"
     how = f"write {' and '.join(sorted(missing))} into {config}" if missing else how
-    told = {"id": found.id, "federation": found.federation, "config": str(config), "started": started}
-    return _tell(f"this is {found.id} of {found.federation}; {how}", told, as_json)
+    fields = {"id": found.id, "federation": found.federation, "config": str(config), "started": started}
+    return _print_result(f"this is {found.id} of {found.federation}; {how}", fields, as_json)
 
 
 def _read(kit: Path) -> bytes:
@@ -117,17 +124,17 @@ def make_request(identity: Path, device_id: str) -> Path:
     Raises:
         ConfigError: the machine is a device already, or the name is not allowed.
     """
-    certificates.device_subject("", device_id)
+    certificates.make_device_subject("", device_id)
     if (identity / CERTIFICATE).exists():
         raise ConfigError(f"{identity} holds a certificate already: its agent renews it by itself")
     if not (identity / KEY).exists():
-        write_atomically(identity / KEY, pem_of_key(new_key()))
+        write_atomically(identity / KEY, encode_key(make_key()))
     file = Path(f"{device_id}.csr")
-    write_atomically(file, pem_of(request_of(device_id, load_key(identity / KEY))))
+    write_atomically(file, encode_pem(make_certificate_request(device_id, load_key(identity / KEY))))
     return file
 
 
-def take(kit: Kit, identity: Path) -> None:
+def write_identity(kit: Kit, identity: Path) -> None:
     """Write the identity in a kit.
 
     Raises:
@@ -147,21 +154,21 @@ def take(kit: Kit, identity: Path) -> None:
 
 
 def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> None:
-    """A machine stays one device for good, unless its owner deletes the folder."""
+    """Refuse to make a machine another device, unless its owner deletes the folder."""
     present = load_certificate(identity / CERTIFICATE)
-    subject = subject_of(present)
+    subject = find_subject(present)
     otherwise = f"to make it another one, delete {identity} first"
-    if subject != subject_of(certificate):
+    if subject != find_subject(certificate):
         raise ConfigError(f"this machine is {subject}, and the kit is for {kit.id} of {kit.federation}; {otherwise}")
     if (identity / CA).read_bytes() != kit.ca.encode():
         raise ConfigError(
             f"it is by another authority of the name {kit.federation} than this machine trusts; {otherwise}"
         )
-    if certificates.life_of(present)[1] > certificates.life_of(certificate)[1]:
+    if certificates.get_validity(present)[1] > certificates.get_validity(certificate)[1]:
         raise ConfigError(f"the certificate in {identity} is newer; {otherwise}")
 
 
-def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Path:
+def configure_agent(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Path:
     """Write the agent's configuration unless there is one; returns it.
 
     Raises:
@@ -189,7 +196,7 @@ def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Pa
     return file
 
 
-def start(folder: Path, command: str) -> bool:
+def start_services(folder: Path, command: str) -> bool:
     """Install agent and runtime as services and start the agent; the runtime has no bundle to serve yet.
 
     `command`: of the agent, after "fedge".
@@ -198,10 +205,10 @@ def start(folder: Path, command: str) -> bool:
         ConfigError, StoreError: it cannot be set up.
     """
     identity = folder / IDENTITY
-    systemd.give(identity, systemd.make_user())
-    unit = systemd.unit("agent", systemd.AGENT, command, "agent", identity)
+    systemd.give_to(identity, systemd.make_user())
+    unit = systemd.format_unit("agent", systemd.AGENT, command, "agent", identity)
     systemd.write_public(systemd.UNITS / "fedge-agent.service", unit)
-    runtime = systemd.unit("runtime", systemd.RUNTIME, f"serve --home {HOME}", "serve")
+    runtime = systemd.format_unit("runtime", systemd.RUNTIME, f"serve --home {HOME}", "serve")
     systemd.write_public(systemd.UNITS / "fedge-serve.service", runtime)
     systemd.run("systemctl", "daemon-reload")
     systemd.run("systemctl", "enable", "fedge-agent")
@@ -209,5 +216,5 @@ def start(folder: Path, command: str) -> bool:
     return True
 
 
-def _tell(text: str, record: dict[str, object], as_json: bool) -> None:
+def _print_result(text: str, record: dict[str, object], as_json: bool) -> None:
     click.echo(json.dumps(record) if as_json else text)

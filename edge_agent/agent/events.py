@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from fedge.errors import ProtocolError
-from fedge.system.logs import Lines, note
+from fedge.system.logs import Lines, log_event
 from fedge.wire.messages import Order
 
 log = logging.getLogger("fedge.agent")
@@ -22,7 +22,7 @@ def ignore_event(event: str, fields: dict[str, object]) -> None:
 
 
 class Events:
-    """Tells what happens to the log and to the observer, in the name of a device."""
+    """Reports what happens to the log and to the observer, in the name of a device."""
 
     def __init__(self, device_id: str, observe: Observe) -> None:
         self._device_id = device_id
@@ -30,26 +30,26 @@ class Events:
         self._lines = Lines()
         self.refused: Counter[str] = Counter()  # messages, by the rule that they violated
 
-    def say(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
-        """Log an event and pass it to the observer; of many warnings of a kind, which others can cause, few."""
+    def log_event(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
+        """Log an event and pass it to the observer; of many warnings of a kind, only a few."""
         if level >= logging.WARNING:
-            untold = self._lines.untold(f"{event} {fields.get('name', '')}", time.monotonic())
+            untold = self._lines.count_suppressed(f"{event} {fields.get('name', '')}", time.monotonic())
             if untold is None:
                 return
             fields |= {"untold": untold} if untold else {}
-        note(log, event, {"device": self._device_id, **fields}, level)
+        log_event(log, event, {"device": self._device_id, **fields}, level)
         self._observe(event, fields)
 
-    def refuse(self, error: ProtocolError, topic: str) -> None:
-        """Count a message that violates the contract, and tell of it."""
+    def record_refusal(self, error: ProtocolError, topic: str) -> None:
+        """Count and log a message that violates the contract."""
         self.refused[error.name] += 1
-        self.say("refused", logging.WARNING, name=error.name, topic=topic, detail=str(error))
+        self.log_event("refused", logging.WARNING, name=error.name, topic=topic, detail=str(error))
 
     def warn(self, template: str, *args: object) -> None:
-        """Log a warning that is not the observer's; of many from one template, few."""
+        """Log a warning without the observer; of many from one template, only a few."""
         self._lines.warning(log, template, *args)
 
 
-def describe(order: Order) -> dict[str, object]:
-    """The fields of events about an order."""
+def get_order_fields(order: Order) -> dict[str, object]:
+    """Return the fields of events about an order."""
     return {"order": order.id, "round": order.round, "step": order.step}

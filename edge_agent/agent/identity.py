@@ -12,7 +12,7 @@ from edge_agent.agent.events import Events
 from fedge.data.task import TaskSpec
 from fedge.membership.signed_messages import Plain, Signed
 from fedge.privacy.egress import Rules
-from fedge.steps.contract import Steps, installed_steps
+from fedge.steps.contract import Steps, load_installed_steps
 from fedge.wire.messages import Capabilities, Presence, SiteDevice, Status
 from fedge.wire.topics import Topics
 
@@ -30,7 +30,7 @@ class Identity:
     task: TaskSpec
     n_shared: int
     trains: bool = True
-    steps: Steps = field(default_factory=installed_steps)
+    steps: Steps = field(default_factory=load_installed_steps)
     site: Callable[[], tuple[SiteDevice, ...]] | None = None
 
 
@@ -52,29 +52,29 @@ class Member:
         """The name of the device."""
         return self.identity.device_id
 
-    def topic(self, leaf: str) -> str:
+    def make_topic(self, leaf: str) -> str:
         """The device's topic with this last level."""
-        return self.topics.agent(self.device_id, leaf)
+        return self.topics.make_agent_topic(self.device_id, leaf)
 
 
-def status_of(identity: Identity, presence: Presence, *, incarnation: str, release: int, rules: Rules) -> Status:
-    """What the agent says of itself, as far as the device's owner permits."""
+def make_status(identity: Identity, presence: Presence, *, incarnation: str, release: int, rules: Rules) -> Status:
+    """Make the agent's status, as far as the device's owner permits."""
     status = Status(
         device_id=identity.device_id,
         incarnation=incarnation,
         presence=presence,
-        task_fingerprint=identity.task.fingerprint(),
+        task_fingerprint=identity.task.compute_fingerprint(),
         n_samples=identity.n_shared,
         release=release,
-        capabilities=capabilities(trains=identity.trains, steps=identity.steps),
+        capabilities=make_capabilities(trains=identity.trains, steps=identity.steps),
         withholds=rules.withheld,
         site=None if identity.site is None else identity.site(),
     )
-    return rules.stripped(status)
+    return rules.strip(status)
 
 
-def capabilities(*, trains: bool, steps: Steps) -> Capabilities:
-    """The capabilities of this machine."""
+def make_capabilities(*, trains: bool, steps: Steps) -> Capabilities:
+    """Return the capabilities of this machine."""
     return Capabilities(
         trains=trains,
         steps={name: kind.VERSION for name, kind in steps.items() if trains or not kind.TRAINS},

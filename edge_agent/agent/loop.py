@@ -23,27 +23,27 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from edge_agent.agent import session
-from edge_agent.agent.carrier import Carrier, Works, may_still_leave
-from edge_agent.agent.context import Limits, measure
-from edge_agent.agent.events import Events, Observe, describe, ignore_event
-from edge_agent.agent.identity import Identity, Member, status_of
-from edge_agent.agent.models import Models, named_models
+from edge_agent.agent.carrier import Carrier, OrderExecutor, may_still_leave
+from edge_agent.agent.context import Limits, measure_context
+from edge_agent.agent.events import Events, Observe, get_order_fields, ignore_event
+from edge_agent.agent.identity import Identity, Member, make_status
+from edge_agent.agent.models import Models, collect_model_digests
 from edge_agent.agent.outbox import Outbox
-from edge_agent.agent.speech.ears import Ears
-from edge_agent.agent.speech.voice import Voice
-from edge_agent.agent.uptime import uptime_s
+from edge_agent.agent.speech.ears import Listener
+from edge_agent.agent.speech.voice import Publisher
+from edge_agent.agent.uptime import get_uptime_s
 from fedge.errors import StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.renewal import Renewal
-from fedge.membership.signed_messages import speaker
+from fedge.membership.signed_messages import make_speaker
 from fedge.privacy.egress import Door, Rules
-from fedge.steps.contract import Action, Unsupported, read_action
+from fedge.steps.contract import Action, Unsupported, decode_action
 from fedge.system.background import Background
-from fedge.system.files import BlobFolder, highest_release
-from fedge.system.logs import bound
-from fedge.system.systemd import ready
+from fedge.system.files import BlobFolder, find_highest_release
+from fedge.system.logs import bind_temporarily
+from fedge.system.systemd import notify_ready
 from fedge.wire.connection.broker import BrokerSettings, Will
-from fedge.wire.messages import Context, Order, Presence, Status, encode
+from fedge.wire.messages import Context, Order, Presence, Status, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transfer.sender import Sender
@@ -72,7 +72,7 @@ CHECK_RUN: Final = (
 
 @dataclass(eq=False)
 class Agent:
-    """One device in one federation. `run` lasts until `stop`.
+    """One device in one federation; `run` lasts until `stop`.
 
     Args:
         identity: of the device.
@@ -88,7 +88,7 @@ class Agent:
     identity: Identity
     broker: BrokerSettings
     home: Path
-    make_worker: Callable[[], Works]
+    make_worker: Callable[[], OrderExecutor]
     _: KW_ONLY
     limits: Limits = Limits()
     context_interval_s: float = 10.0
@@ -112,10 +112,10 @@ class Agent:
         """Messages that violated the contract, by the rule that they violated."""
         return self._events.refused
 
-    def tell(self) -> None:
+    def publish_status(self) -> None:
         """Publish again which devices are behind this relay."""
         if self._end is not None and self._transport.connected:
-            self._voice.send(self._status(Presence.ONLINE))
+            self._voice.send(self._make_status(Presence.ONLINE))
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -130,23 +130,23 @@ class Agent:
         self._end = asyncio.get_running_loop().create_future()
         with (
             Outbox(self.home / "outbox") as self._outbox,
-            closing(Door(self.rules, self.home, self._topics, self._action_of)) as door,
+            closing(Door(self.rules, self.home, self._topics, self._find_action)) as door,
             ThreadPoolExecutor(1, "worker") as pool,
         ):
-            orders = {order.id: order for order in self._outbox.orders()}
-            self._run = _last_run([*(verdict.order_id for verdict in self._outbox.verdicts), *orders])
+            orders = {order.id: order for order in self._outbox.load_orders()}
+            self._run = _find_last_run([*(verdict.order_id for verdict in self._outbox.verdicts), *orders])
             self._session = session.Session(
                 self.identity.device_id,
                 orders=orders.values(),
                 reports=[
                     report
-                    for report in self._outbox.reports()
+                    for report in self._outbox.load_reports()
                     if may_still_leave(report, orders[report.order_id], self.identity.steps, self.rules)
                 ],
                 acked=[verdict.order_id for verdict in self._outbox.verdicts],
-                now=uptime_s(),
+                now=get_uptime_s(),
             )
-            self._transport = await self._wire(door, pool)
+            self._transport = await self._make_transport(door, pool)
             self._connecting = asyncio.current_task()
             try:
                 async with self._transport, self._sender:
@@ -157,7 +157,7 @@ class Agent:
                     raise
                 self._connecting.uncancel()
             finally:
-                self._halt()
+                self._stop_all()
 
     def stop(self) -> None:
         """Finish soon: stop training between two batches, announce sleep, return from `run`."""
@@ -166,28 +166,30 @@ class Agent:
             if self._connecting is not None:  # not connected yet, so no goodbye
                 self._connecting.cancel()
 
-    async def _wire(self, door: Door, pool: Executor) -> Transport:
+    async def _make_transport(self, door: Door, pool: Executor) -> Transport:
         """Make the transport with its initial subscriptions, and all that speaks, hears and works over it."""
         name, topics = self.identity.device_id, self._topics
         role = Role.DEVICE if self.identity.site is None else Role.RELAY
-        self._signed = speaker(self.broker, Subject(self.identity.federation, role, name), self.home)
+        self._signed = make_speaker(self.broker, Subject(self.identity.federation, role, name), self.home)
         me = Member(self.identity, topics, self._signed, self.rules, self._events)
-        status = me.topic("status")
-        last_words = self._signed.seal(status, encode(self._status(Presence.OFFLINE)), will=True)
+        status = me.make_topic("status")
+        last_words = self._signed.seal(status, encode_message(self._make_status(Presence.OFFLINE)), will=True)
         will = Will(status, last_words, delay_s=WILL_DELAY_S)
-        client = topics.client_id("agent", f"{name}:{token_hex(8)}")  # nobody can throw it off, nor a copy of this card
+        client = topics.make_client_id(
+            "agent", f"{name}:{token_hex(8)}"
+        )  # nobody can throw it off, nor a copy of this card
         transport = Transport(self.broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
         # Not durable: a model can be fetched again.
         folder = BlobFolder(self.home / "models")
         self._receiver = Receiver(transport, folder, durable=False, seal=self._signed.seal)
         self._models = Models(folder, self._receiver, me)
-        self._sender = Sender(transport, self._outbox.blob)
-        self._voice = Voice(me, transport, partial(self._in_time, self._speak_again))
-        ears = Ears(me, self._incarnation, self._voice, self._sender, self._feed, self._speak_again)
-        work = self.home, self.make_worker, self.limits, self._measure
+        self._sender = Sender(transport, self._outbox.find_blob)
+        self._voice = Publisher(me, transport, partial(self._run_timed, self._resume_speaking))
+        ears = Listener(me, self._incarnation, self._voice, self._sender, self._handle_event, self._resume_speaking)
+        work = self.home, self.make_worker, self.limits, self._measure_context
         self._carrier = Carrier(me, *work, self._models, self._outbox, pool)
         await ears.attach(transport)
-        await self._signed.follow(transport, topics)
+        await self._signed.follow_revocations(transport, topics)
         transport.on_connect(self._on_connect)
         await Renewal(transport, topics, name).attach()
         return transport
@@ -195,26 +197,26 @@ class Agent:
     async def _serve(self) -> None:
         """Work until the end, then say goodbye. The end is an exception if a background task failed."""
         assert self._end is not None
-        self._background.spawn(self._voice.publish_what_waits(self._awaits_an_answer))
-        self._background.spawn(self._tell_context())
+        self._background.spawn(self._voice.publish_queued(self._awaits_answer))
+        self._background.spawn(self._publish_context())
         await self._end
-        self._events.say("stopping", logging.DEBUG)
-        self._feed(session.Happened.CLOSING)
+        self._events.log_event("stopping", logging.DEBUG)
+        self._handle_event(session.LocalEvent.CLOSING)
         if self._work is not None:
             await self._work
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                status = self._topics.agent(self.identity.device_id, "status")
-                good_bye = self._signed.seal(status, encode(self._status(Presence.SLEEPING)))
+                status = self._topics.make_agent_topic(self.identity.device_id, "status")
+                good_bye = self._signed.seal(status, encode_message(self._make_status(Presence.SLEEPING)))
                 await self._transport.publish(status, good_bye, retain=True)
-        self._events.say("sleeping", logging.DEBUG)
+        self._events.log_event("sleeping", logging.DEBUG)
 
-    def _halt(self) -> None:
+    def _stop_all(self) -> None:
         """Stop everything, however `run` ends."""
         self._carrier.stop()
         if self._timer is not None:
             self._timer.cancel()
-        self._voice.end_silence()
+        self._voice.resume()
         self._background.cancel()
 
     def _fail(self, error: BaseException) -> None:
@@ -223,29 +225,29 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------- speaking
 
-    def _speak_again(self) -> None:
+    def _resume_speaking(self) -> None:
         """Speak as this device, with numbers above those of whoever did so meanwhile."""
-        self._voice.end_silence()
+        self._voice.resume()
         try:
-            self._signed.live_on()
+            self._signed.start_new_life()
         except StoreError as error:  # the present life goes on
-            self._events.say("life_not_stored", logging.WARNING, detail=str(error))
-        self._voice.send(self._status(Presence.ONLINE))
-        self._voice.send(self._measure())
-        self._feed(session.Happened.CONNECTED)
+            self._events.log_event("life_not_stored", logging.WARNING, detail=str(error))
+        self._voice.send(self._make_status(Presence.ONLINE))
+        self._voice.send(self._measure_context())
+        self._handle_event(session.LocalEvent.CONNECTED)
 
     async def _on_connect(self) -> None:
         where = f"{self.broker.host}:{self.broker.port}"
-        ready()
-        self._events.say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
-        self._speak_again()
+        notify_ready()
+        self._events.log_event("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
+        self._resume_speaking()
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    def _feed(self, event: session.Event) -> None:
+    def _handle_event(self, event: session.Event) -> None:
         """Let the session decide, and carry out its actions in order."""
         try:
-            for action in self._session.handle(event, uptime_s()):
+            for action in self._session.handle(event, get_uptime_s()):
                 self._perform(action)
         finally:
             self._set_timer()
@@ -253,16 +255,16 @@ class Agent:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        wakeup = self._session.next_wakeup()
+        wakeup = self._session.find_next_wakeup()
         if wakeup is not None:
             # At least a moment ahead: the loop's clock and ours differ slightly. At most LAST_RESEND_S: the loop's
             # clock stands still while the machine is suspended.
-            delay_s = min(max(wakeup - uptime_s(), 0.01), session.LAST_RESEND_S)
-            tick = partial(self._feed, session.Happened.TICK)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._in_time, tick)
+            delay_s = min(max(wakeup - get_uptime_s(), 0.01), session.LAST_RESEND_S)
+            tick = partial(self._handle_event, session.LocalEvent.TICK)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._run_timed, tick)
 
-    def _in_time(self, work: Callable[[], None]) -> None:
-        """Do what a timer was set for: nobody else would hear of a disk that is full or broken."""
+    def _run_timed(self, work: Callable[[], None]) -> None:
+        """Do what a timer was set for, and fail if the disk is full or broken: nobody else would hear of it."""
         try:
             work()
         except StoreError as error:
@@ -270,85 +272,89 @@ class Agent:
 
     def _perform(self, action: session.Action) -> None:
         match action:
-            case session.Persist(order):
-                self._outbox.persist(order)
-                self._note_run(order)
-                self._events.say("order_received", logging.DEBUG, **describe(order), left_s=round(order.left_s, 1))
+            case session.SaveOrder(order):
+                self._outbox.save_order(order)
+                self._record_run(order)
+                self._events.log_event(
+                    "order_received", logging.DEBUG, **get_order_fields(order), left_s=round(order.left_s, 1)
+                )
             case session.Run(order):
-                self._carrier.allow()
-                self._work = self._background.spawn(self._carry_out(order))
+                self._carrier.resume()
+                self._work = self._background.spawn(self._run_order(order))
             case session.Stop(order_id):
-                self._events.say("order_stopping", logging.DEBUG, order=order_id)
+                self._events.log_event("order_stopping", logging.DEBUG, order=order_id)
                 self._carrier.stop()
-            case session.Keep(report):
-                self._outbox.keep(report)
-                self._events.say(
+            case session.SaveReport(report):
+                self._outbox.save_report(report)
+                self._events.log_event(
                     "order_done", order=report.order_id, result=str(report.outcome), seconds=round(report.seconds, 3)
                 )
-                self._voice.send(self._measure())
+                self._voice.send(self._measure_context())
             case session.Publish(report):
-                again = self._voice.times_sent(report.order_id)
+                again = self._voice.count_sent(report.order_id)
                 if again == UNANSWERED and self._transport.connected:
-                    self._events.say("unanswered", logging.WARNING, order=report.order_id, check=CHECK_UNANSWERED)
+                    self._events.log_event("unanswered", logging.WARNING, order=report.order_id, check=CHECK_UNANSWERED)
                 self._voice.send(replace(report, again=again))
-                if highest_release(self.home) != self._release:  # after the report, or the order would come again
-                    self._voice.send(self._status(Presence.ONLINE))
+                if find_highest_release(self.home) != self._release:  # after the report, or the order would come again
+                    self._voice.send(self._make_status(Presence.ONLINE))
             case session.Acknowledge(ack):
-                self._voice.forget(ack.order_id)
+                self._voice.drop_report(ack.order_id)
                 self._outbox.acknowledge(ack, remember=session.MAX_ACKED)
                 level = logging.DEBUG if ack.accepted else logging.WARNING
-                self._events.say("report_acked", level, order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
-            case session.Discard(order_id, reason):
-                self._voice.forget(order_id)
-                self._outbox.discard(order_id)
-                self._events.say("order_discarded", logging.WARNING, order=order_id, reason=reason)
+                self._events.log_event(
+                    "report_acked", level, order=ack.order_id, accepted=ack.accepted, reason=ack.reason
+                )
+            case session.RemoveOrder(order_id, reason):
+                self._voice.drop_report(order_id)
+                self._outbox.remove_order(order_id)
+                self._events.log_event("order_discarded", logging.WARNING, order=order_id, reason=reason)
 
-    def _note_run(self, order: Order) -> None:
-        """Tell the owner when another run gives the orders: bundles come from it from now on."""
+    def _record_run(self, order: Order) -> None:
+        """Warn the owner when another run gives the orders: bundles come from it from now on."""
         if self._run not in {order.run, ""}:
-            self._events.say("other_run", logging.WARNING, run=order.run, before=self._run, check=CHECK_RUN)
+            self._events.log_event("other_run", logging.WARNING, run=order.run, before=self._run, check=CHECK_RUN)
         self._run = order.run
 
     # ------------------------------------------------------------------------------------------------- working
 
-    async def _carry_out(self, order: Order) -> None:
+    async def _run_order(self, order: Order) -> None:
         """Do one order, and let the session decide what becomes of its report."""
-        with bound(**describe(order)):
-            report = await self._carrier.carry_out(order)
-            self._models.forget_unneeded(named_models(self._session.orders, self.identity.steps))
-            self._feed(report or session.Happened.STOPPED)
+        with bind_temporarily(**get_order_fields(order)):
+            report = await self._carrier.run_order(order)
+            self._models.remove_unneeded(collect_model_digests(self._session.orders, self.identity.steps))
+            self._handle_event(report or session.LocalEvent.STOPPED)
 
-    def _action_of(self, order_id: str) -> Action | None:
-        """The action of an open order, if this device knows its step."""
+    def _find_action(self, order_id: str) -> Action | None:
+        """Return the action of an open order, or None if this device does not know its step."""
         for order in self._session.orders:
             if order.id == order_id:
-                action = read_action(order, self.identity.steps)
+                action = decode_action(order, self.identity.steps)
                 return None if isinstance(action, Unsupported) else action
         return None
 
     # ------------------------------------------------------------------------------------------------- outwards
 
-    def _status(self, presence: Presence) -> Status:
-        self._release = highest_release(self.home)
-        return status_of(
+    def _make_status(self, presence: Presence) -> Status:
+        self._release = find_highest_release(self.home)
+        return make_status(
             self.identity, presence, incarnation=self._incarnation, release=self._release, rules=self.rules
         )
 
-    def _measure(self) -> Context:
+    def _measure_context(self) -> Context:
         own = self.identity
-        return measure(own.device_id, own.n_shared, self.home, self._receiver.mbit_s)
+        return measure_context(own.device_id, own.n_shared, self.home, self._receiver.mbit_s)
 
-    def _awaits_an_answer(self, order_id: str) -> bool:
-        """Whether the report of an order is to be repeated."""
-        return self._session.phase(order_id) is session.Phase.REPORTED
+    def _awaits_answer(self, order_id: str) -> bool:
+        """Return whether the report of an order is to be repeated."""
+        return self._session.get_phase(order_id) is session.Phase.REPORTED
 
-    async def _tell_context(self) -> None:
+    async def _publish_context(self) -> None:
         while True:
             await asyncio.sleep(self.context_interval_s)
             if self._transport.connected:
-                self._voice.send(self._measure())
+                self._voice.send(self._measure_context())
 
 
-def _last_run(order_ids: Sequence[str]) -> str:
-    """The run of the last of these orders; empty: there is none."""
+def _find_last_run(order_ids: Sequence[str]) -> str:
+    """Return the run of the last of these orders, or "" if there is none."""
     return order_ids[-1].partition(".")[0].partition("-")[0] if order_ids else ""

@@ -27,11 +27,11 @@ from typing import Final, Self, TypeVar
 
 import msgspec
 
-from edge_agent.agent.uptime import boot, uptime_s
+from edge_agent.agent.uptime import get_uptime_s, read_boot_id
 from edge_agent.device.verdicts import ACKED, Verdict, verdicts
-from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
-from fedge.system.files import BlobFolder, locked, read_kept, write_atomically
-from fedge.wire.messages import Ack, Order, Report, blobs_of, decode, encode
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, raise_as
+from fedge.system.files import BlobFolder, lock_folder, read_kept, write_atomically
+from fedge.wire.messages import Ack, Order, Report, decode_message, encode_message, iterate_blobs
 
 log = logging.getLogger("fedge.agent")
 
@@ -39,24 +39,24 @@ VERSION: Final = 2
 """Version of the folder, which is that of the messages in it."""
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """A stored order: the message, and its time of writing, with the boot whose clock was read."""
+class _StoredOrder(msgspec.Struct, frozen=True):
+    """A stored order: the message, its time of writing, and the boot whose clock was read."""
 
     order: bytes
     boot: str
     at: float
 
-    def left(self, left_s: float) -> float:
-        """The part of the remaining time that is still left now."""
-        return left_s - (uptime_s() - self.at) if self.boot and self.boot == boot() else left_s / 2
+    def compute_left(self, left_s: float) -> float:
+        """Return how much of the remaining time is still left now, in seconds."""
+        return left_s - (get_uptime_s() - self.at) if self.boot and self.boot == read_boot_id() else left_s / 2
 
 
 T = TypeVar("T")
-_kept = msgspec.msgpack.Decoder(_Kept)
+_kept = msgspec.msgpack.Decoder(_StoredOrder)
 
 
 class Outbox:
-    """The folder above. One agent at a time may open it; all methods that write raise `StoreError` on failure.
+    """The folder above, for one agent at a time; methods that write raise `StoreError` on failure.
 
     It sets no bounds: `edge_agent.agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
     """
@@ -72,7 +72,7 @@ class Outbox:
         self._reports = folder / "reports"
         self._acked = folder / ACKED.name
         self._lock = ExitStack()
-        self._lock.enter_context(locked(folder, f"another agent uses {folder}; give each agent its own --home"))
+        self._lock.enter_context(lock_folder(folder, f"another agent uses {folder}; give each agent its own --home"))
         self._blob_lock = threading.Lock()
         self._unreported: set[str] = set()
         try:
@@ -100,28 +100,28 @@ class Outbox:
 
     # ------------------------------------------------------------------------------------------------------ reading
 
-    def orders(self) -> list[Order]:
-        """All open orders, oldest first; `left_s` counts from now, 0: none is left."""
+    def load_orders(self) -> list[Order]:
+        """Read all open orders, oldest first; `left_s` counts from now, 0 if none is left."""
         paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        return [order for path in paths if (order := _read(path, _order, lambda order: order.id)) is not None]
+        return [order for path in paths if (order := _read(path, _decode_order, lambda order: order.id)) is not None]
 
-    def reports(self) -> list[Report]:
-        """The existing reports of open orders."""
+    def load_reports(self) -> list[Report]:
+        """Read the reports of open orders."""
         return [
             report
             for path in sorted(self._reports.iterdir())
-            if (report := _read(path, _report, lambda report: report.order_id)) is not None
+            if (report := _read(path, _decode_report, lambda report: report.order_id)) is not None
         ]
 
-    def blob(self, digest: str) -> Path | None:
-        """The file of bytes named in a stored report; None for anything else."""
-        return self._blobs.path(digest) if digest in self._blobs else None
+    def find_blob(self, digest: str) -> Path | None:
+        """Return the file of bytes named in a stored report, or None for anything else."""
+        return self._blobs.get_path(digest) if digest in self._blobs else None
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    def persist(self, order: Order) -> None:
+    def save_order(self, order: Order) -> None:
         """Write an order, or its extended time; `left_s` counts from now."""
-        kept = _Kept(encode(order), boot(), uptime_s())
+        kept = _StoredOrder(encode_message(order), read_boot_id(), get_uptime_s())
         write_atomically(self._orders / order.id, msgspec.msgpack.encode(kept))
 
     def put_blob(self, digest: str, data: bytes) -> None:
@@ -130,22 +130,22 @@ class Outbox:
             self._unreported.add(digest)
         self._blobs.put_as(digest, data)
 
-    def keep(self, report: Report) -> None:
+    def save_report(self, report: Report) -> None:
         """Write a report, after its blobs. From now on the work is done and not repeated."""
-        write_atomically(self._reports / report.order_id, encode(report))
+        write_atomically(self._reports / report.order_id, encode_message(report))
         with self._blob_lock:
-            self._unreported -= {ref.digest for ref in blobs_of(report)}
+            self._unreported -= {ref.digest for ref in iterate_blobs(report)}
 
     def acknowledge(self, ack: Ack, *, remember: int) -> None:
         """Remember a finished order (the last `remember` of them), then delete its files."""
         known = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
         write_atomically(self._acked, msgspec.json.encode(known))
         self.verdicts = known
-        self.discard(ack.order_id)
+        self.remove_order(ack.order_id)
 
-    def discard(self, order_id: str) -> None:
+    def remove_order(self, order_id: str) -> None:
         """Delete an order with its report and blobs. The report goes first: it must never exist without its order."""
-        with failing_as(StoreError, f"cannot delete order {order_id}"):
+        with raise_as(StoreError, f"cannot delete order {order_id}"):
             (self._reports / order_id).unlink(missing_ok=True)
             (self._orders / order_id).unlink(missing_ok=True)
             self._remove_stray_blobs()
@@ -158,35 +158,37 @@ class Outbox:
         for folder in (self._acked.parent, self._orders, self._reports, self._acked.parent / "blobs"):
             for path in folder.glob(".tmp-*"):
                 path.unlink()
-        for order in self.orders():
+        for order in self.load_orders():
             if order.id in over:
-                self.discard(order.id)
+                self.remove_order(order.id)
             elif order.left_s > 0:
-                self.persist(order)  # each further restart of the machine halves the remaining time
-        open_orders = {order.id for order in self.orders()}
-        for report in self.reports():
-            if report.order_id not in open_orders or any(ref.digest not in self._blobs for ref in blobs_of(report)):
+                self.save_order(order)  # each further restart of the machine halves the remaining time
+        open_orders = {order.id for order in self.load_orders()}
+        for report in self.load_reports():
+            if report.order_id not in open_orders or any(
+                ref.digest not in self._blobs for ref in iterate_blobs(report)
+            ):
                 (self._reports / report.order_id).unlink()
         self._remove_stray_blobs()
 
     def _remove_stray_blobs(self) -> None:
-        named = {ref.digest for report in self.reports() for ref in blobs_of(report)}
+        named = {ref.digest for report in self.load_reports() for ref in iterate_blobs(report)}
         with self._blob_lock:
             for digest in set(self._blobs) - named - self._unreported:
                 self._blobs.remove(digest)
 
 
-def _order(data: bytes) -> Order:
+def _decode_order(data: bytes) -> Order:
     try:
         kept = _kept.decode(data)
     except MALFORMED as error:
         raise ProtocolError("malformed", str(error)) from error
-    order = decode(kept.order, Order)
-    return msgspec.structs.replace(order, left_s=min(max(kept.left(order.left_s), 0.0), order.left_s))
+    order = decode_message(kept.order, Order)
+    return msgspec.structs.replace(order, left_s=min(max(kept.compute_left(order.left_s), 0.0), order.left_s))
 
 
-def _report(data: bytes) -> Report:
-    return decode(data, Report)
+def _decode_report(data: bytes) -> Report:
+    return decode_message(data, Report)
 
 
 def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) -> T | None:

@@ -1,8 +1,8 @@
 """The life of an order on the device: decided here, carried out by `edge_agent.agent`.
 
 Nothing here does IO or reads a clock. The shell feeds events with the time, and performs the returned actions **in
-order**: whatever must survive a kill -9 is written (`Persist`, `Keep`, `Acknowledge`) before anything that relies on it
-(`Run`, `Publish`). An event that does not fit the phase raises `ProtocolError` and changes nothing.
+order**: whatever must survive a kill -9 is written (`SaveOrder`, `SaveReport`, `Acknowledge`) before anything that
+relies on it (`Run`, `Publish`). An event that does not fit the phase raises `ProtocolError` and changes nothing.
 
     UNKNOWN ──ordered──▶ QUEUED ──started──▶ RUNNING ──finished──▶ REPORTED ──acked──▶ ACKED
        ▲                  │   ▲                 │ expired, closed      ▲   │ evicted     │ forgotten
@@ -43,7 +43,7 @@ LATER_S: Final = 1.0
 
 
 class Phase(Enum):
-    """Where an order stands on this device."""
+    """The phase of an order on this device."""
 
     UNKNOWN = auto()  # never seen, or forgotten
     QUEUED = auto()  # durable, waiting for its turn
@@ -53,16 +53,16 @@ class Phase(Enum):
     ACKED = auto()  # the coordinator's final word came; only the id is kept
 
 
-class Happened(Enum):
+class LocalEvent(Enum):
     """Events without a message."""
 
     STOPPED = auto()  # the running order stopped on request, without a report
     CONNECTED = auto()  # the broker is there (again): unacknowledged reports are repeated
-    TICK = auto()  # time has passed; the shell says so no later than `Session.next_wakeup`
+    TICK = auto()  # time has passed; the shell says so no later than `Session.find_next_wakeup`
     CLOSING = auto()  # the agent shuts down: nothing new is started
 
 
-Event = Order | Ack | Report | Happened
+Event = Order | Ack | Report | LocalEvent
 """An order or an acknowledgement that arrived, for the first time or again; the report of the running order, whose
 blobs are already durable; or what happened otherwise."""
 
@@ -70,7 +70,7 @@ blobs are already durable; or what happened otherwise."""
 # ------------------------------------------------------------------------------------------------------ actions out
 
 
-class Persist(Struct, frozen=True):
+class SaveOrder(Struct, frozen=True):
     """Write the order durably (again, if its end was moved); its `left_s` counts from now."""
 
     order: Order
@@ -88,7 +88,7 @@ class Stop(Struct, frozen=True):
     order_id: str
 
 
-class Keep(Struct, frozen=True):
+class SaveReport(Struct, frozen=True):
     """Write the report durably."""
 
     report: Report
@@ -106,21 +106,21 @@ class Acknowledge(Struct, frozen=True):
     ack: Ack
 
 
-class Discard(Struct, frozen=True):
+class RemoveOrder(Struct, frozen=True):
     """Delete the order, and its report and blobs if there are any. `reason` is for the log."""
 
     order_id: str
     reason: str
 
 
-Action = Persist | Run | Stop | Keep | Publish | Acknowledge | Discard
+Action = SaveOrder | Run | Stop | SaveReport | Publish | Acknowledge | RemoveOrder
 
 
 # ------------------------------------------------------------------------------------------------------ the machine
 
 
 @dataclass(slots=True)
-class _Held:
+class _OrderState:
     order: Order
     phase: Phase
     due_at: float
@@ -147,7 +147,7 @@ class Session:
         """
         self._device_id = device_id
         self._closing = False
-        self._held = {order.id: _Held(order, Phase.QUEUED, now + order.left_s) for order in orders}
+        self._held = {order.id: _OrderState(order, Phase.QUEUED, now + order.left_s) for order in orders}
         for report in reports:
             held = self._held[report.order_id]
             held.phase, held.report = Phase.REPORTED, report
@@ -155,8 +155,8 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------ looking
 
-    def phase(self, order_id: str) -> Phase:
-        """Where an order stands."""
+    def get_phase(self, order_id: str) -> Phase:
+        """Return the phase of an order."""
         if order_id in self._acked:
             return Phase.ACKED
         held = self._held.get(order_id)
@@ -167,8 +167,8 @@ class Session:
         """The orders held (waiting, running, reported), oldest first."""
         return tuple(held.order for held in self._held.values())
 
-    def next_wakeup(self) -> float | None:
-        """When something is due next, by the clock of `handle`; None: only another event can change anything."""
+    def find_next_wakeup(self) -> float | None:
+        """Return when something is due next, by the clock of `handle`, or None if only events matter."""
         times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]
         times += [held.due_at for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
         return min(times, default=None)
@@ -176,7 +176,7 @@ class Session:
     # ----------------------------------------------------------------------------------------------------- deciding
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Process one event; returns the actions, in order.
+        """Process one event, and return the actions in order.
 
         `now`: seconds by a monotonic clock.
 
@@ -185,54 +185,54 @@ class Session:
         """
         match event:
             case Order():
-                actions = self._ordered(event, now)
+                actions = self._handle_order(event, now)
             case Ack():
-                actions = self._acknowledged(event)
+                actions = self._handle_ack(event)
             case Report():
-                actions = self._finished(event, now)
-            case Happened.STOPPED:
-                actions = self._stopped()
-            case Happened.CONNECTED:
-                actions = self._all_reports(now)
-            case Happened.TICK:
-                actions = self._due_reports(now)
-            case Happened.CLOSING:
+                actions = self._handle_report(event, now)
+            case LocalEvent.STOPPED:
+                actions = self._handle_stopped()
+            case LocalEvent.CONNECTED:
+                actions = self._publish_all(now)
+            case LocalEvent.TICK:
+                actions = self._publish_due(now)
+            case LocalEvent.CLOSING:
                 actions = self._close()
         return actions + self._expire(now) + self._start()
 
-    def _ordered(self, order: Order, now: float) -> list[Action]:
+    def _handle_order(self, order: Order, now: float) -> list[Action]:
         if order.device_id != self._device_id:
             raise ProtocolError("foreign-id", f"order {order.id} is for {order.device_id}")
         if order.id in self._acked:
             return []
         if order.id in self._held:
-            return self._repeated(self._held[order.id], order, now)
+            return self._handle_repeat(self._held[order.id], order, now)
         actions = self._make_room(order, now)
-        self._held[order.id] = _Held(order, Phase.QUEUED, now + order.left_s)
-        return [*actions, Persist(order)]
+        self._held[order.id] = _OrderState(order, Phase.QUEUED, now + order.left_s)
+        return [*actions, SaveOrder(order)]
 
-    def _repeated(self, held: _Held, order: Order, now: float) -> list[Action]:
+    def _handle_repeat(self, held: _OrderState, order: Order, now: float) -> list[Action]:
         if replace(order, left_s=held.order.left_s) != held.order:
             raise ProtocolError("order-changed", f"order {order.id} came again with other contents")
         actions: list[Action] = []
         if now + order.left_s > held.due_at + LATER_S:
             held.order, held.due_at = order, now + order.left_s
-            actions.append(Persist(order))
+            actions.append(SaveOrder(order))
         return actions if held.report is None else actions + self._publish(held, now)
 
     def _make_room(self, order: Order, now: float) -> list[Action]:
-        """If full, give up the oldest report that was not requested while its order had time."""
+        """Give up the oldest report that was not requested in time, if the session is full."""
         if len(self._held) < MAX_ORDERS:
             return []
         for held in self._held.values():
             if held.phase is Phase.REPORTED and held.due_at <= now:
-                return self._discard(held, "evicted")
+                return self._remove(held, "evicted")
         raise ProtocolError("queue-full", f"order {order.id}: {MAX_ORDERS} orders are held already")
 
-    def _acknowledged(self, ack: Ack) -> list[Action]:
+    def _handle_ack(self, ack: Ack) -> list[Action]:
         if ack.device_id != self._device_id:
             raise ProtocolError("foreign-id", f"ack of {ack.order_id} is for {ack.device_id}")
-        phase = self.phase(ack.order_id)
+        phase = self.get_phase(ack.order_id)
         if phase is Phase.ACKED:
             return []
         if phase is not Phase.REPORTED:
@@ -243,34 +243,34 @@ class Session:
             del self._acked[next(iter(self._acked))]
         return [Acknowledge(ack)]
 
-    def _finished(self, report: Report, now: float) -> list[Action]:
+    def _handle_report(self, report: Report, now: float) -> list[Action]:
         held = self._held[report.order_id]
         held.phase, held.report = Phase.REPORTED, report
-        return [Keep(report), *self._publish(held, now)]
+        return [SaveReport(report), *self._publish(held, now)]
 
-    def _stopped(self) -> list[Action]:
+    def _handle_stopped(self) -> list[Action]:
         """Queue the order again: it expires there, unless its end was moved meanwhile."""
-        running = self._running()
+        running = self._find_running()
         assert running is not None
         running.phase = Phase.QUEUED
         return []
 
-    def _stop(self, held: _Held) -> list[Action]:
+    def _stop(self, held: _OrderState) -> list[Action]:
         held.phase = Phase.STOPPING
         return [Stop(held.order.id)]
 
-    def _discard(self, held: _Held, reason: str) -> list[Action]:
+    def _remove(self, held: _OrderState, reason: str) -> list[Action]:
         del self._held[held.order.id]
-        return [Discard(held.order.id, reason)]
+        return [RemoveOrder(held.order.id, reason)]
 
-    def _all_reports(self, now: float) -> list[Action]:
+    def _publish_all(self, now: float) -> list[Action]:
         return [a for held in self._held.values() if held.report is not None for a in self._publish(held, now)]
 
-    def _due_reports(self, now: float) -> list[Action]:
+    def _publish_due(self, now: float) -> list[Action]:
         due = [held for held in self._held.values() if held.report is not None and held.resend_at <= now]
         return [action for held in due for action in self._publish(held, now, slower=True)]
 
-    def _publish(self, held: _Held, now: float, *, slower: bool = False) -> list[Action]:
+    def _publish(self, held: _OrderState, now: float, *, slower: bool = False) -> list[Action]:
         assert held.report is not None
         held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S) if slower else FIRST_RESEND_S
         held.resend_at = now + held.resend_after_s
@@ -278,7 +278,7 @@ class Session:
 
     def _close(self) -> list[Action]:
         self._closing = True
-        running = self._running()
+        running = self._find_running()
         return self._stop(running) if running and running.phase is Phase.RUNNING else []
 
     def _expire(self, now: float) -> list[Action]:
@@ -287,11 +287,11 @@ class Session:
             if held.phase is Phase.RUNNING:
                 actions += self._stop(held)
             elif held.phase is Phase.QUEUED:
-                actions += self._discard(held, "expired")
+                actions += self._remove(held, "expired")
         return actions
 
     def _start(self) -> list[Action]:
-        if self._closing or self._running():
+        if self._closing or self._find_running():
             return []
         for held in self._held.values():
             if held.phase is Phase.QUEUED:
@@ -299,5 +299,5 @@ class Session:
                 return [Run(held.order)]
         return []
 
-    def _running(self) -> _Held | None:
+    def _find_running(self) -> _OrderState | None:
         return next((h for h in self._held.values() if h.phase in {Phase.RUNNING, Phase.STOPPING}), None)

@@ -13,7 +13,7 @@ from fedge.membership.credentials import Broker, Credentials, DeviceName, Federa
 from fedge.models.weights import Allow, TaskName
 from fedge.privacy.egress import RulesFile
 from fedge.settings import CODE, Duration, Seconds
-from fedge.steps.contract import Steps, known_steps
+from fedge.steps.contract import Steps, load_known_steps
 from fedge.steps.masked.mask_shares import MIN_COHORT
 from fedge.system.hardware import Processor, TrainOn
 from fedge.system.text import Heading
@@ -89,20 +89,20 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         """Whether this installation can train, and should."""
         return not self.inference_only and find_spec("torch") is not None
 
-    def spec(self) -> TaskSpec:
-        """What is learned.
+    def make_spec(self) -> TaskSpec:
+        """Read the task, which is what is learned.
 
         Raises:
             ConfigError: the task is wrong.
         """
-        from fedge.tasks import task_spec
+        from fedge.tasks import load_task
 
-        return task_spec(self.task, self.data, allow=self.allow.split(","))
+        return load_task(self.task, self.data, allow=self.allow.split(","))
 
-    def known_steps(self) -> Steps:
-        """The steps that the device can be asked.
+    def find_steps(self) -> Steps:
+        """Return the steps that the device can be asked.
 
         Raises:
             ConfigError: one named by the owner is not a step.
         """
-        return known_steps(path for path in self.steps.split(",") if path)
+        return load_known_steps(path for path in self.steps.split(",") if path)

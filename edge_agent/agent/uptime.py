@@ -10,13 +10,13 @@ from typing import Final
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-def uptime_s() -> float:
-    """Seconds since some moment of this boot, including suspended time where Linux counts it."""
+def get_uptime_s() -> float:
+    """Return the seconds since this boot, with suspended time where Linux counts it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
-def boot() -> str:
-    """Identifies this boot; readings of `uptime_s` are comparable within it. Empty: unknown."""
+def read_boot_id() -> str:
+    """Return the id of this boot, within which `get_uptime_s` is comparable, or "" if unknown."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

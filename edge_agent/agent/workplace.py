@@ -22,14 +22,14 @@ import psutil
 from msgspec import Struct
 
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.device.device import Budget, failed
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.device import Budget, make_failure
+from edge_agent.device.worker import FinishedOrder, Worker
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError
-from fedge.steps.contract import Action, Failed, Refusal, read_action, read_result, report_of
+from fedge.steps.contract import Action, Failed, Refusal, decode_action, decode_result, make_report
 from fedge.steps.training.train_dp import TrainDp, TrainedDp
 from fedge.system.child import Child, DiedError
-from fedge.system.files import BlobFolder, remove_unfinished, versions_in
+from fedge.system.files import BlobFolder, get_versions, remove_unfinished
 from fedge.system.hardware import Processor
 from fedge.system.stopping import Stop, StoppedError
 from fedge.wire.messages import BlobRef, Order, Report, Why
@@ -49,17 +49,17 @@ ATTEMPTS: Final = 2
 """Attempts at an order whose process dies: a lack of memory may pass, a network that crashes does so again."""
 
 
-def free_bytes() -> int:
-    """Memory that may still be taken: of this machine, or of this process's group (systemd's MemoryMax)."""
+def measure_free_bytes() -> int:
+    """Return the free memory in bytes, of this machine or this process's group (systemd's MemoryMax)."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, LookupError):  # no cgroup v2, or no limit
         (own,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        free = min(free, left_in(Path(f"/sys/fs/cgroup{own}")))
+        free = min(free, read_free_bytes(Path(f"/sys/fs/cgroup{own}")))
     return free
 
 
-def left_in(cgroup: Path) -> int:
-    """Bytes below the limit of a cgroup; what the kernel has cached of files and does not use counts as free.
+def read_free_bytes(cgroup: Path) -> int:
+    """Return the bytes below a cgroup's limit; unused pages that cache files count as free.
 
     Raises:
         OSError, ValueError, LookupError: it has no limit, or is none of version 2.
@@ -69,8 +69,8 @@ def left_in(cgroup: Path) -> int:
     return limit - used + int(stat["inactive_file"])
 
 
-class Done(Struct, frozen=True):
-    """The result of an order. `reason`: of a refusal, not part of the report."""
+class OrderResult(Struct, frozen=True):
+    """The result of an order; `reason`: of a refusal, not part of the report."""
 
     report: Report
     blobs: dict[str, bytes]
@@ -78,11 +78,11 @@ class Done(Struct, frozen=True):
     reason: str
 
 
-class Workplace:
-    """Carries out orders (`edge_agent.agent.carrier.Works`)."""
+class WorkerProcess:
+    """Carries out orders in a separate process (`edge_agent.agent.carrier.OrderExecutor`)."""
 
     def __init__(self, settings: AgentSettings, digest: str) -> None:
-        """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""
+        """Start no process yet; orders fail once the samples no longer have this `digest`."""
         self._bundles = settings.home / "bundles"
         self._digest = digest
         self._settings = msgspec.structs.replace(
@@ -99,7 +99,7 @@ class Workplace:
         *,
         stop: Stop,
         action: Action,
-    ) -> Finished:
+    ) -> FinishedOrder:
         """Carry out an order.
 
         Raises:
@@ -112,18 +112,18 @@ class Workplace:
             try:
                 return self._execute(order, stop, action)
             finally:
-                self._keep()
+                self._schedule_close()
 
-    def _execute(self, order: Order, stop: Stop, action: Action) -> Finished:
+    def _execute(self, order: Order, stop: Stop, action: Action) -> FinishedOrder:
         began = time.monotonic()
         for _ in range(ATTEMPTS):
             if self._child is None:
                 remove_unfinished(self._bundles)
-                self._child = Child("edge_agent.agent.workplace:carry_out", self._settings, self._digest, None)
+                self._child = Child("edge_agent.agent.workplace:run_order", self._settings, self._digest, None)
             child, self._child = self._child, None
             try:
                 child.load(stop)
-                done = child.call(self._settings, self._digest, order, returns=Done, stop=stop)
+                done = child.call(self._settings, self._digest, order, returns=OrderResult, stop=stop)
             except DiedError as error:
                 log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
                 died = error
@@ -135,18 +135,18 @@ class Workplace:
                     remove_unfinished(self._bundles)
                 raise
             self._child = child
-            result = read_result(done.report, action)
+            result = decode_result(done.report, action)
             if isinstance(result, Refusal):
                 result = msgspec.structs.replace(result, reason=done.reason)
-            return Finished(result, done.blobs, untimed_s=min(done.untimed_s, time.monotonic() - began))
+            return FinishedOrder(result, done.blobs, untimed_s=min(done.untimed_s, time.monotonic() - began))
         why = Why.MEMORY if died.status == -SIGKILL else Why.ERROR
-        return Finished(Failed(why=why, reason=f"the process that does the work ended {ATTEMPTS} times: {died}"))
+        return FinishedOrder(Failed(why=why, reason=f"the process that does the work ended {ATTEMPTS} times: {died}"))
 
-    def _keep(self) -> None:
+    def _schedule_close(self) -> None:
         """Let the process wait for the next order, or end it."""
         keep_s = self._settings.keep_worker_s
         if keep_s is None:
-            keep_s = KEEP_S if free_bytes() >= ENOUGH_BYTES else 0.0
+            keep_s = KEEP_S if measure_free_bytes() >= ENOUGH_BYTES else 0.0
         if self._child is not None and not self._child.loaded:
             keep_s = max(keep_s, LOADING_S)
         self._rest = threading.Timer(keep_s, self.close)
@@ -164,40 +164,40 @@ class Workplace:
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def carry_out(settings: AgentSettings, digest: str, order: Order | None) -> Done | None:
-    """An order, by a worker that is made once; None: only make it, which takes longer than some orders last."""
+def run_order(settings: AgentSettings, digest: str, order: Order | None) -> OrderResult | None:
+    """Carry out an order with a worker that is made once; without an order, only make the worker."""
     if order is None:
         with suppress(Exception):  # the order that comes next meets it again, and reports it
-            place = _place(settings, digest, versions_in(settings.data))
+            place = _load_worker(settings, digest, get_versions(settings.data))
             if settings.trains:
                 place.worker.network  # noqa: B018 - it is kept
         return None
     models, reading_s = BlobFolder(settings.home / "models"), 0.0
     try:
-        place = _place(settings, digest, versions_in(settings.data))
+        place = _load_worker(settings, digest, get_versions(settings.data))
         reading_s, place.untold_s = place.untold_s, 0.0
         finished = place.worker.execute(order, lambda ref: models.get(ref.digest))
         if isinstance(finished.result, TrainedDp):
-            tell_spent(settings.home, order)
-        report = report_of(order, finished.result, 0.0)
+            log_spent(settings.home, order)
+        report = make_report(order, finished.result, 0.0)
     except StoreError:
         raise
     except Exception as error:
         log.exception("event=order_failed order=%s", order.id)
-        finished = Finished(failed(error))
-        report = report_of(order, finished.result, 0.0)
+        finished = FinishedOrder(make_failure(error))
+        report = make_report(order, finished.result, 0.0)
     reason = finished.result.reason if isinstance(finished.result, Refusal) else ""
-    return Done(report, finished.blobs, reading_s + finished.untimed_s, reason)
+    return OrderResult(report, finished.blobs, reading_s + finished.untimed_s, reason)
 
 
-def tell_spent(home: Path, order: Order) -> None:
-    """Log what this home's samples have spent, in the run of an order that was carried out and in all."""
+def log_spent(home: Path, order: Order) -> None:
+    """Log the epsilon that this home's samples have spent, in this order's run and in all."""
     from edge_agent.privacy.dp_ledger import Ledger
 
-    action, ledger = read_action(order, {TrainDp.STEP: TrainDp}), Ledger(home)
+    action, ledger = decode_action(order, {TrainDp.STEP: TrainDp}), Ledger(home)
     assert isinstance(action, TrainDp)
     delta = action.privacy.delta
-    of_run, in_all = ledger.spent(delta, run=order.run), ledger.spent(delta)
+    of_run, in_all = ledger.compute_spent(delta, run=order.run), ledger.compute_spent(delta)
     log.info("event=privacy_spent round=%d epsilon=%.3f in_all=%.3f delta=%g", order.round, of_run, in_all, delta)
 
 
@@ -207,62 +207,62 @@ def require_processor(processor: Processor) -> None:
     Raises:
         ConfigError: it does not.
     """
-    from fedge.models.training import torch_device
+    from fedge.models.training import get_torch_device
 
-    torch_device(processor)
+    get_torch_device(processor)
 
 
-def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
-    """The samples of the device; without labels where it does not train.
+def load_samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
+    """Load the samples of the device, without labels where it does not train.
 
     Raises:
         ConfigError: they cannot be read.
     """
-    from fedge.tasks import DeviceData, device_data, device_inputs
+    from fedge.tasks import DeviceData, read_device_data, read_device_inputs
 
     if settings.trains:
-        return device_data(task, settings.data, seed=settings.seed)
-    return DeviceData.unlabelled(device_inputs(task, settings.data))
+        return read_device_data(task, settings.data, seed=settings.seed)
+    return DeviceData.from_inputs(read_device_inputs(task, settings.data))
 
 
 @dataclass(slots=True)
-class _Place:
-    """The worker, and how long it took to make: the part that no report has left out yet, in seconds."""
+class _LoadedWorker:
+    """The worker, and the seconds it took to make that no report has left out yet."""
 
     worker: Worker
     untold_s: float
 
 
 @lru_cache(1)
-def _place(settings: AgentSettings, digest: str, _: object) -> _Place:
-    """As `_worker`. The time counts as that of reading all samples, marked ones, too."""
+def _load_worker(settings: AgentSettings, digest: str, _: object) -> _LoadedWorker:
+    """Make the worker, as `_make_worker`; the time counts as reading all samples, with marked ones."""
     began = time.perf_counter()
-    worker = _worker(settings, digest)
-    return _Place(worker, time.perf_counter() - began)
+    worker = _make_worker(settings, digest)
+    return _LoadedWorker(worker, time.perf_counter() - began)
 
 
-def _worker(settings: AgentSettings, digest: str) -> Worker:
-    """The worker, on one core beside the agent's keep-alive; made anew when the samples change.
+def _make_worker(settings: AgentSettings, digest: str) -> Worker:
+    """Make the worker, on one core beside the agent's keep-alive; anew when the samples change.
 
     Raises:
         ConfigError: the samples cannot be read, or are no longer those of the digest.
     """
-    task = settings.spec()
-    data = samples(settings, task)
-    if data.digest() != digest:
+    task = settings.make_spec()
+    data = load_samples(settings, task)
+    if data.compute_digest() != digest:
         raise ConfigError(f"{settings.data} has changed since the agent started: start the agent again")
     processor = None
     if settings.trains:
         import torch
 
-        from fedge.models.training import torch_device
+        from fedge.models.training import get_torch_device
 
         torch.set_num_threads(1)
-        processor = torch_device(settings.train_on)
+        processor = get_torch_device(settings.train_on)
     return Worker(
         *(settings.id, task, data, settings.home),
         budget=Budget(settings.max_epsilon, settings.delta),
-        steps=settings.known_steps(),
+        steps=settings.find_steps(),
         min_cohort=settings.min_cohort,
         processor=processor,
         trains=settings.trains,

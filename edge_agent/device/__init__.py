@@ -4,6 +4,6 @@
 keeps arrays that are too large for memory. Agents and simulations use it. Begin with `device`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "device", "files")
+__getattr__ = make_getattr(__name__, "device", "files")

@@ -21,20 +21,21 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from edge_agent.device.files import Files, numbers_in
-from fedge.bundle.manifest import digest_in
-from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, failing_as
+from edge_agent.device.files import Files, list_numbers
+from fedge.bundle.manifest import compute_bundle_digest
+from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, raise_as
 from fedge.models import weights
-from fedge.steps.contract import Failed, Steps, device_half
+from fedge.steps.contract import Failed, Steps, load_device_half
 from fedge.steps.mixture.install import Installed
-from fedge.system.files import digest_of, highest_release, remove_unread
+from fedge.system.files import compute_digest, find_highest_release, remove_unread
+from fedge.system.moved import alias_members
 from fedge.system.stopping import Stop, never
 from fedge.tensors.layers import Layers
-from fedge.tensors.layout import Codec, Model, flatten, to_bytes, unflatten, views_of
+from fedge.tensors.layout import Codec, Model, flatten, to_bytes, unflatten, view_bytes
 from fedge.wire.messages import BlobRef, Order, Why
 
 if TYPE_CHECKING:
-    from edge_agent.device.room import Stored
+    from edge_agent.device.room import StoredUpdate
     from export import Mixture, Pool
     from fedge.data.task import TaskSpec
     from fedge.models.training import Network
@@ -51,7 +52,7 @@ KEPT_BUNDLES: Final = 3
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 T = TypeVar("T")
-Fetch = Callable[[BlobRef], "bytes | Unpacked"]
+Fetch = Callable[[BlobRef], "bytes | UnpackedModel"]
 """ref -> its blob; unencoded only without a real device."""
 Source = Callable[[int], bytes]
 """n -> n random bytes."""
@@ -61,19 +62,19 @@ _NOISE: Final = 78
 """Keeps a simulation's noise apart from the other uses of an order's seed."""
 
 
-def _plainly(data: bytes, codec: Codec, layout: Layout) -> Model:
+def _decode_model(data: bytes, codec: Codec, layout: Layout) -> Model:
     from fedge.tensors.codecs import decode  # needs zstandard, which an inference-only device may lack
 
     return decode(data, codec, layout)
 
 
-_decode = ContextVar("decode", default=_plainly)
+_decode = ContextVar("decode", default=_decode_model)
 
 
 @contextmanager
-def remembering(n_models: int = 8) -> Iterator[None]:
-    """Context in which the last models named by orders are cached, for simulated devices that get the same ones."""
-    before = _decode.set(lru_cache(n_models)(_plainly))  # cheap: bytes cache their hash
+def cache_models(n_models: int = 8) -> Iterator[None]:
+    """Cache the last models that orders name, for simulated devices that get the same ones."""
+    before = _decode.set(lru_cache(n_models)(_decode_model))  # cheap: bytes cache their hash
     try:
         yield
     finally:
@@ -85,10 +86,10 @@ class FailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    """A model or an update before encoding (`edge_agent.device.encoding`): read-only, what decoding its bytes gives."""
+class UnpackedModel:
+    """A model or an update before encoding (`edge_agent.device.encoding`), read-only."""
 
-    kept: Model | Stored
+    kept: Model | StoredUpdate
     layout: Layout
     norms: Norms
 
@@ -98,8 +99,8 @@ class Unpacked:
         return self.kept if isinstance(self.kept, Model) else self.kept.read()
 
 
-def as_bytes(blob: bytes | Unpacked, codec_: Codec) -> bytes:
-    """The bytes of a blob, which are encoded now if they are not yet."""
+def encode_blob(blob: bytes | UnpackedModel, codec_: Codec) -> bytes:
+    """Return the bytes of a blob, which are encoded now if they are not yet."""
     if isinstance(blob, bytes):
         return blob
     from fedge.tensors.codecs import encode
@@ -114,7 +115,7 @@ class Reported(Struct, frozen=True, kw_only=True):
     counted: bool | None
 
 
-class Kept(Struct, frozen=True, kw_only=True):
+class KeptTensors(Struct, frozen=True, kw_only=True):
     """What a training step kept: its name, the tensors, and whether they learned from D_L alone."""
 
     step: str
@@ -124,22 +125,32 @@ class Kept(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The privacy budget at `delta` that the device's owner sets for all orders; None: no limit, no accounting."""
+    """The owner's privacy budget at `delta` for all orders; `max_epsilon` None: no limit, no accounting."""
 
     max_epsilon: float | None = None
     delta: float = 1e-5
 
 
-def secret(_: Order) -> Source:
-    """Random bytes from the operating system."""
+def make_secret_source(_: Order) -> Source:
+    """Return a source of random bytes from the operating system."""
     return os.urandom
 
 
-def repeatable(order: Order) -> Source:
-    """Random bytes that anyone with the order can reproduce, for repeatable simulations."""
+def make_repeatable_source(order: Order) -> Source:
+    """Return a source of random bytes that anyone with the order can reproduce."""
     return np.random.default_rng((order.seed, _NOISE)).bytes
 
 
+@alias_members(
+    rng="make_rng",
+    model="fetch_model",
+    take_back="take_update",
+    keep="save_kept",
+    kept="load_kept",
+    overlaid="overlay_kept",
+    release="reserve_release",
+    untimed="pause_timing",
+)
 @dataclass
 class Device:
     """One device during one order.
@@ -158,7 +169,7 @@ class Device:
         stop: whether to stop, asked between batches.
         blobs: what the result refers to, by digest.
         unpacked: the same, of updates that are not encoded yet.
-        untimed_s: see `untimed`.
+        untimed_s: see `pause_timing`.
         n_updates: those that were sent in this order so far (`edge_agent.device.encoding`).
     """
 
@@ -177,15 +188,15 @@ class Device:
     _accepted: Accepted
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
-    unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    unpacked: dict[str, UnpackedModel] = field(default_factory=dict)
     untimed_s: float = 0.0
     n_updates: int = 0
     _keeps: bool = False
     _asks: bool = False
 
     @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Work on sensitive samples; its duration is not reported."""
+    def pause_timing(self) -> Iterator[None]:
+        """Leave work on sensitive samples out of the duration that is reported."""
         began = time.perf_counter()
         try:
             yield
@@ -195,23 +206,23 @@ class Device:
     @cached_property
     def network(self) -> Network:
         """The task's network, shared by all devices of a thread: do not rely on its present weights."""
-        frozen = weights.needed_on_devices(self.task)
-        if frozen is not None and not weights.has(frozen.digest):
-            weights.keep(self.fetch(frozen))
+        frozen = weights.find_device_weights(self.task)
+        if frozen is not None and not weights.has_weights(frozen.digest):
+            weights.store_weights(self.fetch(frozen))
         return self._network()
 
     @property
     def layout(self) -> Layout:
-        """Of the network."""
+        """The layout of the network."""
         return self.network.layout
 
     @property
     def seed(self) -> int:
-        """Of this order."""
+        """The seed of this order."""
         return self.order.seed
 
-    def rng(self, *stream: int) -> np.random.Generator:
-        """Random numbers of this order, separate for each stream. Stream 0 is the one without a number."""
+    def make_rng(self, *stream: int) -> np.random.Generator:
+        """Make this order's generator of random numbers for a stream; stream 0 is the one without a number."""
         return np.random.default_rng([self.seed, *stream] if stream else self.seed)
 
     @cached_property
@@ -221,7 +232,7 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------------ reports
 
-    def counted(self) -> bool | None:
+    def was_counted(self) -> bool | None:
         """Whether the coordinator accepted this step's last report; None: there was none, or no word of it came.
 
         It is accepted if it came in time and answered its order; how much its round made of it, nobody tells the
@@ -239,14 +250,14 @@ class Device:
         data = self.files.read(self._reported)
         if data is None:
             return None
-        last = decoded(data, Reported)
+        last = decode_kept(data, Reported)
         return last.counted if last.order_id == self.order.id else self._accepted(last.order_id)
 
     @property
     def _reported(self) -> str:
         return f"reported-{self.order.step}"
 
-    def note_report(self) -> None:
+    def record_report(self) -> None:
         """Remember that this order ends with a report, for a step that asks whether it counted.
 
         Raises:
@@ -259,29 +270,29 @@ class Device:
     # ------------------------------------------------------------------------------------------------------- models
 
     def fetch(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob that an order names."""
-        return as_bytes(self._fetch(ref), ref.codec)
+        """Return the bytes of a blob that an order names."""
+        return encode_blob(self._fetch(ref), ref.codec)
 
-    def model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
-        """A model of the task's network that an order names, or the part that `layout` describes; not to be changed."""
+    def fetch_model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
+        """Return a model that an order names, or the part that `layout` describes; do not change it."""
         blob, layout = self._fetch(ref), layout or self.layout
-        if isinstance(blob, Unpacked) and blob.layout == layout:
+        if isinstance(blob, UnpackedModel) and blob.layout == layout:
             return blob.model
-        return _decode.get()(as_bytes(blob, ref.codec), ref.codec, layout)
+        return _decode.get()(encode_blob(blob, ref.codec), ref.codec, layout)
 
     def send(self, data: bytes, codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Attach bytes to the result, which refers to them by the returned reference; `codec_`: of tensors."""
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_)
+        ref = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=codec_)
         self.blobs[ref.digest] = data
         return ref
 
-    def take_back(self, ref: BlobRef) -> Model:
-        """Withdraw an update of the whole network that was to be sent."""
+    def take_update(self, ref: BlobRef) -> Model:
+        """Withdraw an update of the whole network that was to be sent, and return it."""
         if (kept := self.unpacked.pop(ref.digest, None)) is not None:
             return kept.model
-        return _plainly(self.blobs.pop(ref.digest), ref.codec, self.layout)
+        return _decode_model(self.blobs.pop(ref.digest), ref.codec, self.layout)
 
-    def keep(self, layers: Layers | Tensors, *, shareable: bool = False) -> None:
+    def save_kept(self, layers: Layers | Tensors, *, shareable: bool = False) -> None:
         """Keep layers on the device, or tensors by name, for later rounds of this step and for the bundle.
 
         `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
@@ -292,17 +303,17 @@ class Device:
         if self._keeps:
             raise FailedError("a step keeps tensors once in an order: give all of them to one call of device.keep")
         self._keeps = True
-        tensors = layers.tensors() if isinstance(layers, Layers) else layers
-        kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
+        tensors = layers.get_tensors() if isinstance(layers, Layers) else layers
+        kept = KeptTensors(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
         self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
 
     def may_share_kept(self) -> bool:
-        """Whether what was kept last may leave the device, if its owner agrees."""
+        """Return whether what was kept last may leave the device, if its owner agrees."""
         data = self.files.read(PERSONAL)
-        return data is not None and decoded(data, Kept).shareable
+        return data is not None and decode_kept(data, KeptTensors).shareable
 
-    def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Layers | None:
-        """What a training step of this name kept last, up to this round or before another; None: nothing.
+    def load_kept(self, step: str, layout: Layout, *, before: int | None = None) -> Layers | None:
+        """Return what a training step kept last, up to this round or `before` another, or None.
 
         Raises:
             FailedError: another step kept it.
@@ -312,33 +323,33 @@ class Device:
         data = self.files.read(PERSONAL, before=before)
         if data is None:
             return None
-        found = decoded(data, Kept)
+        found = decode_kept(data, KeptTensors)
         if found.step != step:
             raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
-        return Layers(layout, flatten(views_of(found.tensors), layout))
+        return Layers(layout, flatten(view_bytes(found.tensors), layout))
 
-    def overlaid(self, step: str, model: Model, kept: Layers | None) -> Model:
-        """One network that predicts what `model` and what a training step kept predict together."""
-        return model if kept is None else overlay(self.steps, step, model, kept, self.layout)
+    def overlay_kept(self, step: str, model: Model, kept: Layers | None) -> Model:
+        """One network that predicts what `fetch_model` and what a training step kept predict together."""
+        return model if kept is None else overlay_tensors(self.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
     def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> Installed:
-        """Write a bundle with the next release number; returns the result of the step.
+        """Write a bundle with the next release number, and return the result of the step.
 
         It is checked against torch on unmarked validation samples alone, since a failure is reported. A repeated order
         writes the same release as before.
         """
         from export import write_bundle
 
-        release, data = self.release(), self.data
+        release, data = self.reserve_release(), self.data
         write_bundle(
             self.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
             mixture=made,
             validation=data.x_val,
-            compared=data.shared_validation[0] if data.any_sensitive else None,
+            compared=data.shared_validation[0] if data.has_sensitive else None,
             release=release,
             method=method,
             metrics=metrics,
@@ -346,13 +357,13 @@ class Device:
         prune_bundles(self.home)
         return Installed(release=release)
 
-    def release(self) -> int:
-        """The release of this order's bundle: the next one, or that of the first attempt if repeated."""
+    def reserve_release(self) -> int:
+        """Return the release of this order's bundle: the next one, or the first attempt's again."""
         with suppress(*MALFORMED):
             order_id, number = msgspec.msgpack.decode(self.files.read("release") or b"", type=tuple[str, int])
             if order_id == self.order.id:
                 return number
-        number = highest_release(self.home) + 1
+        number = find_highest_release(self.home) + 1
         self.files.write("release", msgspec.msgpack.encode((self.order.id, number)))
         return number
 
@@ -366,15 +377,15 @@ def prune_bundles(home: Path) -> None:
     slots = set()
     for slot in home.glob("slot-?"):
         with suppress(OSError):
-            slots.add(digest_in(slot))
-    for number in sorted(numbers_in(home / "bundles"))[:-KEPT_BUNDLES]:
+            slots.add(compute_bundle_digest(slot))
+    for number in sorted(list_numbers(home / "bundles"))[:-KEPT_BUNDLES]:
         folder = home / "bundles" / str(number)
         with suppress(OSError):  # in use, or damaged and worth a look by the owner
-            if digest_in(folder) not in slots:
+            if compute_bundle_digest(folder) not in slots:
                 remove_unread(folder)
 
 
-def overlay(steps: Steps, step: str, model: Model, kept: Layers, layout: Layout) -> Model:
+def overlay_tensors(steps: Steps, step: str, model: Model, kept: Layers, layout: Layout) -> Model:
     """Combine a model with what a training step kept, by the step's device half.
 
     Raises:
@@ -382,21 +393,21 @@ def overlay(steps: Steps, step: str, model: Model, kept: Layers, layout: Layout)
     """
     if step not in steps:
         raise FailedError(f"step {step} kept something here, and is not installed any more")
-    result: Model = device_half(steps[step]).overlay(model, kept, layout)
+    result: Model = load_device_half(steps[step]).overlay(model, kept, layout)
     return result
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
-    """A struct of this kind that a step kept in `Device.files`, as MessagePack.
+def decode_kept(data: bytes, kind: type[T]) -> T:
+    """Decode a struct of this kind that a step kept in `Device.files`, from MessagePack.
 
     Raises:
         DamagedError: it is damaged.
     """
-    with failing_as(DamagedError, "what was kept for later rounds cannot be read", on=msgspec.DecodeError):
+    with raise_as(DamagedError, "what was kept for later rounds cannot be read", on=msgspec.DecodeError):
         return msgspec.msgpack.decode(data, type=kind)
 
 
-def failed(error: Exception) -> Failed:
+def make_failure(error: Exception) -> Failed:
     """Map an error to a code for the coordinator; its text goes into the log."""
     match error:
         case ProtocolError(name="not-finite"):

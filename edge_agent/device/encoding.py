@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from edge_agent.device.device import Device, Unpacked, decoded
-from edge_agent.device.room import Room
+from edge_agent.device.device import Device, UnpackedModel, decode_kept
+from edge_agent.device.room import UpdateStore
 from fedge.errors import ProtocolError
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs, rounding
 from fedge.tensors.layers import cut
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 from fedge.wire.messages import BlobRef
 
-_room: ContextVar[Room | None] = ContextVar("room", default=None)
+_room: ContextVar[UpdateStore | None] = ContextVar("room", default=None)
 
 
 @contextmanager
-def in_one_process(room: Room) -> Iterator[None]:
-    """Context in which updates in the exact codec FLOAT32 stay arrays, in this room, since nobody else reads them.
+def share_memory(room: UpdateStore) -> Iterator[None]:
+    """Keep updates in the exact codec FLOAT32 as arrays, in this room: nobody else reads them.
 
     With 1.66 million weights a round of FedAvg costs 6 instead of 16 ms of processor time per device, without training;
     half of the difference is the digest.
@@ -56,40 +56,40 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
     number, device.n_updates = device.n_updates, device.n_updates + 1
     own = cut(update, device.layout, part)
     if codec_ is Codec.FLOAT32 and room is not None:
-        return _keep(device, own, part, room, number)
+        return _store_update(device, own, part, room, number)
     try:
         if codec_ is Codec.TOP:
-            data = _with_what_waited(device, own, part, number)
+            data = _encode_with_residual(device, own, part, number)
         else:
-            data = codecs.encode(unflatten(own, part), codec_, {info.name for info in part.of_kind("buffer")})
+            data = codecs.encode(unflatten(own, part), codec_, {info.name for info in part.select_kind("buffer")})
     except rounding.NotFiniteError as error:
         raise ProtocolError("not-finite", f"training diverged: {error}") from error
     return device.send(data, codec_)
 
 
-def _keep(device: Device, update: Model, part: Layout, room: Room, number: int) -> BlobRef:
+def _store_update(device: Device, update: Model, part: Layout, room: UpdateStore, number: int) -> BlobRef:
     """Attach an update that stays in the process, the order's `number`-th from 0."""
-    norms = codecs.norms_of(update)
+    norms = codecs.compute_norms(update)
     if not all(map(math.isfinite, norms)):
         raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
     for vector in (update.params, update.buffers, update.counters):
         vector.flags.writeable = False
     name = f"{device.order.id}/{number}" if number else device.order.id
-    ref = BlobRef(digest=digest_of(name.encode()), size_bytes=_float32_bytes(part), codec=Codec.FLOAT32)
-    device.unpacked[ref.digest] = Unpacked(room.keep(update), part, norms)
+    ref = BlobRef(digest=compute_digest(name.encode()), size_bytes=_count_float32_bytes(part), codec=Codec.FLOAT32)
+    device.unpacked[ref.digest] = UnpackedModel(room.store(update), part, norms)
     return ref
 
 
-class _Waiting(Struct, frozen=True, kw_only=True):
-    """What was omitted when an order began, and when it was done: float32, as bytes."""
+class _Residual(Struct, frozen=True, kw_only=True):
+    """What was omitted when an order began (`before`), and when it was done (`after`): float32 bytes."""
 
     order_id: str
     before: bytes
     after: bytes
 
 
-def _with_what_waited(device: Device, update: Model, part: Layout, number: int) -> bytes:
-    """An update in TOP plus what earlier ones omitted; what this one omits is kept (error feedback).
+def _encode_with_residual(device: Device, update: Model, part: Layout, number: int) -> bytes:
+    """Encode an update in TOP with what earlier ones omitted, and keep the rest (error feedback).
 
     `number`: of the update in its order, from 0; each number has its own leftovers.
 
@@ -98,20 +98,20 @@ def _with_what_waited(device: Device, update: Model, part: Layout, number: int) 
     """
     file = f"waits-{device.order.step}" + (f"-{number}" if number else "")
     data = device.files.read(file)
-    kept = None if data is None else decoded(data, _Waiting)
+    kept = None if data is None else decode_kept(data, _Residual)
     before = b"" if kept is None else kept.before if kept.order_id == device.order.id else kept.after
     waits = np.frombuffer(before, np.float32)
     total = update.params + (waits if waits.size == update.params.size else np.float32(0))
     tensors = unflatten(Model(total, update.buffers, update.counters), part)
-    data = codecs.encode(tensors, Codec.TOP, {info.name for info in part.of_kind("buffer")})
+    data = codecs.encode(tensors, Codec.TOP, {info.name for info in part.select_kind("buffer")})
     after = (total - codecs.decode(data, Codec.TOP, part, again=True).params).tobytes()
-    device.files.write(file, msgspec.msgpack.encode(_Waiting(order_id=device.order.id, before=before, after=after)))
+    device.files.write(file, msgspec.msgpack.encode(_Residual(order_id=device.order.id, before=before, after=after)))
     return data
 
 
 @lru_cache(maxsize=8)
-def _float32_bytes(layout: Layout) -> int:
-    """The encoded size of such tensors, which does not depend on the numbers."""
+def _count_float32_bytes(layout: Layout) -> int:
+    """Return the encoded size of such tensors, which does not depend on the numbers."""
     dtypes = {"param": np.float32, "buffer": np.float32, "counter": np.int64}
     zeros: Tensors = {info.name: np.zeros(info.shape, dtypes[info.kind]) for info in layout.tensors}
     return len(codecs.encode(zeros, Codec.FLOAT32))

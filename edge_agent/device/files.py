@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedge.errors import DamagedError, failing_as
+from fedge.errors import DamagedError, raise_as
 from fedge.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class Files:
         self._round = round_number
 
     def read(self, name: str, *, before: int | None = None) -> bytes | None:
-        """The newest file of that name up to this round, or before round `before`; None: there is none.
+        """Return the newest file of that name up to this round, or before round `before`, or None.
 
         Raises:
             StoreError: it cannot be read.
         """
         limit = self._round if before is None else before - 1
-        return newest(self._folder / name, limit)
+        return read_newest(self._folder / name, limit)
 
     def write(self, name: str, data: bytes) -> None:
         """Write this round's file durably, then delete what no order will read any more.
@@ -46,26 +46,26 @@ class Files:
         write_atomically(folder / str(self._round), data)
         for torn in folder.glob(".tmp-*"):  # left by a write that kill -9 interrupted
             torn.unlink(missing_ok=True)
-        earlier = sorted(number for number in numbers_in(folder) if number < self._round)
+        earlier = sorted(number for number in list_numbers(folder) if number < self._round)
         for number in earlier[:-1]:
             (folder / str(number)).unlink(missing_ok=True)
         for run in set(self._folder.parent.glob("*/")) - {self._folder}:
             shutil.rmtree(run, ignore_errors=True)
 
 
-def newest(folder: Path, limit: int | None = None) -> bytes | None:
-    """The file of the highest round in a folder, up to a limit; None: there is none.
+def read_newest(folder: Path, limit: int | None = None) -> bytes | None:
+    """Read the file of the highest round in a folder, up to a limit, or return None.
 
     Raises:
         StoreError: it cannot be read.
     """
-    rounds = [number for number in numbers_in(folder) if limit is None or number <= limit]
+    rounds = [number for number in list_numbers(folder) if limit is None or number <= limit]
     if not rounds:
         return None
-    with failing_as(DamagedError, f"{folder / str(max(rounds))} cannot be read"):
+    with raise_as(DamagedError, f"{folder / str(max(rounds))} cannot be read"):
         return (folder / str(max(rounds))).read_bytes()
 
 
-def numbers_in(folder: Path) -> list[int]:
-    """The numbers that name what is in a folder."""
+def list_numbers(folder: Path) -> list[int]:
+    """Return the numbers that name what is in a folder."""
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]

@@ -15,15 +15,15 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from fedge.errors import StoreError, failing_as
+from fedge.errors import StoreError, raise_as
 from fedge.tensors.layout import Model
 
 LEVEL: Final = -1
 """Of zstd, for what goes to the disk: 6.7 MB of noise take 1.3 ms and stay as large; runs of zeros vanish."""
 
 
-class Room:
-    """Keeps updates, the first `in_memory` bytes of them as they are, the others in an unnamed file in TMPDIR.
+class UpdateStore:
+    """Keeps updates, the first `in_memory` bytes in memory, the others in an unnamed file in TMPDIR.
 
     The file goes when nothing refers to its updates any more. Any thread may keep and read.
     """
@@ -33,7 +33,7 @@ class Room:
         self._end = 0
         self._lock = threading.Lock()
 
-    def keep(self, update: Model) -> Model | Stored:
+    def store(self, update: Model) -> Model | StoredUpdate:
         """Take an update to whose arrays nobody writes any more.
 
         Raises:
@@ -44,12 +44,12 @@ class Room:
                 self._left -= update.params.nbytes
                 return update
         data = zstandard.ZstdCompressor(level=LEVEL).compress(update.params.data.cast("B"))
-        with failing_as(StoreError, f"an update cannot be kept in {tempfile.gettempdir()}"):
+        with raise_as(StoreError, f"an update cannot be kept in {tempfile.gettempdir()}"):
             with self._lock:
                 file, start = self._file, self._end
                 self._end += len(data)
             file.write(data, start)
-        return Stored(file, start, len(data), update.buffers, update.counters)
+        return StoredUpdate(file, start, len(data), update.buffers, update.counters)
 
     @cached_property
     def _file(self) -> File:
@@ -64,7 +64,7 @@ class File:
         Path(name).unlink()
 
     def __del__(self) -> None:
-        """Close it: the disk has its room again."""
+        """Close the file, which frees its room on the disk."""
         os.close(self._number)
 
     def write(self, data: bytes, start: int) -> None:
@@ -75,13 +75,13 @@ class File:
             left, start = left[n:], start + n
 
     def read(self, size_bytes: int, start: int) -> bytes:
-        """What was written at a place."""
+        """Return what was written at a place."""
         return os.pread(self._number, size_bytes, start)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """An update whose parameters are in the file of a `Room`."""
+class StoredUpdate:
+    """An update whose parameters are in the file of a `UpdateStore`."""
 
     file: File
     start: int
@@ -90,7 +90,7 @@ class Stored:
     counters: NDArray[np.int64]
 
     def read(self) -> Model:
-        """The update, read-only."""
+        """Return the update, read-only."""
         data = self.file.read(self.size_bytes, self.start)
         params = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.float32)
         return Model(params, self.buffers, self.counters)

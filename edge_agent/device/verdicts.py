@@ -15,7 +15,7 @@ ACKED: Final = Path("outbox", "acked")
 
 
 class Verdict(Struct, frozen=True):
-    """How an order ended. reason: why the report was not accepted."""
+    """How an order ended; `reason`: why the report was not accepted."""
 
     order_id: str
     accepted: bool

@@ -19,15 +19,15 @@ from edge_agent.device.device import (
     Device,
     FailedError,
     Fetch,
-    Kept,
+    KeptTensors,
     Source,
-    Unpacked,
-    decoded,
-    failed,
-    overlay,
-    secret,
+    UnpackedModel,
+    decode_kept,
+    make_failure,
+    make_secret_source,
+    overlay_tensors,
 )
-from edge_agent.device.files import newest
+from edge_agent.device.files import read_newest
 from edge_agent.device.verdicts import was_accepted
 from fedge.errors import DamagedError, FedgeError, ProtocolError, StoreError
 from fedge.steps.contract import (
@@ -37,15 +37,15 @@ from fedge.steps.contract import (
     Refusal,
     Result,
     Steps,
-    body_of,
-    device_half,
-    installed_steps,
-    read_action,
-    unaccounted,
+    decode_action,
+    encode_body,
+    find_unaccounted,
+    load_device_half,
+    load_installed_steps,
 )
 from fedge.steps.masked.mask_shares import MIN_COHORT
 from fedge.system.stopping import Stop, StoppedError, never
-from fedge.wire.messages import MAX_BODY_BYTES, Order, Why, blobs_of
+from fedge.wire.messages import MAX_BODY_BYTES, Order, Why, iterate_blobs
 
 if TYPE_CHECKING:
     import torch
@@ -61,20 +61,20 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The result of an order, and what it refers to by digest. `unpacked`: only without a real device (`encoding`).
+class FinishedOrder:
+    """The result of an order and its blobs by digest; `unpacked`: only without a real device (`encoding`).
 
     `untimed_s`: the part of the duration that sensitive samples may have influenced.
     """
 
     result: Result
     blobs: dict[str, bytes] = field(default_factory=dict)
-    unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    unpacked: dict[str, UnpackedModel] = field(default_factory=dict)
     untimed_s: float = field(default=0.0, compare=False)
 
 
 class Worker:
-    """One device's work.
+    """The work of one device.
 
     Args:
         device_id: for failure messages.
@@ -108,18 +108,18 @@ class Worker:
         processor: torch.device | None = None,
         trains: bool = True,
         budget: Budget = Budget(),
-        source: Callable[[Order], Source] = secret,
+        source: Callable[[Order], Source] = make_secret_source,
     ) -> None:
         self.id = device_id
         self.task = task
-        self.data = data.of_task(task)
+        self.data = data.to_task_types(task)
         self.home = home
-        self.steps = dict(installed_steps() if steps is None else steps)
+        self.steps = dict(load_installed_steps() if steps is None else steps)
         self.min_cohort = min_cohort
         self.trains = trains
         self.budget = budget
         self.source = source
-        self.fingerprint = task.fingerprint()
+        self.fingerprint = task.compute_fingerprint()
         self.accepted: Accepted = partial(was_accepted, home)
         self._processor = processor
         self._limits = steps
@@ -127,17 +127,17 @@ class Worker:
     @property
     def network(self) -> Network:
         """The task's network, shared by all workers of a thread: do not rely on its present weights."""
-        from fedge.models.training import CPU, shared_network
+        from fedge.models.training import CPU, get_shared_network
 
-        return shared_network(self.task, self.fingerprint, self._processor or CPU)
+        return get_shared_network(self.task, self.fingerprint, self._processor or CPU)
 
     @property
     def versions(self) -> Mapping[str, int] | None:
-        """Versions of the worker's steps by name; None: any."""
+        """Versions of the worker's steps by name, or None if it takes any."""
         return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
 
-    def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
-        """What a step may use during this order."""
+    def make_device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
+        """Make what a step may use during this order."""
         return Device(
             id=self.id,
             task=self.task,
@@ -155,7 +155,7 @@ class Worker:
             stop=stop,
         )
 
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> FinishedOrder:
         """Carry out an order.
 
         `stop`: checked between batches. `action`: of the order, if already decoded.
@@ -168,30 +168,32 @@ class Worker:
             StoppedError: `stop()` was true.
             StoreError: the disk is full or broken.
         """
-        device = self.device(order, fetch, stop)
-        asked = action if action is not None else self.guarded(lambda: read_action(order, self.steps))
+        device = self.make_device(order, fetch, stop)
+        asked = action if action is not None else self.run_guarded(lambda: decode_action(order, self.steps))
         if isinstance(asked, Refusal):
-            return Finished(asked)
+            return FinishedOrder(asked)
         self.steps.setdefault(asked.STEP, type(asked))
-        if (refusal := self.refusal(asked)) is not None:
-            return Finished(refusal)
-        with self._seeded(asked, order.seed):
-            result = self.guarded(lambda: sendable(device_half(type(asked)).run(device, asked), device, asked))
-        return finished(device, result)
+        if (refusal := self.find_refusal(asked)) is not None:
+            return FinishedOrder(refusal)
+        with self._seed_dropout(asked, order.seed):
+            result = self.run_guarded(
+                lambda: require_sendable(load_device_half(type(asked)).run(device, asked), device, asked)
+            )
+        return finish_order(device, result)
 
-    def refusal(self, action: Action) -> Declined | None:
-        """Why the worker refuses this, regardless of its samples; None: it does not."""
+    def find_refusal(self, action: Action) -> Declined | None:
+        """Return why the worker refuses this, regardless of its samples, or None."""
         if action.TRAINS and not self.trains:
             return Declined(why=Why.NO_TRAINING)
-        fields = unaccounted(type(action))
+        fields = find_unaccounted(type(action))
         if fields and self.budget.max_epsilon is not None:
             name, kind = next(iter(fields.items()))
             text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"
             return Declined(why=Why.BUDGET, reason=text)
         return None
 
-    def guarded(self, work: Callable[[], R]) -> R | Failed:
-        """The result of the work, or `Failed` if the order or its blobs are unfit or a user's code raised anything.
+    def run_guarded(self, work: Callable[[], R]) -> R | Failed:
+        """Return the work's result, or `Failed` if order or blobs are unfit or a user's code raises.
 
         Foreign exceptions (from a user's network) are logged in full.
 
@@ -201,49 +203,49 @@ class Worker:
         try:
             return work()
         except DamagedError as error:
-            return failed(error)
+            return make_failure(error)
         except (StoreError, StoppedError):
             raise
         except (FedgeError, FailedError, ValueError) as error:
-            return failed(error)
+            return make_failure(error)
         except Exception as error:
             log.exception("event=work_failed device=%s", self.id)
-            return failed(error)
+            return make_failure(error)
 
-    def _seeded(self, action: Action, seed: int) -> AbstractContextManager[None]:
+    def _seed_dropout(self, action: Action, seed: int) -> AbstractContextManager[None]:
         """Seed dropout in a user's network with the order's seed."""
         if not action.TRAINS:
             return nullcontext()
-        from fedge.models.training import CPU, seeded
+        from fedge.models.training import CPU, seed_torch
 
-        return seeded(seed, self._processor or CPU)
+        return seed_torch(seed, self._processor or CPU)
 
-    def personal(self, model: Model) -> Model:
-        """The model that the device would use now: the given shared model combined with what it kept."""
+    def make_personal_model(self, model: Model) -> Model:
+        """Return the model that the device would use: the shared model with what it kept."""
         runs = sorted((self.home / "kept").glob("*/"), key=lambda run: run.stat().st_mtime_ns)
-        data = newest(runs[-1] / PERSONAL) if runs else None
+        data = read_newest(runs[-1] / PERSONAL) if runs else None
         if data is None:
             return model
-        from fedge.tensors.layers import layers_of
-        from fedge.tensors.layout import views_of
+        from fedge.tensors.layers import make_layers
+        from fedge.tensors.layout import view_bytes
 
-        kept, layout = decoded(data, Kept), self.network.layout
-        return overlay(self.steps, kept.step, model, layers_of(views_of(kept.tensors), layout), layout)
+        kept, layout = decode_kept(data, KeptTensors), self.network.layout
+        return overlay_tensors(self.steps, kept.step, model, make_layers(view_bytes(kept.tensors), layout), layout)
 
 
-def finished(device: Device, result: Result) -> Finished:
+def finish_order(device: Device, result: Result) -> FinishedOrder:
     """What an order ends with.
 
     Raises:
         StoreError: the disk is full or broken.
     """
     if not isinstance(result, Refusal):
-        device.note_report()
-    return Finished(result, device.blobs, device.unpacked, device.untimed_s)
+        device.record_report()
+    return FinishedOrder(result, device.blobs, device.unpacked, device.untimed_s)
 
 
-def sendable(result: Any, device: Device, action: Action) -> Result:
-    """The result of a step as the coordinator will read it.
+def require_sendable(result: Any, device: Device, action: Action) -> Result:
+    """Return a step's result if the coordinator can read it.
 
     Raises:
         FailedError: no report holds it, or it names tensors that were never sent.
@@ -255,7 +257,7 @@ def sendable(result: Any, device: Device, action: Action) -> Result:
     if not isinstance(result, action.RESULT):
         raise FailedError(f"step {step} returned {type(result).__name__} instead of {kind}")
     try:
-        body = body_of(result)
+        body = encode_body(result)
         msgspec.msgpack.decode(body, type=action.RESULT)
     except (TypeError, OverflowError, msgspec.ValidationError) as error:
         raise FailedError(f"step {step} returned a {kind} that no report holds: {error}") from error
@@ -267,7 +269,7 @@ def sendable(result: Any, device: Device, action: Action) -> Result:
             "parts with device.send"
         )
     sent = device.blobs.keys() | device.unpacked.keys()
-    if missing := [ref.digest for ref in blobs_of(result) if ref.digest not in sent]:
+    if missing := [ref.digest for ref in iterate_blobs(result) if ref.digest not in sent]:
         raise FailedError(
             f"step {step} returned a {kind} with tensors that it never sent ({missing[0][:8]}): take the "
             "reference that device.send or send_update returns"

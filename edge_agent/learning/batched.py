@@ -21,10 +21,10 @@ from functools import lru_cache
 
 import torch
 
-from edge_agent.device.device import Fetch, remembering
-from edge_agent.device.worker import Finished, Worker, finished
-from fedge.models.training import CPU, draws, is_small
-from fedge.steps.contract import Action, device_half
+from edge_agent.device.device import Fetch, cache_models
+from edge_agent.device.worker import FinishedOrder, Worker, finish_order
+from fedge.models.training import CPU, is_small, uses_randomness
+from fedge.steps.contract import Action, load_device_half
 from fedge.wire.messages import Order
 
 
@@ -37,73 +37,73 @@ class Job:
     action: Action
     fetch: Fetch
 
-    def alone(self) -> Finished:
-        """The worker's result."""
+    def run(self) -> FinishedOrder:
+        """Carry out the order alone, and return the worker's result."""
         return self.worker.execute(self.order, self.fetch, action=self.action)
 
 
-def one_by_one(jobs: Sequence[Job]) -> list[Finished]:
+def execute_singly(jobs: Sequence[Job]) -> list[FinishedOrder]:
     """Run each worker alone, as on its device."""
-    return [job.alone() for job in jobs]
+    return [job.run() for job in jobs]
 
 
-def execute(jobs: Sequence[Job]) -> list[Finished]:
-    """Carry out orders of different workers; results in the order of the jobs.
+def execute_jobs(jobs: Sequence[Job]) -> list[FinishedOrder]:
+    """Carry out orders of different workers, and return results in the order of the jobs.
 
     Each job uses one torch thread: the last bit of a sum depends on the number of threads.
     """
-    found: dict[int, Finished] = {}
-    with one_thread(), remembering(), torch.random.fork_rng(devices=[]):
+    found: dict[int, FinishedOrder] = {}
+    with use_one_thread(), cache_models(), torch.random.fork_rng(devices=[]):
         of_step: dict[type[Action], list[int]] = defaultdict(list)
         for number, job in enumerate(jobs):
-            if job.worker.refusal(job.action) is None:
+            if job.worker.find_refusal(job.action) is None:
                 of_step[type(job.action)].append(number)
         for step, numbers in of_step.items():
             found |= _execute_batched(step, {number: jobs[number] for number in numbers})
         for number, job in enumerate(jobs):
             if number not in found:
-                found[number] = job.alone()
+                found[number] = job.run()
     return [found[number] for number in range(len(jobs))]
 
 
-def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, Finished]:
+def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, FinishedOrder]:
     """Execute those of one step's orders that can be batched."""
-    found: dict[int, Finished] = {}
-    half = device_half(step)
+    found: dict[int, FinishedOrder] = {}
+    half = load_device_half(step)
     if hasattr(half, "many"):
-        devices = {number: job.worker.device(job.order, job.fetch) for number, job in jobs.items()}
+        devices = {number: job.worker.make_device(job.order, job.fetch) for number, job in jobs.items()}
         results = half.many(list(devices.values()), [job.action for job in jobs.values()])
         for (number, device), result in zip(devices.items(), results, strict=True):
             if result is not None:
-                found[number] = finished(device, result)
+                found[number] = finish_order(device, result)
     if getattr(half, "THREADED", False):
-        left = {n: job for n, job in jobs.items() if n not in found and _large(job.worker)}
-        found |= dict(zip(left, _in_threads(list(left.values())), strict=True))
+        left = {n: job for n, job in jobs.items() if n not in found and _needs_thread(job.worker)}
+        found |= dict(zip(left, _execute_threaded(list(left.values())), strict=True))
     return found
 
 
-def _large(worker: Worker) -> bool:
-    """Whether a separate thread pays off for a network, without changing results."""
+def _needs_thread(worker: Worker) -> bool:
+    """Return whether a separate thread pays off for a network, without changing results."""
     network = worker.network
-    return network.processor == CPU and not is_small(network) and not draws(network)
+    return network.processor == CPU and not is_small(network) and not uses_randomness(network)
 
 
-def _in_threads(jobs: Sequence[Job]) -> list[Finished]:
+def _execute_threaded(jobs: Sequence[Job]) -> list[FinishedOrder]:
     if not jobs:
         return []
-    pool = _threads(len(os.sched_getaffinity(0)))
-    return list(pool.map(lambda job, context: context.run(job.alone), jobs, [copy_context() for _ in jobs]))
+    pool = _get_threads(len(os.sched_getaffinity(0)))
+    return list(pool.map(lambda job, context: context.run(job.run), jobs, [copy_context() for _ in jobs]))
 
 
 @lru_cache(maxsize=1)
-def _threads(n: int) -> ThreadPoolExecutor:
-    """Threads kept between steps, since each of them caches a network (`shared_network`)."""
+def _get_threads(n: int) -> ThreadPoolExecutor:
+    """Return threads kept between steps, since each caches a network (`get_shared_network`)."""
     return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread, as in an agent: the order of sums, and so the last bit, depends on the number of threads."""
+def use_one_thread() -> Iterator[None]:
+    """Use one thread within, as an agent: a sum's last bit depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

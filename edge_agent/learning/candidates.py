@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from edge_agent.device.device import Device, FailedError, decoded
+from edge_agent.device.device import Device, FailedError, decode_kept
 from edge_agent.learning import mixture, private_model
-from edge_agent.learning.evaluation import logits, shared_prior
+from edge_agent.learning.evaluation import compute_logits, compute_shared_prior
 from edge_agent.learning.private_model import Samples
-from fedge.bundle.formula import Array, calibrated, raw_energies, standardised
+from fedge.bundle.formula import Array, calibrate_logits, compute_raw_energies, standardise
 from fedge.steps.mixture.fit_weights import Calibration
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model, flatten, from_bytes, to_bytes, unflatten
@@ -25,7 +25,7 @@ INITIAL: Final = "initial"
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """How the private and the local model are trained.
+    """How to train the private and the local model.
 
     `private_start`: the role of the private model's start, or "initial"; `private_steps` None: chosen by validation.
     """
@@ -35,24 +35,24 @@ class Plan(Struct, frozen=True, kw_only=True):
     local_steps: int
 
 
-class Fitted(Struct, frozen=True, kw_only=True):
+class FittedModels(Struct, frozen=True, kw_only=True):
     """The fitted models by role or "initial", how they were fitted, and the private model's number of steps."""
 
     models: dict[str, bytes]
     plan: Plan
     private_steps: int
 
-    def model(self, device: Device, name: str) -> Model:
-        """A model by its role, or "initial"."""
+    def decode_model(self, device: Device, name: str) -> Model:
+        """Return a model by its role, or "initial"."""
         return flatten(from_bytes(self.models[name]), device.layout)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The candidates, in the order of the mixture."""
+        """The roles of the candidates, in the order of the mixture."""
         return tuple(role for role in Role if role in self.models)
 
 
-def fit(
+def fit_models(
     device: Device,
     models: Mapping[str, Model],
     plan: Plan,
@@ -60,7 +60,7 @@ def fit(
     training: Samples,
     validation: Samples,
     streams: tuple[int, int],
-) -> Fitted:
+) -> FittedModels:
     """Fit private and local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
 
     `streams`: of the order's random numbers, for the two.
@@ -72,16 +72,18 @@ def fit(
             device, start, training, validation, sgd, streams[0], steps=plan.private_steps
         )
         if plan.local_steps:
-            found[Role.LOCAL] = private_model.fit(device, models[INITIAL], training, sgd, plan.local_steps, streams[1])
+            found[Role.LOCAL] = private_model.fit_model(
+                device, models[INITIAL], training, sgd, plan.local_steps, streams[1]
+            )
     packed = {name: to_bytes(unflatten(model, device.layout)) for name, model in found.items()}
-    return Fitted(models=packed, plan=plan, private_steps=private_steps)
+    return FittedModels(models=packed, plan=plan, private_steps=private_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """An order's candidates, in the order of `Role`: roles and calibrations (M), models, validation."""
 
-    fitted: Fitted
+    fitted: FittedModels
     roles: tuple[Role, ...]
     models: tuple[Model, ...]
     calibrations: tuple[Calibration, ...]
@@ -92,13 +94,13 @@ class Candidates:
     energy_std: Array
 
 
-def keep(device: Device, fitted: Fitted) -> None:
+def save_fitted(device: Device, fitted: FittedModels) -> None:
     """Store the candidates durably."""
     device.files.write(CANDIDATES, msgspec.msgpack.encode(fitted))
 
 
-def fitted_on(device: Device) -> Fitted:
-    """The candidates last stored by `keep`.
+def load_fitted(device: Device) -> FittedModels:
+    """Return the candidates last stored by `save_fitted`.
 
     Raises:
         FailedError: there are none.
@@ -107,18 +109,18 @@ def fitted_on(device: Device) -> Fitted:
     data = device.files.read(CANDIDATES)
     if data is None:
         raise FailedError("no candidates: fit_candidates was not done here")
-    return decoded(data, Fitted)
+    return decode_kept(data, FittedModels)
 
 
-def candidates(
+def make_candidates(
     device: Device,
-    fitted: Fitted,
+    fitted: FittedModels,
     samples: Samples,
     classes: Array,
     calibration: Mapping[Role, Calibration],
     pooled: Mapping[Role, float],
 ) -> Candidates:
-    """The candidates that have a calibration and a pooled weight, on some samples.
+    """Evaluate the candidates that have a calibration and a pooled weight, on some samples.
 
     `samples`: (m, *input_shape) and (m,), m >= 0. `classes`: (C,) log class shares. `pooled`: weights u.
 
@@ -129,29 +131,29 @@ def candidates(
     roles = tuple(role for role in fitted.roles if role in calibration and role in pooled)
     if not roles:
         raise FailedError(f"the order names {', '.join(pooled)}, this device has {', '.join(fitted.roles)}")
-    models = tuple(fitted.model(device, role) for role in roles)
-    found = np.stack([logits(device, model, x) for model in models])
+    models = tuple(fitted.decode_model(device, role) for role in roles)
+    found = np.stack([compute_logits(device, model, x) for model in models])
     chosen = tuple(calibration[role] for role in roles)
-    log_q = np.stack([calibrated(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
-    raw = raw_energies(found)
-    mean, std = mixture.energy_statistics(raw)
+    log_q = np.stack([calibrate_logits(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
+    raw = compute_raw_energies(found)
+    mean, std = mixture.compute_energy_statistics(raw)
     return Candidates(
         fitted=fitted,
         roles=roles,
         models=models,
         calibrations=chosen,
         log_q=log_q,
-        log_p=mixture.of_labels(log_q, y).T,
-        energies=standardised(raw, mean, std),
+        log_p=mixture.select_true_log_p(log_q, y).T,
+        energies=standardise(raw, mean, std),
         energy_mean=mean,
         energy_std=std,
     )
 
 
-def pooled_candidates(
+def make_pooled_candidates(
     device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
 ) -> Candidates:
-    """The candidates that the fleet pools, on V_L; with marked samples, shadow models fitted on D_L alone."""
-    return candidates(
-        device, fitted_on(device), device.data.shared_validation, shared_prior(device), calibration, pooled
+    """Return the pooled candidates on V_L; with marked samples, shadows fitted on D_L alone."""
+    return make_candidates(
+        device, load_fitted(device), device.data.shared_validation, compute_shared_prior(device), calibration, pooled
     )

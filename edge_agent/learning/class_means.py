@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from edge_agent.device.device import Device
 from fedge.models import network as models
-from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, padded, tensor
+from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, pad_samples, to_tensor
 
 MOST_SAMPLES: Final = CHUNK
 """Of a device, for its means: one forward pass."""
@@ -30,28 +30,30 @@ class NearClassMeans:
     @contextmanager
     def __call__(self, learns: Network | Stack, devices: Sequence[Device]) -> Iterator[Loss]:
         """Context with the loss, to which each device's means are given, as its present weights make them."""
-        drawn = [first_drawn(*device.data.shared, device.rng()) for device in devices]
-        x, y = (tensor(own, learns.processor) for own in (padded(drawn) if isinstance(learns, Stack) else drawn[0]))
+        drawn = [draw_samples(*device.data.shared, device.make_rng()) for device in devices]
+        x, y = (
+            to_tensor(own, learns.processor) for own in (pad_samples(drawn) if isinstance(learns, Stack) else drawn[0])
+        )
         with torch.inference_mode():
-            means = class_means(learns.features_of(x), y, devices[0].task.n_classes)
+            means = compute_class_means(learns.compute_present_features(x), y, devices[0].task.n_classes)
         learns.given = (means.clone(),)
         try:
-            with near_class_means(models.head_of(learns.module, learns.layout), self.weight) as loss:
+            with make_means_loss(models.get_head(learns.module, learns.layout), self.weight) as loss:
                 yield loss
         finally:
             learns.given = ()
 
 
-def first_drawn(
+def draw_samples(
     x: NDArray[np.float32], y: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The samples for a device's means: the first that training with the same random numbers would draw."""
+    """Return the samples for a device's means: the first that training by `rng` would draw."""
     chosen = rng.permutation(len(y))[:MOST_SAMPLES]
     return x[chosen], y[chosen]
 
 
-def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """Mean features (..., C, D) per class, from features (..., m, D), labels (..., m); NaN for classes without samples.
+def compute_class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
+    """Compute features (..., m, D) by class, (..., C, D), of labels (..., m); NaN without samples.
 
     Samples labelled `PADDING` are ignored. Sums are in float64, means in float32.
     """
@@ -61,14 +63,14 @@ def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
 
 
 @contextmanager
-def near_class_means(head: nn.Linear, weight: float) -> Iterator[Loss]:
-    """Context with the loss cross-entropy + weight * mean over samples and features of (feature - class mean)^2.
+def make_means_loss(head: nn.Linear, weight: float) -> Iterator[Loss]:
+    """Yield the loss cross-entropy + weight * mean over samples and features of (feature - mean)^2.
 
     The loss gets the means (C, D) along with a batch. Samples of a class without a mean add nothing to the second term.
     """
     seen: list[Tensor] = []
 
-    def loss(module: nn.Module, x: Tensor, y: Tensor, means: Tensor) -> Tensor:
+    def compute_loss(module: nn.Module, x: Tensor, y: Tensor, means: Tensor) -> Tensor:
         entropy = functional.cross_entropy(module(x), y)
         features, goals, real = seen.pop(), means[y.clamp(min=0)], (y != PADDING).unsqueeze(-1)
         away = torch.where(goals.isnan() | ~real, 0.0, features - goals)
@@ -76,6 +78,6 @@ def near_class_means(head: nn.Linear, weight: float) -> Iterator[Loss]:
 
     hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
-        yield loss
+        yield compute_loss
     finally:
         hook.remove()

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from edge_agent.device.device import Device, FailedError, failed
+from edge_agent.device.device import Device, FailedError, make_failure
 from edge_agent.device.encoding import send_update
-from edge_agent.learning.evaluation import Look, best_of, look
+from edge_agent.learning.evaluation import Evaluation, choose_best_start, evaluate_model
 from fedge.errors import ProtocolError
 from fedge.models import build, training
 from fedge.models.optimizer import Optimizer
@@ -32,19 +32,19 @@ from fedge.models.training import (
     Part,
     Stack,
     Trainer,
-    accuracies,
     can_stack,
+    compute_accuracies,
+    compute_losses_and_gradient_norms,
+    compute_mean_loss,
+    compute_mean_losses,
     cross_entropy,
-    losses_and_gradient_norms,
-    mean_loss,
-    mean_losses,
-    padded,
-    side_by_side,
+    draw_stacked_batches,
+    pad_samples,
 )
 from fedge.steps.contract import Declined, Result
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.layers import Layers, joined, pasted
+from fedge.tensors.layers import Layers, join, paste
 from fedge.tensors.layout import Layout, Model, Selector
 from fedge.wire.messages import BlobRef, Why
 
@@ -60,7 +60,7 @@ Objective = Callable[[Learns, Sequence[Device]], AbstractContextManager[Loss]]
 """(what learns, its devices) -> a context with the loss; the present weights are those of the start."""
 
 
-def plain(_: Learns, __: Sequence[Device]) -> AbstractContextManager[Loss]:
+def use_cross_entropy(_: Learns, __: Sequence[Device]) -> AbstractContextManager[Loss]:
     """The objective of most steps: mean cross-entropy."""
     return nullcontext(cross_entropy)
 
@@ -75,13 +75,13 @@ class Recipe:
     """
 
     sgd: Sgd
-    objective: Objective = plain
+    objective: Objective = use_cross_entropy
     optimizer: Callable[[Learns], Optimizer] | None = None
     head_steps: int = 0
 
-    def phases(self, n: int) -> tuple[tuple[Part, int], ...]:
+    def list_phases(self, n: int) -> tuple[tuple[Part, int], ...]:
         """What moves, and for how many steps, with n samples."""
-        steps = self.sgd.steps_for(n)
+        steps = self.sgd.count_steps(n)
         return (("head", self.head_steps), ("base", steps)) if self.head_steps else (("all", steps),)
 
 
@@ -90,12 +90,12 @@ class Learned:
     """What a device has learned.
 
     `model`: the trained model, whose change travels. `kept`: what stays, in the layout that the action's `kept` names;
-    None: nothing. `told`: further fields of the result, such as references to further uploads.
+    None: nothing. `report`: further fields of the result, such as references to further uploads.
     """
 
     model: Model
     kept: Model | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class Begun:
     keeps: Layout | None
     mine: Layers | None
 
-    def in_use(self, model: Model, kept: Layers | None) -> Model:
+    def get_model_in_use(self, model: Model, kept: Layers | None) -> Model:
         """What the device would use of them, as far as that may be told."""
         shown = kept if self.action.shareable else None
-        return self.device.overlaid(self.action.STEP, model, shown)
+        return self.device.overlay_kept(self.action.STEP, model, shown)
 
-    def kept(self, learned: Learned) -> Layers | None:
+    def get_kept(self, learned: Learned) -> Layers | None:
         """What stays now.
 
         Raises:
@@ -136,12 +136,12 @@ def train_alone(device: Device, action: Train, learn: Learn) -> Result:
     begun = begin(device, action)
     if isinstance(begun, Declined):
         return begun
-    before = look(device, begun.in_use(begun.start, begun.mine), measure=action.measure)
+    before = evaluate_model(device, begun.get_model_in_use(begun.start, begun.mine), measure=action.measure)
     learned = learn(begun.start, begun.mine)
     loss_after = None
     if action.measure:
-        device.network.load(begun.in_use(learned.model, begun.kept(learned)))
-        loss_after = mean_loss(device.network, *device.data.shared)
+        device.network.load(begun.get_model_in_use(learned.model, begun.get_kept(learned)))
+        loss_after = compute_mean_loss(device.network, *device.data.shared)
     return finish(begun, learned, before, loss_after)
 
 
@@ -149,25 +149,27 @@ def begin(device: Device, action: Train) -> Begun | Declined:
     """Find out from where the device learns. A device without samples that may be shared declines."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
-    keeps = action.kept(action.personal, device.layout)
-    mine = None if keeps is None else device.kept(action.STEP, keeps, before=device.order.round)
-    wholes = [whole(device, s.model, action.personal, mine, action.initial) for s in action.starts]
-    return Begun(device, action, *best_of(device, wholes, action.starts, action.choose), keeps, mine)
+    keeps = action.select_kept(action.personal, device.layout)
+    mine = None if keeps is None else device.load_kept(action.STEP, keeps, before=device.order.round)
+    wholes = [assemble_model(device, s.model, action.personal, mine, action.initial) for s in action.starts]
+    return Begun(device, action, *choose_best_start(device, wholes, action.starts, action.choose), keeps, mine)
 
 
-def whole(device: Device, ref: BlobRef, personal: Selector, mine: Layers | None, initial: BlobRef | None) -> Model:
+def assemble_model(
+    device: Device, ref: BlobRef, personal: Selector, mine: Layers | None, initial: BlobRef | None
+) -> Model:
     """A complete model: the received layers over the kept ones, at first over those of `initial`.
 
     Without an initial model the network's own code initialises them, and no message reveals them.
     """
     if not personal:
-        return device.model(ref)
+        return device.fetch_model(ref)
     layout = device.layout.without(personal)
-    sent = Layers(layout, device.model(ref, layout))
+    sent = Layers(layout, device.fetch_model(ref, layout))
     if mine is not None:
-        return joined([mine, sent], device.layout)
-    first = build.initial(device.task, 0)[1] if initial is None else device.model(initial)
-    return pasted(first, sent, device.layout)
+        return join([mine, sent], device.layout)
+    first = build.make_initial_model(device.task, 0)[1] if initial is None else device.fetch_model(initial)
+    return paste(first, sent, device.layout)
 
 
 def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
@@ -176,18 +178,18 @@ def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
     Raises:
         StoppedError: the first device is to stop.
     """
-    samples, rngs = [device.data.shared for device in devices], [device.rng() for device in devices]
+    samples, rngs = [device.data.shared for device in devices], [device.make_rng() for device in devices]
     stacked = isinstance(learns, Stack)
-    x, y = training.joined(samples) if stacked else samples[0]
-    drawn = side_by_side([len(own) for _, own in samples], recipe.sgd.batch_size, rngs) if stacked else rngs[0]
+    x, y = training.join_samples(samples) if stacked else samples[0]
+    drawn = draw_stacked_batches([len(own) for _, own in samples], recipe.sgd.batch_size, rngs) if stacked else rngs[0]
     with recipe.objective(learns, devices) as loss:
-        for moves, steps in recipe.phases(len(samples[0][1])):
+        for moves, steps in recipe.list_phases(len(samples[0][1])):
             optimizer = None if recipe.optimizer is None else recipe.optimizer(learns)
             trainer = Trainer(learns, x, y, recipe.sgd, drawn, loss=loss, moves=moves, optimizer=optimizer)
             trainer.run(steps, devices[0].stop)
 
 
-def finish(begun: Begun, learned: Learned, before: Look, loss_after: float | None) -> Trained:
+def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float | None) -> Trained:
     """Send the travelling part of the change, and keep what stays.
 
     `before`, `loss_after`: of the model that the device would use, or of the shared one if the former is confidential.
@@ -209,10 +211,10 @@ def finish(begun: Begun, learned: Learned, before: Look, loss_after: float | Non
         loss_after=loss_after,
         gradient_norm=before.gradient_norm,
         val_accuracy=before.accuracy,
-        **learned.told,
+        **learned.report,
     )
-    if (kept := begun.kept(learned)) is not None:
-        device.keep(kept, shareable=action.shareable)
+    if (kept := begun.get_kept(learned)) is not None:
+        device.save_kept(kept, shareable=action.shareable)
     return result
 
 
@@ -248,7 +250,7 @@ def train_together(
             continue
         if isinstance(begun, Begun) and begun.keeps is None:
             ready.append(_Ready(number, begun, recipe))
-    for group in _groups(ready):
+    for group in _iterate_groups(ready):
         try:
             results = _train_group(group)
         except Exception:  # noqa: BLE001, S112 - a user's network, or a label that it has no output for: each alone
@@ -258,12 +260,12 @@ def train_together(
     return found
 
 
-def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
+def _iterate_groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
     """Group devices that can share a stack: same network, training and measurements; similar sizes, to pad less."""
     alike: dict[tuple[str, Recipe, int, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
         device = one.begun.device
-        steps = one.recipe.sgd.steps_for(device.data.n_shared)
+        steps = one.recipe.sgd.count_steps(device.data.n_shared)
         alike[device.fingerprint, one.recipe, steps, one.begun.action.measure].append(one)
     for members in alike.values():
         first = members[0].begun
@@ -278,24 +280,24 @@ def _train_group(group: Sequence[_Ready]) -> list[Result]:
     devices, starts = [one.begun.device for one in group], [one.begun.start for one in group]
     measure = group[0].begun.action.measure
     stack = Stack(devices[0].network, starts)
-    validated = accuracies(stack, *padded([device.data.shared_validation for device in devices]))
-    looks = [Look(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
+    validated = compute_accuracies(stack, *pad_samples([device.data.shared_validation for device in devices]))
+    looks = [Evaluation(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
     losses_after: list[float | None] = [None] * len(group)
-    everything = padded([device.data.shared for device in devices]) if measure else None
+    everything = pad_samples([device.data.shared for device in devices]) if measure else None
     if everything:
-        measured = zip(looks, *losses_and_gradient_norms(stack, *everything), strict=True)
+        measured = zip(looks, *compute_losses_and_gradient_norms(stack, *everything), strict=True)
         looks = [replace(look, loss=float(loss), gradient_norm=float(norm)) for look, loss, norm in measured]
     fit(stack, devices, group[0].recipe)
     if everything:
-        losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
+        losses_after = [float(loss) for loss in compute_mean_losses(stack, *everything)]
     return [
-        _finished(one.begun, Learned(model), look, loss_after)
+        _finish(one.begun, Learned(model), look, loss_after)
         for one, model, look, loss_after in zip(group, stack.present(), looks, losses_after, strict=True)
     ]
 
 
-def _finished(begun: Begun, learned: Learned, before: Look, loss_after: float | None) -> Result:
+def _finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float | None) -> Result:
     try:
         return finish(begun, learned, before, loss_after)
     except (FailedError, ProtocolError) as error:
-        return failed(error)
+        return make_failure(error)

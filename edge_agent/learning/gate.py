@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.mixture import GATE_HIDDEN, GateWeights
-from fedge.bundle.formula import Array, Library, gate_features, mixed
-from fedge.models.training import tensor
+from fedge.bundle.formula import Array, Library, compute_gate_features, mix
+from fedge.models.training import to_tensor
 
 MIN_SAMPLES: Final = 10
 """With fewer validation samples the gate is not trained."""
@@ -54,15 +54,15 @@ def train_gate(
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
     if len(x) < MIN_SAMPLES or not rows.any():
-        return GateWeights.untrained(x.shape[1:], log_p.shape[1])
-    inputs = gate_features(x.astype(np.float64))
-    mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
-    network = _network(inputs.shape[1], log_p.shape[1], seed)
+        return GateWeights.make_untrained(x.shape[1:], log_p.shape[1])
+    inputs = compute_gate_features(x.astype(np.float64))
+    mean, scale = _compute_standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
+    network = _make_network(inputs.shape[1], log_p.shape[1], seed)
     _fit(
         network,
-        tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
-        tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
-        tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
+        to_tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
+        to_tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
+        to_tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
         decay,
         torch.tensor(experts if len(experts) > top else ()),
         top,
@@ -77,13 +77,13 @@ def train_gate(
     )
 
 
-def _standardisation(inputs: Array) -> tuple[Array, Array]:
-    """Mean and scale per input, (F,) each."""
+def _compute_standardisation(inputs: Array) -> tuple[Array, Array]:
+    """Compute mean and scale per input, (F,) each."""
     spread = inputs.std(axis=0)
     return inputs.mean(axis=0), np.maximum(spread, _SMALLEST_SPREAD * spread.mean() or 1.0)
 
 
-def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
+def _make_network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         network = nn.Sequential(nn.Linear(n_inputs, GATE_HIDDEN), nn.ReLU(), nn.Linear(GATE_HIDDEN, n_candidates))
@@ -98,15 +98,15 @@ def _fit(
     parameters = list(network.parameters())
     optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for _ in range(STEPS):
-        likelihood = mixed(log_p, _selected(scores + network(inputs), experts, top), TORCH).mean()
+        likelihood = mix(log_p, _select_top(scores + network(inputs), experts, top), TORCH).mean()
         squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
         optimiser.zero_grad()
         (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 
-def _selected(scores: Tensor, experts: Tensor, top: int) -> Tensor:
-    """Scores with -inf for the experts outside a sample's `top`, the lower index first on a tie."""
+def _select_top(scores: Tensor, experts: Tensor, top: int) -> Tensor:
+    """Set scores to -inf for experts outside a sample's `top`; the lower index is first on a tie."""
     if not len(experts):
         return scores
     order = torch.argsort(-scores[:, experts].detach(), dim=1, stable=True)

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle.calibration import grid
-from fedge.bundle.formula import Array, calibrated, log_softmax, log_weights
+from fedge.bundle.calibration import make_grid
+from fedge.bundle.formula import Array, calibrate_logits, compute_log_weights, log_softmax
 from fedge.steps.mixture.fit_weights import Calibration
 from fedge.wire.messages import Role
 
@@ -31,8 +31,8 @@ TIE: Final = 1e-9
 """Better means by more than this (section 2)."""
 
 
-def first_best(values: Sequence[float]) -> int:
-    """Index of the largest value, the first on a tie."""
+def find_best(values: Sequence[float]) -> int:
+    """Return the index of the largest value, the first on a tie."""
     best = 0
     for i, value in enumerate(values):
         if value > values[best] + TIE:
@@ -40,52 +40,56 @@ def first_best(values: Sequence[float]) -> int:
     return best
 
 
-def first_ranked(ranks: Sequence[tuple[float, float]]) -> int:
-    """Index of the best rank: the first number decides, then the second; the first on a tie."""
+def find_best_rank(ranks: Sequence[tuple[float, float]]) -> int:
+    """Return the index of the best rank, by the first number, then the second; the first on a tie."""
     best = max(first for first, _ in ranks)
-    return first_best([second if first == best else -math.inf for first, second in ranks])
+    return find_best([second if first == best else -math.inf for first, second in ranks])
 
 
 def choose_steps(log_likelihoods: Sequence[float]) -> int:
-    """Index of the checkpoint to keep: the second (40 steps), unless another is better by more than 2 nats (section 6).
+    """Return the index of the checkpoint: 1 (40 steps) unless another is 2 nats better (section 6).
 
     >>> choose_steps([-10, -9, -8, -7.5])
     1
     """
     bonus = [STEPS_MARGIN_NATS if i == BASE_CHECKPOINT else 0.0 for i in range(len(log_likelihoods))]
-    return first_best([value + extra for value, extra in zip(log_likelihoods, bonus, strict=True)])
+    return find_best([value + extra for value, extra in zip(log_likelihoods, bonus, strict=True)])
 
 
 # ------------------------------------------------------------------------------------- section 7: prior and temperature
 
 
-def log_prior(counts: NDArray[np.integer]) -> Array:
-    """Log class shares pi of class counts c, (C,): half a sample is added to each class. No counts: uniform."""
+def compute_log_prior(counts: NDArray[np.integer]) -> Array:
+    """Compute log class shares pi, (C,), with half a sample added per class; uniform without counts."""
     smoothed = np.asarray(counts, np.float64) + 0.5
     return np.asarray(np.log(smoothed / smoothed.sum()))
 
 
-def of_labels(log_p: Array, labels: NDArray[np.int64]) -> Array:
-    """Log p of the true classes, (..., n), from (..., n, C). Non-finite rows count as uniform."""
+def select_true_log_p(log_p: Array, labels: NDArray[np.int64]) -> Array:
+    """Return log p of the true classes, (..., n), from (..., n, C); a non-finite row is uniform."""
     picked = log_p[..., np.arange(len(labels)), labels]
     return np.asarray(np.where(np.isfinite(picked), picked, -math.log(log_p.shape[-1])))
 
 
-def total_loss(logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, chosen: Calibration) -> float:
-    """Sum of the cross-entropies of one candidate, (n, C) logits, in nats."""
-    return -float(of_labels(calibrated(logits, prior, chosen), labels).sum())
+def compute_total_loss(
+    logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, chosen: Calibration
+) -> float:
+    """Compute the sum of the cross-entropies of one candidate, (n, C) logits, in nats."""
+    return -float(select_true_log_p(calibrate_logits(logits, prior, chosen), labels).sum())
 
 
-def grid_losses(logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, role: Role) -> tuple[float, ...]:
-    """The sums of losses over the (T, kappa) grid of a role (section 7)."""
-    return tuple(total_loss(logits, labels, prior, chosen) for chosen in grid(role))
+def compute_grid_losses(
+    logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, role: Role
+) -> tuple[float, ...]:
+    """Compute the sums of losses over the (T, kappa) grid of a role (section 7)."""
+    return tuple(compute_total_loss(logits, labels, prior, chosen) for chosen in make_grid(role))
 
 
 # --------------------------------------------------------------------------------------------------- section 8: weights
 
 
-def spread(pooled: Mapping[Role, float], present: Sequence[Role]) -> Array:
-    """Pooled weights u of the candidates that a device has, (M,), sum 1.
+def distribute_weights(pooled: Mapping[Role, float], present: Sequence[Role]) -> Array:
+    """Return pooled weights u of the candidates that a device has, (M,), sum 1.
 
     The shares of missing candidates go to the others in proportion (section 12); if nothing is left, all are equal.
 
@@ -99,8 +103,8 @@ def spread(pooled: Mapping[Role, float], present: Sequence[Role]) -> Array:
     return shares / total if total > 0 else np.full(len(present), 1 / len(present))
 
 
-def em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
-    """Mixture weights omega, (M,): EM from u for sum_n log sum_k omega_k p_nk + a sum_k u_k log omega_k (section 8).
+def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
+    """Fit omega, (M,), by EM from u to sum_n log sum_k omega_k p_nk + a sum_k u_k log omega_k (section 8).
 
     Args:
         log_p: (n, M) log-probabilities of the true classes; n may be 0.
@@ -109,7 +113,7 @@ def em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
     """
     weights = pooled
     for _ in range(EM_STEPS if len(log_p) else 0):
-        responsibility = np.exp(log_softmax(log_weights(weights) + log_p))
+        responsibility = np.exp(log_softmax(compute_log_weights(weights) + log_p))
         weights = (responsibility.sum(axis=0) + shrinkage * pooled) / (len(log_p) + shrinkage)
     return weights
 
@@ -117,8 +121,8 @@ def em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
 # ------------------------------------------------------------------------------------------------- section 9: energy
 
 
-def energy_statistics(energies: Array) -> tuple[Array, Array]:
-    """Mean and population deviation per candidate, (M,) each, over samples with finite energy; without any, 0 and 1."""
+def compute_energy_statistics(energies: Array) -> tuple[Array, Array]:
+    """Compute mean and deviation per candidate, (M,) each, over finite energies; else 0 and 1."""
     means, deviations = np.zeros(energies.shape[1]), np.ones(energies.shape[1])
     for k, column in enumerate(energies.T):
         finite = column[np.isfinite(column)]
@@ -130,26 +134,26 @@ def energy_statistics(energies: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------------------------------------------- section 11: guard
 
 
-def representative(validation: NDArray[np.integer], training: NDArray[np.integer]) -> bool:
-    """Whether the class shares of V_i are within 0.4 of those of D_i; counts, (C,) each. Exactly 0.4 is within.
+def is_representative(validation: NDArray[np.integer], training: NDArray[np.integer]) -> bool:
+    """Return whether the class shares of V_i are within 0.4 (inclusive) of D_i's; counts, (C,) each.
 
-    >>> representative(np.array([0, 1, 4]), np.array([2, 0, 3]))
+    >>> is_representative(np.array([0, 1, 4]), np.array([2, 0, 3]))
     True
     """
     if validation.sum() == 0 or training.sum() == 0:
         return False
-    return class_distance(validation, training) <= MAX_CLASS_DISTANCE
+    return compute_class_distance(validation, training) <= MAX_CLASS_DISTANCE
 
 
-def class_distance(validation: NDArray[np.integer], training: NDArray[np.integer]) -> Fraction:
-    """Half the L1 distance between the class shares of two sets of counts, each with at least one sample; exact."""
+def compute_class_distance(validation: NDArray[np.integer], training: NDArray[np.integer]) -> Fraction:
+    """Compute half the L1 distance between the class shares of two sets of counts, exactly."""
     v, d = validation.tolist(), training.tolist()
     n, m = sum(v), sum(d)
     return Fraction(sum(abs(a * m - b * n) for a, b in zip(v, d, strict=True)), 2 * n * m)
 
 
-def guard(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]]) -> int | None:
-    """Index of the alternative that gets half of the output, or None.
+def choose_alternative(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]]) -> int | None:
+    """Return the index of the alternative that gets half of the output, or None.
 
     Pairs are (log-likelihood on V_i in nats, samples classified correctly). An alternative must beat the mixture by
     more than 5 nats and at least 2 samples; among several the most likely one wins.
@@ -159,4 +163,4 @@ def guard(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]])
         for i, (log_likelihood, correct) in enumerate(alternatives)
         if log_likelihood > mixture[0] + GUARD_MARGIN_NATS + TIE and correct >= mixture[1] + GUARD_MARGIN_SAMPLES
     ]
-    return clear[first_best([alternatives[i][0] for i in clear])] if clear else None
+    return clear[find_best([alternatives[i][0] for i in clear])] if clear else None

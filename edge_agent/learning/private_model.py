@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.device.device import Device
-from edge_agent.learning.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, log_prior, total_loss
+from edge_agent.learning.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, compute_log_prior, compute_total_loss
 from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
@@ -35,7 +35,7 @@ def fit_private(
     *,
     steps: int | None = None,
 ) -> tuple[Model, int]:
-    """Fine-tune `start` on all training samples (n >= 1); returns the chosen checkpoint and its number of steps.
+    """Fine-tune `start` on all training samples (n >= 1); return the checkpoint and its number of steps.
 
     Training stops early after two checkpoints in a row that are worse than the best before them, and without validation
     samples after 40 steps. `steps`: exactly so many, without validation. `stream`: of the order's random numbers.
@@ -43,37 +43,37 @@ def fit_private(
     if steps is None and not len(validation[1]):
         steps = CHECKPOINTS[BASE_CHECKPOINT]
     if steps is not None:
-        return fit(device, start, training, sgd, steps, stream), steps
+        return fit_model(device, start, training, sgd, steps, stream), steps
     network = device.network
     network.load(start)
-    trainer = Trainer(network, *training, sgd, device.rng(stream))
+    trainer = Trainer(network, *training, sgd, device.make_rng(stream))
     kept: list[Model] = []
     log_likelihoods: list[float] = []
     for before, after in zip((0, *CHECKPOINTS), CHECKPOINTS, strict=False):
         trainer.run(after - before, device.stop)
         kept.append(network.dump())
-        log_likelihoods.append(log_likelihood(network, kept[-1], validation))
+        log_likelihoods.append(compute_log_likelihood(network, kept[-1], validation))
         if _overfits(log_likelihoods):
             break
     chosen = choose_steps(log_likelihoods)
     return kept[chosen], CHECKPOINTS[chosen]
 
 
-def log_likelihood(network: Network, model: Model, samples: Samples) -> float:
-    """Total log-likelihood of n >= 1 samples, without prior and temperature."""
-    logits = network.logits(model, samples[0])
-    return -total_loss(logits, samples[1], log_prior(np.zeros(logits.shape[1], np.int64)), PLAIN)
+def compute_log_likelihood(network: Network, model: Model, samples: Samples) -> float:
+    """Compute the log-likelihood of n >= 1 samples, in nats, without prior and temperature."""
+    logits = network.compute_logits(model, samples[0])
+    return -compute_total_loss(logits, samples[1], compute_log_prior(np.zeros(logits.shape[1], np.int64)), PLAIN)
 
 
-def fit(device: Device, start: Model, training: Samples, sgd: Sgd, steps: int, *stream: int) -> Model:
+def fit_model(device: Device, start: Model, training: Samples, sgd: Sgd, steps: int, *stream: int) -> Model:
     """Train `start` on n >= 1 samples for some steps: the local model, and the fits with the validation samples."""
     device.network.load(start)
-    Trainer(device.network, *training, sgd, device.rng(*stream)).run(steps, device.stop)
+    Trainer(device.network, *training, sgd, device.make_rng(*stream)).run(steps, device.stop)
     return device.network.dump()
 
 
-def or_before(work: Callable[[], T], before: T) -> T:
-    """The result of training on all samples, or the previous model if that diverged, which is not reported."""
+def run_or_revert(work: Callable[[], T], before: T) -> T:
+    """Return the work's result, or `before` if training diverged, which is not reported."""
     try:
         return work()
     except ProtocolError as error:
@@ -83,8 +83,8 @@ def or_before(work: Callable[[], T], before: T) -> T:
         return before
 
 
-def mean_model(models: Sequence[Model]) -> Model:
-    """Parameters and buffers averaged, counters by maximum (section 10; scmoe_pfl.md section 14)."""
+def average_models(models: Sequence[Model]) -> Model:
+    """Average parameters and buffers, counters by maximum (section 10; scmoe_pfl.md section 14)."""
     return Model(
         params=np.stack([m.params for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
         buffers=np.stack([m.buffers for m in models]).mean(axis=0, dtype=np.float64).astype(np.float32),
@@ -93,7 +93,7 @@ def mean_model(models: Sequence[Model]) -> Model:
 
 
 def _overfits(log_likelihoods: list[float]) -> bool:
-    """Whether the last two values are worse than the best one before them."""
+    """Return whether the last two values are worse than the best one before them."""
     if len(log_likelihoods) < 3:
         return False
     best = max(log_likelihoods[:-2])

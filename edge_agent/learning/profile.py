@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.errors import ConfigError
-from fedge.models.network import listening
-from fedge.models.training import CHUNK, CPU, tensor
-from fedge.steps.divergence import divergence
+from fedge.models.network import listen_to_layers
+from fedge.models.training import CHUNK, CPU, to_tensor
+from fedge.steps.divergence import compute_divergence
 from fedge.system.files import read_lasting, write_atomically
 
 log = logging.getLogger("fedge.worker")
@@ -53,43 +53,43 @@ NOISE_FILE: Final = "profile-noise.json"
 
 @dataclass(frozen=True, slots=True)
 class SparsityProfile:
-    """`shares`: (q,) share of exact zeros per unit or channel; `halves`: D_raw of even and odd samples, or None."""
+    """`shares` (q,) of exact zeros per unit or channel, and `halves`, D_raw of even and odd samples, or None."""
 
     shares: NDArray[np.float64]
     halves: float | None
 
 
-def sparsity_profile(module: nn.Module, x: NDArray[np.float32], processor: torch.device = CPU) -> SparsityProfile:
-    """Profile of n >= 1 inputs (n, ...); the module, on `processor`, is put into evaluation mode. One forward pass.
+def measure_sparsity(module: nn.Module, x: NDArray[np.float32], processor: torch.device = CPU) -> SparsityProfile:
+    """Measure the profile of n >= 1 inputs (n, ...) in one pass; the module goes into evaluation mode.
 
     Raises:
         ConfigError: the network's last activation is not a ReLU module, or has more than 4096 units.
         ValueError: an activation is not finite.
     """
     module.eval()
-    inputs = tensor(x, processor)
+    inputs = to_tensor(x, processor)
     even, odd = 0.0, 0.0
     with torch.inference_mode():
-        layer = last_activation(module, inputs[:1])
+        layer = find_last_activation(module, inputs[:1])
         for start in range(0, len(x), CHUNK):  # CHUNK is even: a chunk's even samples are even in the whole
-            zeros = _zeros(module, layer, inputs[start : start + CHUNK])
+            zeros = _measure_zeros(module, layer, inputs[start : start + CHUNK])
             even, odd = even + zeros[::2].sum(axis=0), odd + zeros[1::2].sum(axis=0)
     n = len(x)
     if n < 2:
         return SparsityProfile(shares=np.asarray(even), halves=None)
-    halves = divergence(even / ((n + 1) // 2), odd / (n // 2))
+    halves = compute_divergence(even / ((n + 1) // 2), odd / (n // 2))
     return SparsityProfile(shares=np.asarray((even + odd) / n), halves=float(halves))
 
 
 class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The source of a device's noise; it never leaves the device."""
+    """The source of a device's noise, which never leaves the device."""
 
     seed: int
     sigma: float
 
 
 def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> SparsityProfile:
-    """S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once in the device's life and kept in `home`; without halves.
+    """Return S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once for all and kept in `home`; no halves.
 
     Fresh noise in every report could be averaged away, so the first draw holds for ever, whatever `sigma` is requested
     later. It comes from the device's own random numbers, since the coordinator knows the order's seed.
@@ -103,7 +103,7 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
         kept = Noise(seed=secrets.randbits(63), sigma=sigma)
         write_atomically(path, msgspec.json.encode(kept))
     z = kept.sigma * np.random.default_rng(kept.seed).standard_normal(len(found.shares))
-    bound = epsilon(n, len(found.shares), kept.sigma)
+    bound = compute_epsilon(n, len(found.shares), kept.sigma)
     if bound <= 1:
         log.info("event=profile_noise sigma=%g eps=%.2f delta=%g", kept.sigma, bound, DELTA)
     else:
@@ -111,25 +111,25 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
     return SparsityProfile(shares=np.clip(found.shares + z, 0.0, 1.0), halves=None)
 
 
-def epsilon(n: int, q: int, sigma: float) -> float:
-    """Eps of the Gaussian rule for one of n samples: sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma; valid for eps <= 1.
+def compute_epsilon(n: int, q: int, sigma: float) -> float:
+    """Compute sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma, eps of one of n samples, valid for eps <= 1.
 
     Example:
-        >>> round(epsilon(2000, 64, 0.05), 2), round(epsilon(30, 64, 0.05), 1)
+        >>> round(compute_epsilon(2000, 64, 0.05), 2), round(compute_epsilon(30, 64, 0.05), 1)
         (0.39, 25.8)
     """
     return math.sqrt(q) / n * math.sqrt(2 * math.log(1.25 / DELTA)) / sigma
 
 
-def last_activation(module: nn.Module, x: Tensor) -> nn.Module:
-    """The ReLU module that ran last in a forward pass.
+def find_last_activation(module: nn.Module, x: Tensor) -> nn.Module:
+    """Return the ReLU module that ran last in a forward pass.
 
     Raises:
         ConfigError: there is none, or an activation without exact zeros ran after it.
     """
     ran: list[nn.Module] = []
     layers = [m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)]
-    with listening(layers, lambda layer, *_: ran.append(layer)):
+    with listen_to_layers(layers, lambda layer, *_: ran.append(layer)):
         module(x)
     if not ran:
         raise ConfigError("a sparsity profile needs a torch.nn.ReLU module in the network")
@@ -138,16 +138,16 @@ def last_activation(module: nn.Module, x: Tensor) -> nn.Module:
     return ran[-1]
 
 
-def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64]:
-    """Share of zeros per sample and unit, (n, q)."""
+def _measure_zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64]:
+    """Measure the share of zeros per sample and unit, (n, q)."""
     seen: list[Tensor] = []
 
-    def look(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def on_output(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         if not torch.isfinite(output).all():
             raise ValueError("an activation is not finite")
         seen.append((output == 0).to(torch.float64).reshape(*output.shape[:2], -1).mean(dim=2))
 
-    with listening([layer], look):
+    with listen_to_layers([layer], on_output):
         module(x)
     shares = seen[-1].cpu().numpy()  # the last use of a module that is used several times
     if shares.shape[1] > MAX_UNITS:

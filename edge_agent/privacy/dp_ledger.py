@@ -55,7 +55,7 @@ class Ledger:
     """The ledger of one home."""
 
     def __init__(self, home: Path) -> None:
-        """Open it; a home without one has spent nothing.
+        """Open the ledger; a home without one has spent nothing.
 
         Raises:
             StoreError: it cannot be read; since the spent budget is unknown, no more is spent.
@@ -69,12 +69,12 @@ class Ledger:
                 "restore the file, or give the agent new samples and a new --home"
             ) from error
 
-    def spent(self, delta: float, *, run: str | None = None, planned: Charge | None = None) -> float:
-        """Epsilon at `delta` of all charges, of those of one run, and including a planned one."""
+    def compute_spent(self, delta: float, *, run: str | None = None, planned: Charge | None = None) -> float:
+        """Compute the epsilon at `delta` of all charges, or of one run's, with a planned one."""
         charges = [*self.charges, *((planned,) if planned else ())]
-        return epsilon_of((charge for charge in charges if run is None or charge.run == run), delta)
+        return compute_epsilon((charge for charge in charges if run is None or charge.run == run), delta)
 
-    def add(self, charge: Charge) -> None:
+    def record(self, charge: Charge) -> None:
         """Write a charge; it is on disk when this returns.
 
         Raises:
@@ -87,29 +87,29 @@ class Ledger:
 _charges = msgspec.json.Decoder(list[Charge])
 
 
-def epsilon_of(charges: Iterable[Charge], delta: float) -> float:
-    """Epsilon of successive trainings; 0 for none."""
+def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
+    """Compute the epsilon of successive trainings, 0 for none."""
     steps: Counter[Mechanism] = Counter()
     for charge in charges:
         steps[charge.mechanism] += charge.steps
     if not steps:
         return 0.0
-    total = sum(n * _of_a_step(mechanism) for mechanism, n in steps.items())
+    total = sum(n * _compute_step_rdp(mechanism) for mechanism, n in steps.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the best order being the first or last: the bound holds all the same
-        return float(_opacus().analysis.rdp.get_privacy_spent(orders=ORDERS, rdp=total, delta=delta)[0])
+        return float(_import_opacus().analysis.rdp.get_privacy_spent(orders=ORDERS, rdp=total, delta=delta)[0])
 
 
 @lru_cache(maxsize=256)
-def _of_a_step(mechanism: Mechanism) -> Any:
-    """Rényi divergence of one step, per order."""
-    return _opacus().analysis.rdp.compute_rdp(
+def _compute_step_rdp(mechanism: Mechanism) -> Any:
+    """Compute the Rényi divergence of one step, per order."""
+    return _import_opacus().analysis.rdp.compute_rdp(
         q=mechanism.sample_rate, noise_multiplier=mechanism.noise_multiplier, steps=1, orders=ORDERS
     )
 
 
-def noise_for(privacy: Privacy, sample_rate: float, steps: int) -> float:
-    """Noise over clip norm for each of `steps` steps in each of the run's participations.
+def compute_noise(privacy: Privacy, sample_rate: float, steps: int) -> float:
+    """Compute the noise over clip norm for `steps` steps in each of the run's participations.
 
     Raises:
         FailedError: no noise suffices, or Opacus is not installed.
@@ -118,12 +118,12 @@ def noise_for(privacy: Privacy, sample_rate: float, steps: int) -> float:
         return privacy.noise_multiplier
     if privacy.epsilon is None:
         raise FailedError("the order has neither an epsilon nor a noise multiplier")
-    return _noise(privacy.epsilon, privacy.delta, sample_rate, steps * privacy.participations)
+    return _find_noise(privacy.epsilon, privacy.delta, sample_rate, steps * privacy.participations)
 
 
 @lru_cache(maxsize=64)
-def _noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    utils = _opacus().utils
+def _find_noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    utils = _import_opacus().utils
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -141,8 +141,8 @@ def _noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> floa
     return float(found)
 
 
-def _opacus() -> Any:
-    """Opacus' accountants, which take a second to import.
+def _import_opacus() -> Any:
+    """Import Opacus' accountants, which take a second.
 
     Raises:
         FailedError: not installed.

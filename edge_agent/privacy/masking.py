@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Keys(Struct, frozen=True):
-    """Private keys."""
+    """The private keys of a session."""
 
     encryption: bytes
     masking: bytes
@@ -43,7 +43,7 @@ class Keys(Struct, frozen=True):
 
 
 class Shared(Struct, frozen=True):
-    """For the roster with this digest: b, and the result of the step."""
+    """The secret b shared with the roster of this digest, and the result of the step."""
 
     roster: str
     seed: bytes
@@ -51,7 +51,7 @@ class Shared(Struct, frozen=True):
 
 
 class Masked(Struct, frozen=True):
-    """The answer to the action with this digest: the result and the update. `shares`: of the action, by position.
+    """The result and the update for the action of this digest; `shares`: of the action, by position.
 
     `statement`: with whom was masked, as signed in the result.
     """
@@ -70,7 +70,7 @@ class Confirmed(Struct, frozen=True):
     summed: tuple[int, ...]
 
 
-def _delete(folder: Path) -> None:
+def _remove_session(folder: Path) -> None:
     """Delete a session, or all of a run: keys first, since what is left after a kill -9 must not sign another sum."""
     with suppress(OSError):  # then it stays whole
         for keys in folder.rglob("keys"):
@@ -87,28 +87,28 @@ class Session:
         self._run = device.home / "masking" / device.order.run
         self._folder = self._run / f"{device.order.round}.{name}"
 
-    def read(self, kind: type[T]) -> T | None:
-        """The stored value of this kind; None: nothing.
+    def load(self, kind: type[T]) -> T | None:
+        """Return the stored value of this kind, or None.
 
         Raises:
             StoreError: it cannot be read.
         """
         return read_lasting(self._folder / kind.__name__.lower(), msgspec.msgpack.Decoder(kind).decode)
 
-    def keep(self, value: Struct) -> None:
+    def save(self, value: Struct) -> None:
         """Store a value durably."""
         write_atomically(self._folder / type(value).__name__.lower(), msgspec.msgpack.encode(value))
 
-    def begin(self) -> Keys:
-        """The keys, made on the first call, which deletes earlier sessions."""
-        keys = self.read(Keys)
+    def start(self) -> Keys:
+        """Return the keys, made on the first call, which deletes earlier sessions."""
+        keys = self.load(Keys)
         if keys is None:
             over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
             for path in (*over, *(other for other in self._run.parent.glob("*") if other != self._run)):
-                _delete(path)
+                _remove_session(path)
             kinds = X25519PrivateKey, X25519PrivateKey, Ed25519PrivateKey
             keys = Keys(*(kind.generate().private_bytes_raw() for kind in kinds))
-            self.keep(keys)
+            self.save(keys)
         return keys
 
     @cached_property
@@ -133,50 +133,50 @@ class Session:
 
     @cached_property
     def _keys(self) -> Keys:
-        keys = self.read(Keys)
+        keys = self.load(Keys)
         if keys is None:
             raise FailedError("a masked sum goes on here that never began")
         return keys
 
-    def roster(self, ref: BlobRef) -> tuple[Roster, int]:
-        """The cohort and this device's position in it.
+    def fetch_roster(self, ref: BlobRef) -> tuple[Roster, int]:
+        """Fetch the cohort, and return it with this device's position.
 
         Raises:
             FailedError: the device is not in it with these keys.
             ProtocolError: not a roster.
         """
         roster = read_roster(self._device.fetch(ref))
-        own = roster.position(self._device.id)
+        own = roster.find_position(self._device.id)
         if own is None or roster.members[own].keys != self.public:
             raise FailedError("the roster does not have this device with its keys")
         return roster, own
 
-    def positions(self, ref: BlobRef, roster: Roster) -> tuple[int, ...]:
-        """Some devices of the cohort.
+    def fetch_positions(self, ref: BlobRef, roster: Roster) -> tuple[int, ...]:
+        """Fetch the positions of some devices of the cohort.
 
         Raises:
             ProtocolError: not in it.
         """
         return read_positions(self._device.fetch(ref), roster)
 
-    def shared(self, roster: Roster) -> Shared:
-        """The secrets shared for this roster.
+    def load_shared(self, roster: Roster) -> Shared:
+        """Return the secrets shared for this roster.
 
         Raises:
             FailedError: none, or for another one.
         """
-        shared = self.read(Shared)
+        shared = self.load(Shared)
         if shared is None or shared.roster != roster.digest:
             raise FailedError("no secrets were shared for this roster")
         return shared
 
     # ---------------------------------------------------------------------------------------------------------- sums
 
-    def sums(self) -> Sums:
-        """The sums of the run confirmed here."""
+    def load_sums(self) -> Sums:
+        """Return the sums of the run confirmed here."""
         return read_lasting(self._run / "sums", msgspec.msgpack.Decoder(Sums).decode) or Sums()
 
-    def note(self, devices: Iterable[str]) -> None:
+    def record_sum(self, devices: Iterable[str]) -> None:
         """Record a sum durably."""
-        if (after := (before := self.sums()).including(devices)) is not before:
+        if (after := (before := self.load_sums()).with_sum(devices)) is not before:
             write_atomically(self._run / "sums", msgspec.msgpack.encode(after))

@@ -7,9 +7,9 @@ asked to do. `public` lists what a step of one's own may use; its names are this
 
 from typing import TYPE_CHECKING
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
 if TYPE_CHECKING:
     from edge_agent.steps.public import *  # noqa: F403
 
-__getattr__ = names_of(__name__, "public", warns=False)
+__getattr__ = make_getattr(__name__, "public", warns=False)

@@ -16,9 +16,9 @@ from edge_agent.learning.frame import (
     train_alone,
     train_together,
 )
-from fedge.models.network import features_and_logits, head_of
+from fedge.models.network import compute_features_and_logits, get_head
 from fedge.models.optimizer import Momentum, Optimizer
-from fedge.models.training import Loss, Network, Trainer, batches, cross_entropy, mean_loss, tensor
+from fedge.models.training import Loss, Network, Trainer, compute_mean_loss, cross_entropy, draw_batches, to_tensor
 
 __all__ = [  # noqa: RUF022 - as one meets them
     # the device
@@ -39,11 +39,11 @@ __all__ = [  # noqa: RUF022 - as one meets them
     "Trainer",
     "Loss",
     "cross_entropy",
-    "mean_loss",
-    "batches",
-    "tensor",
+    "compute_mean_loss",
+    "draw_batches",
+    "to_tensor",
     "Optimizer",
     "Momentum",
-    "head_of",
-    "features_and_logits",
+    "get_head",
+    "compute_features_and_logits",
 ]

@@ -23,10 +23,10 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Fleet
 from coordinator.methods.method import Method
 from coordinator.methods.parts.server_optimizer import apply
-from coordinator.methods.rounds import round_done
+from coordinator.methods.rounds import finish_round
 from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Model
@@ -45,7 +45,7 @@ class FedAsyncState(ModelState, frozen=True, kw_only=True):
 
     starts: dict[str, BlobRef] = {}
     staleness: int = 0
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[AcceptedUpdate, ...] = ()
 
 
 class FedAsync(Method[FedAsyncState]):
@@ -59,8 +59,8 @@ class FedAsync(Method[FedAsyncState]):
         """Have idle devices begin, wait for one answer, step."""
         r, settings = state.round + 1, self.settings
         order = Train(starts=(Start(model=state.model),), sgd=settings.sgd, codec=settings.codec, measure=False)
-        busy = fleet.busy()
-        idle = [device.id for device in fleet.devices() if device.id not in busy and device.knows(order)]
+        busy = fleet.get_busy_devices()
+        idle = [device.id for device in fleet.get_devices() if device.id not in busy and device.knows(order)]
         starts = state.starts | dict.fromkeys(idle, state.model)
         updates: dict[str, Trained] = {}
         model, tau, seen = state.model, state.staleness, state.seen
@@ -69,10 +69,10 @@ class FedAsync(Method[FedAsyncState]):
             if isinstance(answer.result, Trained):
                 tau, updates = r - answer.round, {answer.device_id: answer.result}
                 model = self.mixed(state, fleet, start, answer.result.update, tau)
-                norms = fleet.norms(answer.result.update, state.layout)
-                seen = (*seen, Seen(norms=norms, n_samples=answer.result.n_samples))[-20:]
+                norms = fleet.get_norms(answer.result.update, state.layout)
+                seen = (*seen, AcceptedUpdate(norms=norms, n_samples=answer.result.n_samples))[-20:]
                 break
-        return round_done(state, len(idle), updates, model=model, starts=starts, staleness=tau, seen=seen)
+        return finish_round(state, len(idle), updates, model=model, starts=starts, staleness=tau, seen=seen)
 
     def mixed(self, state: FedAsyncState, fleet: Fleet, start: BlobRef, update: BlobRef, tau: int) -> BlobRef:
         """The model after an answer that is `tau` steps old; the update is W_i - start."""
@@ -85,6 +85,6 @@ class FedAsync(Method[FedAsyncState]):
         )
         return apply(state.model, step, state.layout, fleet)
 
-    def summary(self, state: FedAsyncState) -> dict[str, Any]:
+    def summarise(self, state: FedAsyncState) -> dict[str, Any]:
         """With the staleness of the last answer."""
-        return super().summary(state) | {"staleness": state.staleness}
+        return super().summarise(state) | {"staleness": state.staleness}

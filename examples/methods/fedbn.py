@@ -68,9 +68,9 @@ def write_cameras(folder: Path, n: int = 12, *, seed: int = 0, limit: int | None
 
     Camera i has contrast 1, 1/2 or 1/4 around grey, and shows a negative where i is odd.
     """
-    from fedge.tasks import pool, task_spec, write_task
+    from fedge.tasks import load_pool, load_task, write_task
 
-    digits = pool("digits", seed=seed, limit=limit)
+    digits = load_pool("digits", seed=seed, limit=limit)
     user = np.random.default_rng(seed).permutation(len(digits.y)) % n
     contrast = 0.5 ** (user // 2 % 3) * np.where(user % 2, -1.0, 1.0)
     x = 0.5 + contrast[:, None, None] * (digits.x / 16.0 - 0.5)
@@ -79,7 +79,7 @@ def write_cameras(folder: Path, n: int = 12, *, seed: int = 0, limit: int | None
     np.savez(folder / "all.npz", x=x, y=digits.y, user=user)
     for i in range(n):
         np.savez(folder / f"cam{i}.npz", x=x[user == i], y=digits.y[user == i])
-    task = task_spec("arrays", folder / "all.npz")
+    task = load_task("arrays", folder / "all.npz")
     write_task(msgspec.structs.replace(task, model="methods.fedbn:network"), folder / "task.json")
 
 

@@ -51,11 +51,11 @@ class TrainPFedMe(Train, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """K steps of SGD for each that `Train` counts."""
-        one = self.sgd.passes(self.sgd.steps_for(n_shared), n_shared)
+        one = self.sgd.count_passes(self.sgd.count_steps(n_shared), n_shared)
         return super().passes(n_shared, n_train, n_val) + (self.inner_steps - 1) * one
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
         """Theta."""
         del personal
         return layout
@@ -77,14 +77,14 @@ class PFedMe(PersonalLayers[PersonalState]):
     steps = (TrainPFedMe,)
     Options: ClassVar[type[Struct]] = PFedMeOptions
 
-    def step(self, state: PersonalState, **common: Any) -> TrainPFedMe:  # noqa: ARG002 - the same in all rounds
+    def make_step(self, state: PersonalState, **common: Any) -> TrainPFedMe:  # noqa: ARG002 - the same in all rounds
         """What a device does in a round."""
         own = {name: getattr(self.options, name) for name in ("inner_steps", "moreau_lambda", "outer_rate")}
         return TrainPFedMe(**common, **own)
 
-    def kept_by(self, state: PersonalState) -> str | None:
+    def find_kept_step(self, state: PersonalState) -> str | None:
         """Whether a bundle is made of theta."""
-        return super().kept_by(state) if self.options.bundle == "personal" else None
+        return super().find_kept_step(state) if self.options.bundle == "personal" else None
 
 
 def run(device: Device, action: TrainPFedMe) -> Result:
@@ -96,13 +96,13 @@ def run(device: Device, action: TrainPFedMe) -> Result:
 
 def learn(device: Device, action: TrainPFedMe, w: Model) -> Learned:
     """w_{i,R}, of which the change is sent, and theta_{i,R}, which is kept, from the global model w."""
-    from edge_agent.steps import Learned, Trainer, batches
+    from edge_agent.steps import Learned, Trainer, draw_batches
 
-    network, (x, y), rng = device.network, device.data.shared, device.rng()
+    network, (x, y), rng = device.network, device.data.shared, device.make_rng()
     sgd = msgspec.structs.replace(action.sgd, proximal_mu=action.moreau_lambda)
-    drawn = batches(len(y), sgd.batch_size, rng)
+    drawn = draw_batches(len(y), sgd.batch_size, rng)
     theta, params = w, w.params
-    for _ in range(sgd.steps_for(len(y))):
+    for _ in range(sgd.count_steps(len(y))):
         batch = next(drawn)
         network.load(theta)
         Trainer(network, x[batch], y[batch], sgd, rng, anchor=params).run(action.inner_steps, device.stop)  # Eq. 7

@@ -5,6 +5,6 @@
 bundles, `deploy` runs them. Begin with `manifest`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "manifest", "fedge.data.task")
+__getattr__ = make_getattr(__name__, "manifest", "fedge.data.task")

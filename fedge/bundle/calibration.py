@@ -21,10 +21,10 @@ BETAS: Final = (0.0, 0.5, 1.0)
 """beta, section 9."""
 
 
-def grid(role: Role) -> tuple[Calibration, ...]:
-    """The 16 points (T, kappa) of a role, T outermost.
+def make_grid(role: Role) -> tuple[Calibration, ...]:
+    """Return the 16 points (T, kappa) of a role, T outermost.
 
-    >>> grid(Role.PRIVATE)[4]
+    >>> make_grid(Role.PRIVATE)[4]
     Calibration(temperature=1.4, kappa=0.0)
     """
     return tuple(Calibration(temperature=t, kappa=kappa) for t in TEMPERATURES for kappa in KAPPAS[role])

@@ -19,8 +19,8 @@ OUTLIER_SHARE: Final = 0.05
 """Of samples like the validation samples, about this share is taken for outliers, half of it on either side."""
 
 
-def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
-    """F(x) = -Σ_k α_k ẽ_k(x) over the usable candidates, (n,); larger is stranger. NaN if no candidate is usable."""
+def compute_free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
+    """Return F(x) = -Σ_k α_k ẽ_k(x), (n,), larger is stranger; NaN where no candidate is usable."""
     usable = np.isfinite(energies)
     share = np.where(usable, weights, 0.0).astype(np.float64)
     total = share.sum(axis=1)
@@ -29,22 +29,22 @@ def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
     return free
 
 
-def gate_entropy(weights: Floats) -> NDArray[np.float64]:
-    """H(x) = -Σ_k α_k log α_k, (n,), nats in [0, log M]; 0 if one candidate decides alone."""
+def compute_gate_entropy(weights: Floats) -> NDArray[np.float64]:
+    """Return H(x) = -Σ_k α_k log α_k, (n,), in nats, 0 (one candidate alone) to log M."""
     share = np.asarray(weights, np.float64)
     entropy: NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
     return np.maximum(entropy, 0.0)  # a weight may be rounded above 1
 
 
-def reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
-    """A bundle's reference from its outputs on validation samples; None with fewer than 2 usable ones.
+def compute_reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
+    """Return a bundle's reference from validation outputs, or None with fewer than 2 usable ones.
 
     Also returns the bounds of a normal free energy. Both are order statistics of the n samples, the k-th from either
     end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): another sample of this kind is outside with probability 2k
     / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). This assumes no shape of the
     distribution; standard deviations would not work, since the graph clips energies.
     """
-    free, entropy = free_energy(weights, energies), gate_entropy(weights)
+    free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
     kept = np.isfinite(free)
     free, entropy = free[kept], entropy[kept]
     if len(free) < 2:

@@ -1,7 +1,7 @@
 """The mixture's formula in numpy, in the precision of its numbers (fedge.md sections 7, 9, 11).
 
 Symbols as in the specification: M candidates, C classes, n samples. Runtimes compute in float32, a device's fit and the
-check of a bundle in float64. `mixed` is also the loss that the gate is trained by, in torch
+check of a bundle in float64. `mix` is also the loss that the gate is trained by, in torch
 (`edge_agent.learning.gate`); `export.graph` is the same as a graph. tests/fedge/bundle/test_formula.py holds them
 together. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies that are neither standardised nor clipped, it is
 SCMoE-PFL's gate (scmoe_pfl.md section 11).
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.task import gate_pool
+from fedge.data.task import choose_gate_pool
 
 if TYPE_CHECKING:
     from fedge.steps.mixture.fit_weights import Calibration
@@ -53,25 +53,25 @@ _NAN: Final = np.float32(np.nan)
 
 
 def softmax(scores: Floats, temperature: float = 1.0) -> Array:
-    """Of scores / temperature along the last axis, the largest subtracted first."""
+    """Return the softmax of scores / temperature along the last axis, largest subtracted first."""
     exponents = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
     return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
 
 
 def log_softmax(scores: Array) -> Array:
-    """Along the last axis, the largest subtracted first."""
+    """Return the log-softmax along the last axis, with the largest subtracted first."""
     shifted = scores - scores.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 class Addable(Protocol):
-    """An array of numpy or torch."""
+    """An array of numpy or torch, as the formula needs it."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
 
 class Library(NamedTuple, Generic[A]):
-    """What the formula needs of numpy or torch, along the last axis."""
+    """The operations of numpy or torch along the last axis that the formula needs."""
 
     log_softmax: Callable[[A], A]
     logsumexp: Callable[[A], A]
@@ -80,35 +80,35 @@ class Library(NamedTuple, Generic[A]):
 NUMPY: Final[Library[Array]] = Library(log_softmax, lambda terms: np.asarray(np.logaddexp.reduce(terms, axis=-1)))
 
 
-def mixed(log_q: A, scores: A, library: Library[A]) -> A:
-    """Log p = log sum_k alpha_k exp q_k with alpha = softmax(s), along the last axis, (..., M) (fedge.md section 9)."""
+def mix(log_q: A, scores: A, library: Library[A]) -> A:
+    """Return log p = log sum_k alpha_k exp q_k, alpha = softmax(s), last axis, (..., M) (fedge.md section 9)."""
     return library.logsumexp(library.log_softmax(scores) + log_q)
 
 
-def calibrated(logits: Floats, prior: Array, by: Calibration) -> Array:
-    """Log-probabilities q = log-softmax(l / T + kappa * pi) along the last axis; NaN where a logit is not finite."""
+def calibrate_logits(logits: Floats, prior: Array, by: Calibration) -> Array:
+    """Return q = log-softmax(l / T + kappa * pi) along the last axis; NaN where l is not finite."""
     with np.errstate(invalid="ignore"):
         return log_softmax(np.asarray(logits, np.float64) / by.temperature + by.kappa * prior)
 
 
-def raw_energies(logits: Floats) -> Array:
-    """logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
+def compute_raw_energies(logits: Floats) -> Array:
+    """Return logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.logaddexp.reduce(np.asarray(logits, np.float64), axis=2).T)
 
 
-def standardised(energies: Array, mean: Array, std: Array) -> Array:
-    """Standardised energies, (n, M), between -3 and 3."""
+def standardise(energies: Array, mean: Array, std: Array) -> Array:
+    """Return standardised energies, (n, M), clipped to -3 to 3."""
     return np.asarray(np.clip((energies - mean) / np.maximum(std, MIN_ENERGY_STD), -ENERGY_CLIP, ENERGY_CLIP))
 
 
-def log_weights(weights: Array) -> Array:
-    """Log omega, (M,), finite for a weight of 0, too."""
+def compute_log_weights(weights: Array) -> Array:
+    """Return log omega, (M,), which is finite for a weight of 0, too."""
     return np.log(weights, out=np.full(np.shape(weights), ZERO_WEIGHT), where=weights > 0)
 
 
-def log_mixture(log_q: Array, scores: Array) -> Array:
-    """`mixed` for all classes, (n, C).
+def compute_log_mixture(log_q: Array, scores: Array) -> Array:
+    """Return `mix` for all classes, (n, C).
 
     Args:
         log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample is dropped there. None
@@ -119,13 +119,13 @@ def log_mixture(log_q: Array, scores: Array) -> Array:
     some = np.asarray(usable.any(axis=1))
     clean = np.where(usable[:, None], np.moveaxis(log_q, 0, -1), 0.0)
     log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
-    log_p[some] = mixed(clean[some], np.where(usable, scores, -np.inf)[some, None], NUMPY)
+    log_p[some] = mix(clean[some], np.where(usable, scores, -np.inf)[some, None], NUMPY)
     return log_p
 
 
-def gate_features(x: NDArray[F]) -> NDArray[F]:
-    """The gate's inputs (n, F) of model inputs (n, *input_shape): means over complete windows (`gate_pool`), flat."""
-    rows, columns = gate_pool(x.shape[1:])
+def compute_gate_features(x: NDArray[F]) -> NDArray[F]:
+    """Return the gate's inputs (n, F): flat means of inputs over complete windows (`choose_gate_pool`)."""
+    rows, columns = choose_gate_pool(x.shape[1:])
     if (rows, columns) != (1, 1):
         n, channels, height, width = x.shape
         down, across = height // rows, width // columns
@@ -135,9 +135,9 @@ def gate_features(x: NDArray[F]) -> NDArray[F]:
     return x.reshape(len(x), -1)
 
 
-def n_gate_features(input_shape: tuple[int, ...]) -> int:
-    """F, the number of the gate's inputs."""
-    return gate_features(np.zeros((1, *input_shape))).size
+def count_gate_features(input_shape: tuple[int, ...]) -> int:
+    """Return F, the number of the gate's inputs."""
+    return compute_gate_features(np.zeros((1, *input_shape))).size
 
 
 # ------------------------------------------------------------------------------------------------ all of it at once
@@ -153,7 +153,7 @@ class Formula:
     κ_k π) unless they are the same, and one for the guard if it has a share.
 
     Attributes:
-        hidden: (F, H) of the gate, two layers over `gate_features`, which gives r + log ω.
+        hidden: (F, H) of the gate, two layers over `compute_gate_features`, which gives r + log ω.
         hidden_bias: (H,).
         out: (H, M).
         out_bias: (M,).
@@ -191,8 +191,8 @@ class Formula:
     tame: np.floating
 
 
-def prepared(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
-    """The formula in the precision of its numbers; see `Formula` for the rest."""
+def prepare_formula(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
+    """Return the formula in the precision of its numbers; see `Formula` for the rest."""
     n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
     rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
     scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
@@ -224,13 +224,13 @@ def prepared(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
     )
 
 
-def guarding(how: Formula) -> int:
-    """The guard's candidate; -1: there is no guard."""
+def find_guard(how: Formula) -> int:
+    """Return the guard's candidate, or -1 if there is no guard."""
     return how.rows[-1] if how.guard else -1
 
 
-def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
-    """The changes that a flat prior makes to a gate's part: gate scores 0 and no class prior.
+def flatten_prior(numbers: Numbers) -> dict[str, NDArray[Any]]:
+    """Return what a flat prior changes in a gate's part: gate scores 0 and no class prior.
 
     Candidates of weight 0 keep it.
     """
@@ -242,17 +242,17 @@ def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
     return changed | ({"prior": np.zeros_like(numbers["prior"])} if "prior" in numbers else {})
 
 
-def gate_scores(how: Formula, x: Floats) -> Floats:
-    """Scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
-    hidden = gate_features(x) @ how.hidden
+def compute_gate_scores(how: Formula, x: Floats) -> Floats:
+    """Return the scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
+    hidden = compute_gate_features(x) @ how.hidden
     hidden += how.hidden_bias
     scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ how.out
     scores += how.out_bias
     return scores
 
 
-def counted_energy(how: Formula, k: int, logits: Floats) -> float:
-    """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
+def compute_counted_energy(how: Formula, k: int, logits: Floats) -> float:
+    """Return β clip(ẽ) of candidate k for one sample's logits (C,); NaN if one is not finite."""
     values: list[float] = logits.tolist()  # for one sample numpy is not faster
     largest = max(values)
     if not math.isfinite(sum(values)):
@@ -262,29 +262,29 @@ def counted_energy(how: Formula, k: int, logits: Floats) -> float:
     return min(max(energy, float(how.low)), float(how.high)) * float(how.beta)
 
 
-def counted(how: Formula, energy: Floats) -> Floats:
-    """The part of standardised energies (..., M) that counts: β clip(ẽ)."""
+def clip_energies(how: Formula, energy: Floats) -> Floats:
+    """Return the part of standardised energies (..., M) that counts, β clip(ẽ)."""
     clipped: Floats = np.minimum(np.maximum(energy, how.low), how.high)
     clipped *= how.beta
     return clipped
 
 
 def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
-    """Probabilities (n, C), weights (n, M) and energies (n, M) of M logits (n, C) and `gate_scores` (n, M)."""
+    """Return probabilities (n, C), weights and energies (n, M) of M logits (n, C) and `compute_gate_scores` (n, M)."""
     z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
     if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
-        return _fused(how, z, gate, tame=True)
+        return _fuse(how, z, gate, tame=True)
     with np.errstate(all="ignore"):  # non-finite values are dropped
-        return _fused(how, z, gate, tame=False)
+        return _fuse(how, z, gate, tame=False)
 
 
-def _fused(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
-    """See `fuse`; `z`: (n, R, C) the logits of each row, which are overwritten."""
+def _fuse(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
+    """Fuse as `fuse` does; `z` (n, R, C), the logits of each row, is overwritten."""
     m, usable = gate.shape[1], None
     z *= how.scale
     z += how.prior
     if not tame:
-        usable = _usable(z[:, :m], gate)
+        usable = _find_usable(z[:, :m], gate)
         z = np.where(usable[:, how.rows, None], z, _ZERO)
         largest = np.maximum.reduce(z, axis=2)
         z -= largest[:, :, None]
@@ -295,34 +295,34 @@ def _fused(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]
         energy += largest[:, :m]
     energy -= how.mean
     energy *= how.inverse_std
-    score = counted(how, energy)
+    score = clip_energies(how, energy)
     score += gate
     if usable is not None:
         score = np.where(usable, score, LOWEST)
         energy = np.where(usable, energy, _NAN)
     if len(how.experts) > how.top:
-        _drop(score, how.experts, how.top)
+        _drop_experts(score, how.experts, how.top)
     score -= np.maximum.reduce(score, axis=1, keepdims=True)
     alpha = np.exp(score, out=score)
     alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
     weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
-    return [_mixed(how, z, total, alpha, usable), weights, energy]
+    return [_mix(how, z, total, alpha, usable), weights, energy]
 
 
-def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
-    """(n, M) whether all logits and the score of a candidate are finite."""
+def _find_usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
+    """Return (n, M) whether all logits and the score of a candidate are finite."""
     finite: NDArray[np.bool_] = np.isfinite(np.abs(z).sum(axis=2) + gate)
     return finite
 
 
-def _drop(score: Floats, experts: NDArray[np.int64], top: int) -> None:
+def _drop_experts(score: Floats, experts: NDArray[np.int64], top: int) -> None:
     """Give each sample's experts outside the `top` best the score of a dropped candidate, in place."""
     others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
     score[np.arange(len(score))[:, None], experts[others]] = LOWEST
 
 
-def _mixed(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
-    """The output p = (1 − g) Σ α_k exp q_k + g exp q_guard, with exp q the rows of `z` by their `total`."""
+def _mix(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
+    """Return p = (1 − g) Σ α_k exp q_k + g exp q_guard; exp q: the rows of `z` by their `total`."""
     first, last = how.mixed, how.mixed + alpha.shape[1]
     p = np.add.reduce(z[:, first:last] * (alpha / total[:, first:last])[:, :, None], axis=1)
     if not how.guard:

@@ -20,8 +20,8 @@ SUBGRAPH, SUBGRAPHS = 6, 11  # of AttributeProto
 MAX_VARINT_BYTES: Final = 10
 
 
-def unbounded(model: memoryview) -> str:
-    """Why a graph may never end, or "".
+def explain_unbounded(model: memoryview) -> str:
+    """Return why a graph may never end, or "".
 
     Loops need a subgraph (Loop, Scan; also If), and a function may hide one. Our own graphs have neither: each of their
     nodes runs once.
@@ -29,44 +29,46 @@ def unbounded(model: memoryview) -> str:
     Raises:
         ValueError: not a serialised message.
     """
-    for number, value in _fields(model):
+    for number, value in _iterate_fields(model):
         if number == FUNCTIONS:
             return "it has functions of its own"
         if number == GRAPH:
-            for of_graph, node in _fields(value):
+            for of_graph, node in _iterate_fields(value):
                 if of_graph == NODE and _has_subgraph(node):
-                    return f"its node {_op_type(node)} has a graph of its own"
+                    return f"its node {_read_op_type(node)} has a graph of its own"
     return ""
 
 
-def largest_int8(model: memoryview) -> int:
-    """The largest magnitude among the int8 numbers that a graph includes (0 to 128), or 0 if it has none.
+def find_largest_int8(model: memoryview) -> int:
+    """Return the largest magnitude among the int8 numbers in a graph (0 to 128), or 0 without any.
 
     Raises:
         ValueError: the model is not a serialised message.
     """
     largest = 0
-    for number, graph in _fields(model):
-        for of_graph, tensor in _fields(graph) if number == GRAPH else ():
+    for number, graph in _iterate_fields(model):
+        for of_graph, tensor in _iterate_fields(graph) if number == GRAPH else ():
             if of_graph == INITIALIZER:
-                largest = max(largest, _largest_int8(tensor))
+                largest = max(largest, _find_largest_int8(tensor))
     return largest
 
 
-def _largest_int8(tensor: memoryview) -> int:
-    fields = list(_fields(tensor))
-    if not any(number == DATA_TYPE and _varint(value, 0)[0] == INT8 for number, value in fields):
+def _find_largest_int8(tensor: memoryview) -> int:
+    fields = list(_iterate_fields(tensor))
+    if not any(number == DATA_TYPE and _decode_varint(value, 0)[0] == INT8 for number, value in fields):
         return 0
     values = [np.frombuffer(value, np.int8).astype(np.int64) for number, value in fields if number == RAW_DATA]
-    values += [np.array(_varints(value), np.uint64).view(np.int64) for number, value in fields if number == INT32_DATA]
+    values += [
+        np.array(_decode_varints(value), np.uint64).view(np.int64) for number, value in fields if number == INT32_DATA
+    ]
     return max((int(np.abs(some).max(initial=0)) for some in values), default=0)
 
 
-def _varints(numbers: memoryview) -> list[int]:
-    """The numbers of a packed field."""
+def _decode_varints(numbers: memoryview) -> list[int]:
+    """Return the numbers of a packed field."""
     values, at = [], 0
     while at < len(numbers):
-        value, at = _varint(numbers, at)
+        value, at = _decode_varint(numbers, at)
         values.append(value & 0xFFFF_FFFF_FFFF_FFFF)
     return values
 
@@ -74,30 +76,30 @@ def _varints(numbers: memoryview) -> list[int]:
 def _has_subgraph(node: memoryview) -> bool:
     return any(
         inner in {SUBGRAPH, SUBGRAPHS}
-        for number, attribute in _fields(node)
+        for number, attribute in _iterate_fields(node)
         if number == ATTRIBUTE
-        for inner, _ in _fields(attribute)
+        for inner, _ in _iterate_fields(attribute)
     )
 
 
-def _op_type(node: memoryview) -> str:
+def _read_op_type(node: memoryview) -> str:
     return next(
-        (bytes(value).decode(errors="replace")[:50] for number, value in _fields(node) if number == OP_TYPE), ""
+        (bytes(value).decode(errors="replace")[:50] for number, value in _iterate_fields(node) if number == OP_TYPE), ""
     )
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and bytes of each field; a varint's bytes are the varint itself."""
+def _iterate_fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and bytes of each field; a varint's bytes are the varint itself."""
     at = 0
     while at < len(message):
-        key, at = _varint(message, at)
+        key, at = _decode_varint(message, at)
         match key & 7:
             case 0:
-                start, end = at, _varint(message, at)[1]
+                start, end = at, _decode_varint(message, at)[1]
             case 1:
                 start, end = at, at + 8
             case 2:
-                length, start = _varint(message, at)
+                length, start = _decode_varint(message, at)
                 end = start + length
             case 5:
                 start, end = at, at + 4
@@ -109,8 +111,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
         at = end
 
 
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number, and the position after it."""
+def _decode_varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Return a number, and the position after it."""
     value = 0
     for i, byte in enumerate(message[at : at + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * i)

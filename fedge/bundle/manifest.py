@@ -10,11 +10,11 @@ A bundle is a folder with
 
 The skeleton is the same for all devices with the same architecture and number of candidates, so it cannot name files by
 content: it names *slots*. Slot names are as long as file names, so the reader inserts file names into the serialised
-graph by replacing bytes (`with_parts`), and a new expert is one new file.
+graph by replacing bytes (`insert_file_names`), and a new expert is one new file.
 
-`read` verifies every byte against the manifest before anything else sees it, in this order: the manifest (schema,
-version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header that
-describes exactly its data). It does not check the manifest's origin: a release's manifest is a signed target
+`read_bundle` verifies every byte against the manifest before anything else sees it, in this order: the manifest
+(schema, version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header
+that describes exactly its data). It does not check the manifest's origin: a release's manifest is a signed target
 (`deploy.updates.trust`); a folder on the device is as trustworthy as those who can write to it.
 """
 
@@ -32,11 +32,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fedge.bundle.graph_reader import unbounded
+from fedge.bundle.graph_reader import explain_unbounded
 from fedge.data.task import MAX_POOL, PRINTABLE, TaskSpec
-from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, failing_as
-from fedge.system.files import digest_of
-from fedge.tensors.layout import places_in
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, raise_as
+from fedge.system.files import compute_digest
+from fedge.system.moved import alias_names
+from fedge.tensors.layout import read_places
 from fedge.wire.messages import Count, Digest, NonNegative, Role, Share
 
 SCHEMA_VERSION: Final = 1
@@ -95,7 +96,7 @@ class GuardInfo(_Part, frozen=True, kw_only=True):
 
 
 class Fusion(_Part, frozen=True, kw_only=True):
-    """How the candidates are mixed. The graph contains it already; this is for people and tools."""
+    """How the graph mixes the candidates, for people and tools: the graph contains it already."""
 
     beta: NonNegative
     energy_clip: Positive | None  # None: unbounded raw energy
@@ -106,7 +107,7 @@ class Fusion(_Part, frozen=True, kw_only=True):
 
 
 class PoolInfo(_Part, frozen=True, kw_only=True):
-    """PM-MoE: the candidates are private modules that a gate weighs on logits (pm_moe.md section 5).
+    """PM-MoE's pool: the candidates are private modules, weighed by a gate on logits (pm_moe.md section 5).
 
     `trunk`: the shared network if the modules are heads, else None; `own`: the device's own module.
     """
@@ -117,7 +118,7 @@ class PoolInfo(_Part, frozen=True, kw_only=True):
 
 
 class Reference(_Part, frozen=True, kw_only=True):
-    """The mixture on the device's validation samples at the time of writing: the reference for drift and outliers.
+    """The mixture on the device's validation samples when it was written, to detect drift and outliers.
 
     Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies of the graph; gate entropy:
     -sum_k alpha_k log alpha_k, in nats.
@@ -161,8 +162,8 @@ class Manifest(_Part, frozen=True, kw_only=True):
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
 
     @property
-    def usual(self) -> tuple[float, float]:
-        """Lowest and highest free energy of a normal sample; without a reference, no sample is an outlier."""
+    def usual_range(self) -> tuple[float, float]:
+        """Lowest and highest free energy of a usual sample; infinite without a reference."""
         if isinstance(self.reference, UnsetType):
             return -math.inf, math.inf
         return self.metrics.get(OUTLIER_BELOW, -math.inf), self.reference.outlier_above
@@ -179,12 +180,12 @@ class _Version(Struct):
     schema_version: int
 
 
-def encode(manifest: Manifest) -> bytes:
-    """JSON, equal bytes for equal manifests."""
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Serialise the manifest as JSON; equal manifests give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
 
 
-def decode(data: bytes) -> Manifest:
+def decode_manifest(data: bytes) -> Manifest:
     """Parse an untrusted manifest.
 
     Raises:
@@ -192,7 +193,7 @@ def decode(data: bytes) -> Manifest:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise UpdateRejected(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
-    with failing_as(UpdateRejected, "manifest", on=MALFORMED):
+    with raise_as(UpdateRejected, "manifest", on=MALFORMED):
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != SCHEMA_VERSION:
             raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
@@ -203,21 +204,21 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
-def slot(index: int) -> str:
-    """The skeleton's name for part number `index`, as long as a part's file name."""
+def format_slot(index: int) -> str:
+    """Return the skeleton's name for part number `index`, as long as a part's file name."""
     return f"{f'slot-{index}-':.<64}.safetensors"
 
 
-def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
-    """The serialised graph with file names in place of slots; lengths, and so the encoding, stay the same."""
+def insert_file_names(skeleton: bytes, parts: Sequence[Part]) -> bytes:
+    """Replace a serialised graph's slots by file names; lengths, and so the encoding, stay the same."""
     for index, part in enumerate(parts):
-        skeleton = skeleton.replace(slot(index).encode(), part.file_name.encode())
+        skeleton = skeleton.replace(format_slot(index).encode(), part.file_name.encode())
     return skeleton
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A verified bundle: its manifest and the digest of that, the graph with the parts' names, and the folder.
+    """A verified bundle: its manifest, the manifest's digest, the graph with the parts' names, the folder.
 
     `branch`: branch.onnx unchanged, with the name of slot 0; empty if the bundle has none.
     """
@@ -228,12 +229,12 @@ class Bundle:
     folder: Path
     branch: bytes = b""
 
-    def candidate(self, index: int) -> bytes:
-        """The graph of one candidate's network: input x, output `LOGITS`."""
-        return with_parts(self.branch, [self.manifest.candidates[index].part])
+    def make_candidate_graph(self, index: int) -> bytes:
+        """Return the graph of one candidate's network: input x, output `LOGITS`."""
+        return insert_file_names(self.branch, [self.manifest.candidates[index].part])
 
 
-def read(folder: Path, *, again: bool = False) -> Bundle:
+def read_bundle(folder: Path, *, again: bool = False) -> Bundle:
     """Verify a bundle.
 
     `again`: this device wrote and verified the folder before; the weights in its parts are not hashed again.
@@ -241,22 +242,22 @@ def read(folder: Path, *, again: bool = False) -> Bundle:
     Raises:
         UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
     """
-    manifest, digest = look(folder)
-    skeleton = _graph(folder / SKELETON, manifest.skeleton)
-    branch = _graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
+    manifest, digest = read_manifest(folder)
+    skeleton = _read_graph(folder / SKELETON, manifest.skeleton)
+    branch = _read_graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
     if isinstance(manifest.int8, Part):
         if manifest.int8.size_bytes > MAX_INT8_BYTES:
             raise UpdateRejected(f"{INT8} of {manifest.int8.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
-        with _plain(folder / INT8) as file:
+        with _open_plain(folder / INT8) as file:
             _require_same(folder / INT8, file, manifest.int8, hashed=not again)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 _require_bounded(folder / INT8, view)
     for part in dict.fromkeys(manifest.parts):
         path = folder / part.file_name
-        with _plain(path) as file:
+        with _open_plain(path) as file:
             _require_same(path, file, part, hashed=not again)
             _require_tensors(path, file)
-    return Bundle(manifest, digest, with_parts(skeleton, manifest.parts), folder, branch)
+    return Bundle(manifest, digest, insert_file_names(skeleton, manifest.parts), folder, branch)
 
 
 def require_bundle(folder: Path) -> None:
@@ -273,53 +274,53 @@ def require_bundle(folder: Path) -> None:
         raise ConfigError(f"no bundle at {folder}: name the folder that holds {MANIFEST}{such_as}")
 
 
-def look(folder: Path) -> tuple[Manifest, str]:
-    """The manifest in a folder and its digest; no other file is read.
+def read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """Return the manifest in a folder and its digest; no other file is read.
 
     Raises:
         UpdateRejected: it is missing or malformed.
     """
-    data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
-    return decode(data), digest_of(data)
+    data = _read_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    return decode_manifest(data), compute_digest(data)
 
 
-def digest_in(folder: Path) -> str:
-    """The digest of the bundle in a folder; the manifest is not parsed.
+def compute_bundle_digest(folder: Path) -> str:
+    """Return the digest of the bundle in a folder; the manifest is not parsed.
 
     Raises:
         OSError: there is none.
     """
-    return digest_of((folder / MANIFEST).read_bytes())
+    return compute_digest((folder / MANIFEST).read_bytes())
 
 
-def holds(path: Path, part: Part) -> bool:
-    """Whether a plain file matches the manifest; hashes it all."""
+def matches_part(path: Path, part: Part) -> bool:
+    """Return whether a plain file matches the manifest; all of it is hashed."""
     try:
-        with _plain(path) as file:
+        with _open_plain(path) as file:
             _require_same(path, file, part, hashed=True)
     except (UpdateRejected, OSError):
         return False
     return True
 
 
-def _plain(path: Path) -> BufferedReader:
+def _open_plain(path: Path) -> BufferedReader:
     """Open a plain file; refuse links and anything else."""
     if path.is_symlink() or not path.is_file():
         raise UpdateRejected(f"{path} is missing or not a plain file")
     return path.open("rb")
 
 
-def _bytes(path: Path, limit: int) -> bytes:
-    with _plain(path) as file:
+def _read_bytes(path: Path, limit: int) -> bytes:
+    with _open_plain(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise UpdateRejected(f"{path} is larger than {limit} bytes")
     return data
 
 
-def _graph(path: Path, part: Part) -> bytes:
-    data = _bytes(path, MAX_SKELETON_BYTES)
-    if (len(data), digest_of(data)) != (part.size_bytes, part.digest):
+def _read_graph(path: Path, part: Part) -> bytes:
+    data = _read_bytes(path, MAX_SKELETON_BYTES)
+    if (len(data), compute_digest(data)) != (part.size_bytes, part.digest):
         raise UpdateRejected(f"{path} is not the one of the manifest")
     _require_bounded(path, memoryview(data))
     return data
@@ -327,7 +328,7 @@ def _graph(path: Path, part: Part) -> bytes:
 
 def _require_bounded(path: Path, graph: memoryview) -> None:
     try:
-        reason = unbounded(graph)
+        reason = explain_unbounded(graph)
     except ValueError as error:
         reason = f"it is not a graph: {error}"
     if reason:
@@ -346,7 +347,10 @@ def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool)
 
 
 def _require_tensors(path: Path, file: BufferedReader) -> None:
-    with failing_as(UpdateRejected, f"{path}: its header does not describe its data", on=ProtocolError):
-        places = places_in(file, metadata=False)
+    with raise_as(UpdateRejected, f"{path}: its header does not describe its data", on=ProtocolError):
+        places = read_places(file, metadata=False)
     if odd := {place.dtype.name for place in places.values()} - {"float32", "int64"}:
         raise UpdateRejected(f"{path}: its header names tensors of {', '.join(sorted(odd))}")
+
+
+__getattr__ = alias_names(__name__, read="read_bundle")

@@ -14,21 +14,21 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime  # noqa: TID251
 
-__all__ = ["at_work", "onnxruntime", "session_of", "session_options", "wheels"]
+__all__ = ["find_active_providers", "find_wheels", "make_session", "make_session_options", "onnxruntime"]
 
 _OTHERS: Final = ("extensions", "genai")
 """What distributions are called that bring another package."""
 
 
-def wheels() -> tuple[str, ...]:
-    """Distributions that provide `onnxruntime`, with versions; if there are two, one overwrites the other's files."""
+def find_wheels() -> tuple[str, ...]:
+    """List the installed distributions of `onnxruntime`; of two, one overwrites the other's files."""
     folder = Path(onnxruntime.__file__).parents[1]
     found = [path.name.removesuffix(".dist-info").split("-") for path in sorted(folder.glob("onnxruntime*.dist-info"))]
     return tuple(f"{name.replace('_', '-')} {version}" for name, version in found if not name.endswith(_OTHERS))
 
 
-def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOptions:
-    """Options for a graph whose files all lie in `folder`; no spinning threads (battery, shared cores)."""
+def make_session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOptions:
+    """Return options for a graph whose files lie in `folder`; threads do not spin (battery)."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -38,15 +38,15 @@ def session_options(folder: Path, threads: int = 1) -> onnxruntime.SessionOption
     return options
 
 
-def session_of(graph: bytes, folder: Path) -> onnxruntime.InferenceSession:
-    """A single-threaded CPU session; `folder` as in `session_options`. What fails is raised, and printed nowhere."""
-    options = session_options(folder)
+def make_session(graph: bytes, folder: Path) -> onnxruntime.InferenceSession:
+    """Open a single-threaded CPU session, `folder` as in `make_session_options`; errors are raised, not printed."""
+    options = make_session_options(folder)
     options.log_severity_level = 4
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def at_work(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
-    """Providers that run a node; before ONNX Runtime 1.24, which cannot tell, all of the session's."""
+def find_active_providers(session: onnxruntime.InferenceSession) -> tuple[str, ...]:
+    """Return the providers that run a node; before ONNX Runtime 1.24, all of the session's."""
     names = tuple(session.get_providers())
     if not hasattr(session, "get_provider_graph_assignment_info"):
         return names

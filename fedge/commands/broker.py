@@ -26,15 +26,15 @@ from typing import Final, Self
 import click
 
 from fedge.errors import ConfigError, TransportError
-from fedge.identity.names import CRL, Role, subject_of
+from fedge.identity.names import CRL, Role, find_subject
 from fedge.membership import broker_configuration
 from fedge.membership.credentials import CERTIFICATE
 from fedge.system import child
 from fedge.system.background import on_signal
-from fedge.system.files import version_of
+from fedge.system.files import get_version
 from fedge.system.help import Command, json_option, option
 from fedge.system.text import Heading
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 
 log = logging.getLogger("fedge.broker")
 
@@ -50,12 +50,12 @@ _SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
 """Where distributions put Mosquitto, outside a normal user's PATH."""
 
 
-def mosquitto_path() -> str | None:
-    """The path of Mosquitto on this machine, if installed."""
+def find_mosquitto() -> str | None:
+    """Return the path of Mosquitto on this machine, or None."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(_SBIN))
 
 
-def choose(kind: str) -> str:
+def choose_broker(kind: str) -> str:
     """Resolve "auto" to "mosquitto" or "amqtt".
 
     Raises:
@@ -64,14 +64,14 @@ def choose(kind: str) -> str:
     if kind not in KINDS:
         raise ConfigError(f"unknown broker {kind!r}; choose one of {', '.join(KINDS)}")
     if kind == "auto":
-        return "mosquitto" if mosquitto_path() else "amqtt"
-    if kind == "mosquitto" and mosquitto_path() is None:
+        return "mosquitto" if find_mosquitto() else "amqtt"
+    if kind == "mosquitto" and find_mosquitto() is None:
         raise ConfigError("mosquitto is not installed (Debian: apt install mosquitto); or choose --kind amqtt")
     return kind
 
 
-def mosquitto_config(listener: str, home: Path | None = None) -> str:
-    """A Mosquitto configuration around its listener; `home`: the folder for retained messages."""
+def make_mosquitto_config(listener: str, home: Path | None = None) -> str:
+    """Return a Mosquitto configuration around its listener; retained messages lie in `home`."""
     kept = "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/"
     return f"""\
 {listener}
@@ -84,8 +84,8 @@ log_type warning
 """
 
 
-def free_port(host: str) -> int:
-    """A TCP port that is free at this moment. The system gives it to nobody by itself, so a broker can return to it."""
+def find_free_port(host: str) -> int:
+    """Return a TCP port that is free now. The system gives it to nobody by itself."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)  # Linux gives those from 32768
         with socket.socket() as probe:
@@ -99,7 +99,7 @@ def free_port(host: str) -> int:
 
 
 class LocalBroker:
-    """A broker as a child of this process. An async context manager; may be killed and restarted on its port.
+    """A broker as a child of this process; an async context manager. It may be killed and restarted.
 
     Start it from a thread that lives as long as the broker should (normally the main thread).
 
@@ -117,13 +117,13 @@ class LocalBroker:
         identity: Path | None = None,
         topic_prefix: str = "",
     ) -> None:
-        self.name = choose("mosquitto" if identity is not None and kind == "auto" else kind)
+        self.name = choose_broker("mosquitto" if identity is not None and kind == "auto" else kind)
         if identity is not None and self.name != "mosquitto":
             raise ConfigError(f"{self.name} knows no certificates: --identity needs --kind mosquitto")
         self._identity = identity
         self._topic_prefix = topic_prefix
         self.host = host
-        self.port = port or free_port(host)
+        self.port = port or find_free_port(host)
         self._temporary = tempfile.TemporaryDirectory(prefix="fedge-broker-") if home is None else None
         self._home = Path(self._temporary.name) if self._temporary is not None else home
         self._process: asyncio.subprocess.Process | None = None
@@ -147,7 +147,7 @@ class LocalBroker:
             TransportError: the port is taken, or the child ended or did not listen in time (with the end of its log).
         """
         assert self._home is not None
-        if await self._listens():
+        if await self._is_listening():
             raise TransportError(
                 f"somebody already listens on {self.host}:{self.port}: if it is a broker, such as Debian's Mosquitto, "
                 "use that one; otherwise take another port (--port)"
@@ -155,8 +155,8 @@ class LocalBroker:
         self._home.mkdir(parents=True, exist_ok=True)
         with (self._home / "broker.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command(self._home),
-                env=child.environment(),
+                *self._make_command(self._home),
+                env=child.make_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -164,45 +164,47 @@ class LocalBroker:
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while self._process.returncode is None and not await self._listens():  # noqa: ASYNC110 - nothing tells
+                while self._process.returncode is None and not await self._is_listening():  # noqa: ASYNC110 - nothing tells
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
-            raise TransportError(f"{self.name} did not listen on {self.host}:{self.port}: {self._log_end()}") from error
+            raise TransportError(
+                f"{self.name} did not listen on {self.host}:{self.port}: {self._read_log_end()}"
+            ) from error
         if self._process.returncode is not None:
-            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
+            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._read_log_end()}")
         log.info("event=broker_started kind=%s host=%s port=%d", self.name, self.host, self.port)
 
-    def _command(self, home: Path) -> list[str]:
+    def _make_command(self, home: Path) -> list[str]:
         if self.name == "amqtt":
-            return child.tethered(*child.command("fedge.commands.broker", self.host, str(self.port)))
+            return child.make_tethered_command(*child.make_command("fedge.commands.broker", self.host, str(self.port)))
         config = home / "mosquitto.conf"
         if self._identity is None:
-            text = mosquitto_config(broker_configuration.for_everybody(self.host, self.port))
+            text = make_mosquitto_config(broker_configuration.format_open_listener(self.host, self.port))
         else:
-            rules = broker_configuration.access_list(_federation_of(self._identity), self._topic_prefix)
+            rules = broker_configuration.format_access_list(_read_federation(self._identity), self._topic_prefix)
             (home / broker_configuration.ACCESS_LIST).write_text(rules)
             folder = self._identity.absolute()
-            listener = broker_configuration.for_members(folder, home.absolute(), self.port, self.host)
-            text = mosquitto_config(broker_configuration.before_listeners() + listener, home)
+            listener = broker_configuration.format_member_listener(folder, home.absolute(), self.port, self.host)
+            text = make_mosquitto_config(broker_configuration.format_global_settings() + listener, home)
         config.write_text(text, encoding="utf-8")
-        program = mosquitto_path() or "mosquitto"
-        return child.tethered(program, "-c", str(config))
+        program = find_mosquitto() or "mosquitto"
+        return child.make_tethered_command(program, "-c", str(config))
 
-    async def _listens(self) -> bool:
+    async def _is_listening(self) -> bool:
         try:
-            async with connection(self.host, self.port):
+            async with open_connection(self.host, self.port):
                 return True
         except OSError:
             return False
 
-    def _log_end(self) -> str:
+    def _read_log_end(self) -> str:
         assert self._home is not None
         lines = (self._home / "broker.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return " | ".join(lines[-3:])
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id, None while it does not run."""
         return self._process.pid if self._process is not None else None
 
     async def wait(self) -> int:
@@ -210,7 +212,7 @@ class LocalBroker:
         assert self._process is not None
         return await self._process.wait()
 
-    async def follow(self) -> None:
+    async def follow_identity(self) -> None:
         """Restart whenever the identity files change; never returns.
 
         Mosquitto reads the certificate revocation list only at start, and clients already admitted stay until then.
@@ -220,28 +222,30 @@ class LocalBroker:
         """
         assert self._identity is not None
         files = self._identity / CRL, self._identity / CERTIFICATE
-        known = [version_of(file) for file in files]
+        known = [get_version(file) for file in files]
         while True:
             await asyncio.sleep(LOOK_S)
             if self._process is not None and self._process.returncode is not None:
-                raise TransportError(f"{self.name} ended with status {self._process.returncode}: {self._log_end()}")
-            if (found := [version_of(file) for file in files]) != known:
+                raise TransportError(
+                    f"{self.name} ended with status {self._process.returncode}: {self._read_log_end()}"
+                )
+            if (found := [get_version(file) for file in files]) != known:
                 known = found
                 log.info("event=broker_restarts reason=%r", f"the files in {self._identity} have changed")
-                await self._end(signal.SIGTERM)
+                await self._send_signal(signal.SIGTERM)
                 await self.start()
 
     async def kill(self) -> None:
         """Kill -9, like a power cut; `start` brings it back on the same port, without its state."""
-        await self._end(signal.SIGKILL)
+        await self._send_signal(signal.SIGKILL)
 
     async def stop(self) -> None:
         """Stop it cleanly, or by force if it does not exit. No effect if it is not running."""
-        await self._end(signal.SIGTERM)
+        await self._send_signal(signal.SIGTERM)
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    async def _end(self, number: signal.Signals) -> None:
+    async def _send_signal(self, number: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
@@ -254,10 +258,10 @@ class LocalBroker:
             await process.wait()
 
 
-def _federation_of(identity: Path) -> str:
+def _read_federation(identity: Path) -> str:
     from fedge.identity.certificates import load_certificate
 
-    subject = subject_of(load_certificate(identity / CERTIFICATE))
+    subject = find_subject(load_certificate(identity / CERTIFICATE))
     if subject is None or subject.role is not Role.BROKER:
         raise ConfigError(f"{identity} is not a broker's identity: that is FOLDER/broker of `fedge provision`")
     return subject.federation
@@ -295,7 +299,7 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
         else:
             click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
         stopped = asyncio.ensure_future(stop.wait())
-        ended = asyncio.ensure_future(running.follow() if follow else running.wait())
+        ended = asyncio.ensure_future(running.follow_identity() if follow else running.wait())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not stop.is_set():

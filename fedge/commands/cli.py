@@ -21,10 +21,10 @@ import click
 import fedge
 from fedge.errors import ConfigError, FedgeError
 from fedge.system.help import Command, CommandGroup, option
-from fedge.system.loading import needs
-from fedge.system.logs import Format, configure, in_json
-from fedge.system.stopping import INTERRUPTED, hear_no_more
-from fedge.system.text import Heading, nearest, printable
+from fedge.system.loading import make_missing_package_error
+from fedge.system.logs import Format, configure, is_json
+from fedge.system.stopping import INTERRUPTED, ignore_signals
+from fedge.system.text import Heading, escape_controls, suggest_nearest
 
 log = logging.getLogger("fedge")
 
@@ -111,8 +111,8 @@ class Commands(CommandGroup):
     """The sub-commands of all installed packages, imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Names: ours in their order of use, then others."""
-        installed = _installed()
+        """Return the names: ours in their order of use, then others."""
+        installed = _find_commands()
         return [name for name in COMMANDS if name in installed] + sorted(set(installed) - set(COMMANDS))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -121,8 +121,8 @@ class Commands(CommandGroup):
         Raises:
             ConfigError: it needs a package that is not installed.
         """
-        found = _installed().get(cmd_name)
-        return None if found is None else _load(cmd_name, found)
+        found = _find_commands().get(cmd_name)
+        return None if found is None else _load_command(cmd_name, found)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -130,7 +130,7 @@ class Commands(CommandGroup):
         """Suggest the nearest command for an unknown name."""
         names = self.list_commands(ctx)
         if not args[0].startswith("-") and args[0] not in names:
-            raise click.UsageError(f"no such command {args[0]}{nearest(args[0], names)}", ctx)
+            raise click.UsageError(f"no such command {args[0]}{suggest_nearest(args[0], names)}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -141,10 +141,10 @@ class Commands(CommandGroup):
             about = COMMANDS.get(ctx.invoked_subcommand or "")
             if about is None:
                 raise
-            raise needs(error, f"fedge {ctx.invoked_subcommand}", about.extra) from error
+            raise make_missing_package_error(error, f"fedge {ctx.invoked_subcommand}", about.extra) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The sub-commands first, then the options that stand before them."""
+        """Show the sub-commands, then the options that stand before them."""
         self.format_commands(ctx, formatter)
         Command.format_options(self, ctx, formatter)
 
@@ -166,15 +166,15 @@ class Commands(CommandGroup):
                 formatter.write_dl(theirs)
 
 
-def with_lines_kept(found: click.Command) -> click.Command:
+def preserve_lines(found: click.Command) -> click.Command:
     """Have click not wrap the examples and exit codes in a command's help: a backspace before a paragraph tells it."""
     found.help = re.sub(r"\n\n(?=Examples:|Exit codes:)", "\n\n\b\n", inspect.cleandoc(found.help or ""))
     for each in found.commands.values() if isinstance(found, click.Group) else ():
-        with_lines_kept(each)
+        preserve_lines(each)
     return found
 
 
-@with_lines_kept
+@preserve_lines
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(fedge.__version__, prog_name="fedge", help="The command shows the version and ends.")
 @option(
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
-    atexit.register(hear_no_more)
+    atexit.register(ignore_signals)
     try:
         result = command.main(arguments, prog_name="fedge", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
@@ -228,30 +228,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except UnicodeEncodeError as error:  # JSON and the store hold text
-        return _failed(ConfigError(f"{error.object!a} is not UTF-8: rename the file or folder that is called so"))
+        return _report_failure(
+            ConfigError(f"{error.object!a} is not UTF-8: rename the file or folder that is called so")
+        )
     except FedgeError as error:
-        return _failed(error)
+        return _report_failure(error)
     return result if isinstance(result, int) else 0
 
 
-def _failed(error: FedgeError) -> int:
-    if in_json():
+def _report_failure(error: FedgeError) -> int:
+    if is_json():
         log.error("event=ended exit_code=%d reason=%s", error.exit_code, str(error))
     else:
-        click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
+        click.echo("\n".join(escape_controls(line) for line in f"error: {error}".split("\n")), err=True)
     return error.exit_code
 
 
-def _installed() -> dict[str, EntryPoint]:
+def _find_commands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
-def _load(name: str, point: EntryPoint) -> click.Command:
+def _load_command(name: str, point: EntryPoint) -> click.Command:
     try:
         loaded = point.load()
     except ModuleNotFoundError as error:
         if name not in COMMANDS:
             raise
-        raise needs(error, f"fedge {name}", COMMANDS[name].extra) from error
+        raise make_missing_package_error(error, f"fedge {name}", COMMANDS[name].extra) from error
     assert isinstance(loaded, click.Command)
-    return with_lines_kept(loaded)
+    return preserve_lines(loaded)

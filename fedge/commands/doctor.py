@@ -23,17 +23,17 @@ from msgspec import Struct
 import fedge
 from fedge.errors import ConfigError, FedgeError, ProtocolError, TransportError
 from fedge.identity.names import Role, Subject
-from fedge.identity.tls import client_tls
+from fedge.identity.tls import make_client_tls
 from fedge.membership.credentials import CERTIFICATE, Broker, Credentials, DeviceName, FederationName
-from fedge.membership.signed_messages import speaker
-from fedge.settings import resolve, section_of, settings_options
+from fedge.membership.signed_messages import make_speaker
+from fedge.settings import read_section, resolve, settings_options
 from fedge.system import child
 from fedge.system.help import Command, json_option
-from fedge.system.text import Heading, host_and_port, printable
+from fedge.system.text import Heading, escape_controls, format_address
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.refusals import OTHER_NAME
-from fedge.wire.connection.route import ProxyError, connect
-from fedge.wire.messages import BEACON_S, Beacon, decode
+from fedge.wire.connection.route import ProxyError, open_socket
+from fedge.wire.messages import BEACON_S, Beacon, decode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
@@ -61,7 +61,7 @@ State = Literal["ok", "warning", "bad", "skipped"]
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """A finding, and what to `do` about it. skipped: nothing was looked at, and `found` says why."""
+    """A finding, and what to `do` about it; `skipped`: nothing was examined, and `found` says why."""
 
     check: str
     state: State
@@ -101,39 +101,44 @@ def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
     Exit codes: 0 nothing is bad, 1 something is, 2 wrong usage or configuration.
     """
     own = resolve(DoctorSettings, "doctor", config, flags)
-    told = {k: v for k, v in section_of(config, own.role).items() if k in DoctorSettings.__struct_fields__}
+    configured = {k: v for k, v in read_section(config, own.role).items() if k in DoctorSettings.__struct_fields__}
     given = {name: value for name, value in flags.items() if value is not None}
-    settings = resolve(DoctorSettings, "doctor", config, told | given)
-    found = [*of_the_machine(), *of_the_home(settings.home), *of_the_certificates(settings), *of_the_broker(settings)]
+    settings = resolve(DoctorSettings, "doctor", config, configured | given)
+    found = [
+        *diagnose_machine(),
+        *diagnose_home(settings.home),
+        *diagnose_certificates(settings),
+        *diagnose_broker(settings),
+    ]
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
     else:
         for finding in found:
-            click.echo(printable(f"{finding.state:<8}{finding.check:<14}{finding.found}"))
+            click.echo(escape_controls(f"{finding.state:<8}{finding.check:<14}{finding.found}"))
             if finding.do:
-                click.echo(printable(f"{'':<22}-> {finding.do}"))
+                click.echo(escape_controls(f"{'':<22}-> {finding.do}"))
     return 1 if any(finding.state == "bad" for finding in found) else 0
 
 
 # -------------------------------------------------------------------------------------------------- the machine
 
 
-def of_the_machine() -> Iterator[Finding]:
-    """Versions, clock, memory, torch and ONNX Runtime."""
+def diagnose_machine() -> Iterator[Finding]:
+    """Check versions, clock, memory, torch and ONNX Runtime."""
     system = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} processors"
     yield Finding("versions", "ok", f"fedge {fedge.__version__}, {system}")
-    yield _clock()
+    yield _diagnose_clock()
     free = psutil.virtual_memory().available
     if free < AGENT_GB * 1e9:
         do = f"training a small network takes {AGENT_GB} GB: end other programs, or take --inference-only"
         yield Finding("memory", "warning", f"{free / 1e9:.2f} GB are free", do)
     else:
         yield Finding("memory", "ok", f"{free / 1e9:.2f} GB are free")
-    yield _torch()
-    yield from _onnxruntime()
+    yield _diagnose_torch()
+    yield from _diagnose_onnxruntime()
 
 
-def _clock() -> Finding:
+def _diagnose_clock() -> Finding:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if shutil.which("timedatectl") is None:
         return Finding("clock", "ok", f"{now}; nobody here tells whether it is set by the network")
@@ -146,25 +151,27 @@ def _clock() -> Finding:
     return Finding("clock", "ok", now)
 
 
-def _torch() -> Finding:
+def _diagnose_torch() -> Finding:
     if find_spec("torch") is None:
         return Finding("torch", "ok", "not installed: this device predicts, and does not train")
     try:
         return Finding(
-            "torch", "ok", child.call("fedge.models.torchvision_ops:torch_here", returns=str, timeout_s=TORCH_S)
+            "torch",
+            "ok",
+            child.call_once("fedge.models.torchvision_ops:describe_torch", returns=str, timeout_s=TORCH_S),
         )
     except (ConfigError, TimeoutError) as error:
         do = "docs/devices.md tells which torch runs on which board; install with -c constraints.txt"
         return Finding("torch", "bad", f"cannot be imported: {error}", do)
 
 
-def _onnxruntime() -> Iterator[Finding]:
+def _diagnose_onnxruntime() -> Iterator[Finding]:
     if find_spec("onnxruntime") is None:
         yield Finding("onnxruntime", "bad", "not installed", "pip install 'fedge[deploy]'")
         return
     try:
-        works, fails, wheels = child.call(
-            "fedge.commands.doctor:providers_here", returns=tuple[list[str], list[str], list[str]], timeout_s=TORCH_S
+        works, fails, wheels = child.call_once(
+            "fedge.commands.doctor:find_providers", returns=tuple[list[str], list[str], list[str]], timeout_s=TORCH_S
         )
     except (ConfigError, TimeoutError) as error:
         yield Finding("onnxruntime", "bad", f"cannot be run: {error}", "reinstall it: pip install 'fedge[deploy]'")
@@ -178,34 +185,38 @@ def _onnxruntime() -> Iterator[Finding]:
         yield Finding("onnxruntime", "warning", f"does not run on {', '.join(fails)}, which this build has", do)
 
 
-def providers_here() -> tuple[list[str], list[str], list[str]]:
-    """Execution providers that work, those that do not, and the installed wheels."""
-    from fedge.bundle.runtime import at_work, onnxruntime, session_options, wheels
+def find_providers() -> tuple[list[str], list[str], list[str]]:
+    """Return the execution providers that work, the others, and the installed wheels."""
+    from fedge.bundle.runtime import find_active_providers, find_wheels, make_session_options, onnxruntime
 
     there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # in each: a service
-    options = session_options(Path())
-    works = [p for p in there if p in at_work(onnxruntime.InferenceSession(_relu(), options, providers=[p]))]
-    return works, [p for p in there if p not in works], list(wheels())
+    options = make_session_options(Path())
+    works = [
+        p
+        for p in there
+        if p in find_active_providers(onnxruntime.InferenceSession(_make_relu(), options, providers=[p]))
+    ]
+    return works, [p for p in there if p not in works], list(find_wheels())
 
 
-def _relu() -> bytes:
-    """The smallest graph, in ONNX's protobuf: y = Relu(x), one number each."""
+def _make_relu() -> bytes:
+    """Build the smallest graph, in ONNX's protobuf: y = Relu(x), one number each."""
 
-    def part(number: int, data: bytes) -> bytes:
+    def encode_part(number: int, data: bytes) -> bytes:
         return bytes([number << 3 | 2, len(data)]) + data
 
-    kind = part(1, b"\x08\x01" + part(2, part(1, b"\x08\x01")))  # float32, shape (1,)
-    ends = [part(1, name) + part(2, kind) for name in (b"x", b"y")]
-    node = part(1, b"x") + part(2, b"y") + part(4, b"Relu")
-    graph = part(1, node) + part(2, b"g") + part(11, ends[0]) + part(12, ends[1])
-    return b"\x08\x08" + part(7, graph) + part(8, b"\x10\x11")
+    kind = encode_part(1, b"\x08\x01" + encode_part(2, encode_part(1, b"\x08\x01")))  # float32, shape (1,)
+    ends = [encode_part(1, name) + encode_part(2, kind) for name in (b"x", b"y")]
+    node = encode_part(1, b"x") + encode_part(2, b"y") + encode_part(4, b"Relu")
+    graph = encode_part(1, node) + encode_part(2, b"g") + encode_part(11, ends[0]) + encode_part(12, ends[1])
+    return b"\x08\x08" + encode_part(7, graph) + encode_part(8, b"\x10\x11")
 
 
 # ----------------------------------------------------------------------------------------------------- the home
 
 
-def of_the_home(home: Path | None) -> Iterator[Finding]:
-    """Whether the home's disk accepts writes, and how fast."""
+def diagnose_home(home: Path | None) -> Iterator[Finding]:
+    """Check whether the home's disk accepts writes, and how fast."""
     if home is None:
         yield Finding("disk", "skipped", "no home is given", "give --home")
         return
@@ -231,36 +242,36 @@ def of_the_home(home: Path | None) -> Iterator[Finding]:
         do = "run the doctor as the user of the service; mount it for writing; a disk that turned read-only is worn out"
         yield Finding("disk", "bad", f"{home} cannot be written: {error.strerror}", do)
         return
-    told = f"{free / 1e9:.1f} GB are free in {home}; 0.1 MB are safe after {1e3 * seconds:.0f} ms"
+    text = f"{free / 1e9:.1f} GB are free in {home}; 0.1 MB are safe after {1e3 * seconds:.0f} ms"
     slow = "each order and each report waits for it; take another SD card, or an SSD" if seconds > SLOW_FSYNC_S else ""
-    yield Finding("disk", "warning" if slow else "ok", told, slow)
+    yield Finding("disk", "warning" if slow else "ok", text, slow)
 
 
 # ---------------------------------------------------------------------------------------------- the certificates
 
 
-def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
-    """Validity, authority and name of our certificate, and the age of the revocation list."""
+def diagnose_certificates(settings: DoctorSettings) -> Iterator[Finding]:
+    """Check validity, authority and name of our certificate, and the revocation list's age."""
     if settings.identity is None and settings.cert_file is None:
         yield Finding("certificates", "skipped", "none are given", "give --identity, if the federation has any")
         return
     try:
-        files = settings.by_files()
+        files = settings.with_files()
         assert files.ca_file is not None
         assert files.cert_file is not None
-        client_tls(files.ca_file, files.cert_file, files.key_file)
-        yield from _certificates(settings, Path(files.ca_file), Path(files.cert_file))
+        make_client_tls(files.ca_file, files.cert_file, files.key_file)
+        yield from _diagnose_certificates(settings, Path(files.ca_file), Path(files.cert_file))
     except ConfigError as error:
         do = f"{CERTIFICATE} and the others come from `fedge enrol` or `fedge provision`"
         yield Finding("certificates", "bad", str(error), do)
 
 
-def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> Iterator[Finding]:
-    from fedge.identity.certificates import is_issued_by, life_of, load_certificate, now, warnings_of
-    from fedge.identity.names import subject_of
+def _diagnose_certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> Iterator[Finding]:
+    from fedge.identity.certificates import get_time, get_validity, is_issued_by, list_overdue, load_certificate
+    from fedge.identity.names import find_subject
 
-    own, at = load_certificate(cert_file), now()
-    begin, end = life_of(own)
+    own, at = load_certificate(cert_file), get_time()
+    begin, end = get_validity(own)
     if not is_issued_by(own, load_certificate(ca_file)):
         yield Finding(
             "certificates", "bad", f"{cert_file} is not of the authority in {ca_file}", "enrol this machine anew"
@@ -270,7 +281,7 @@ def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> I
         yield Finding(
             "clock", "bad", f"the certificate counts from {begin:%Y-%m-%d %H:%M} UTC on, which is to come", do
         )
-    subject = subject_of(own)
+    subject = find_subject(own)
     if subject is not None and settings.federation not in {None, subject.federation}:
         do = f"set federation = {subject.federation!r}, or enrol this machine in the other one"
         yield Finding("certificates", "bad", f"{cert_file} is of {subject}, not of {settings.federation}", do)
@@ -278,28 +289,28 @@ def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> I
         yield Finding(
             "certificates", "bad", f"{cert_file} names {subject.name}, not {settings.id}", f"set id = {subject.name!r}"
         )
-    for text in warnings_of(ca_file, cert_file, at):
-        told, _, do = text.rpartition(": ")
-        yield Finding("certificates", "bad" if "expired on" in told else "warning", told, do)
+    for text in list_overdue(ca_file, cert_file, at):
+        problem, _, do = text.rpartition(": ")
+        yield Finding("certificates", "bad" if "expired on" in problem else "warning", problem, do)
     yield Finding("certificates", "ok", f"{cert_file}: {subject or 'somebody'}, until {end:%Y-%m-%d}")
 
 
 # ---------------------------------------------------------------------------------------------------- the broker
 
 
-def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
-    """Whether the broker is reachable, authentic, and lets us in, publish and subscribe; what the coordinator says."""
+def diagnose_broker(settings: DoctorSettings) -> Iterator[Finding]:
+    """Check that the broker is reachable, authentic and lets us work, and what the coordinator says."""
     if settings.broker is None:
         yield Finding("broker", "skipped", "no broker is given", "give --broker")
         return
     try:
-        broker = settings.at(settings.broker)
+        broker = settings.make_broker_settings(settings.broker)
     except ConfigError as error:
         yield Finding("broker", "bad", str(error))
         return
-    where = host_and_port(broker.host, broker.port)
+    where = format_address(broker.host, broker.port)
     try:
-        _knock(broker)
+        _try_connection(broker)
     except ssl.SSLCertVerificationError as error:
         do = "give --ca-file the authority that made the broker's certificate"
         if error.verify_code in OTHER_NAME:
@@ -319,29 +330,29 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
         do = "is it started, is the address right, does a firewall stand between?"
         yield Finding("broker", "bad", f"{where} cannot be reached: {error.strerror or error}", do)
         return
-    yield from asyncio.run(_speak(settings, broker, where))
+    yield from asyncio.run(_try_messages(settings, broker, where))
 
 
-def _knock(broker: BrokerSettings) -> None:
+def _try_connection(broker: BrokerSettings) -> None:
     at = broker.address
-    with connect(at.host, at.port, broker.proxy, PATIENCE_S) as tcp:
-        if (context := broker.tls()) is not None:
+    with open_socket(at.host, at.port, broker.proxy, PATIENCE_S) as tcp:
+        if (context := broker.make_tls()) is not None:
             context.wrap_socket(tcp, server_hostname=at.name).close()
 
 
-async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:
+async def _try_messages(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:
     """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody; hear the beacon."""
     topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
     listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
     do = "see there, the broker's log, and docs/operating.md, Brokers of others; is our certificate revoked?"
-    transport = Transport(broker, topics.client_id("status", f"doctor-{me}"), session_expiry_s=0)
+    transport = Transport(broker, topics.make_client_id("status", f"doctor-{me}"), session_expiry_s=0)
     try:
         async with asyncio.timeout(PATIENCE_S), transport:
             do = "see the access list of the broker: docs/security-setup.md has what each role needs"
             if settings.federation is not None:
-                await transport.subscribe(topics.agent(me, listen), _ignore)
-                await transport.publish(topics.agent(me, speak), b"")
-            heard = await _beacon(settings, broker, transport)
+                await transport.subscribe(topics.make_agent_topic(me, listen), _ignore_message)
+                await transport.publish(topics.make_agent_topic(me, speak), b"")
+            heard = await _diagnose_coordinator(settings, broker, transport)
     except TimeoutError:
         return [Finding("broker", "bad", f"{where} does not answer in MQTT", "is it a broker, and this its port?")]
     except (FedgeError, BaseExceptionGroup) as error:
@@ -353,15 +364,17 @@ async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -
     return [Finding("broker", "ok", f"{where} lets us in, MQTT {transport.protocol}{rights}"), *heard]
 
 
-async def _ignore(_: object) -> None:
+async def _ignore_message(_: object) -> None:
     """Ignore a message."""
 
 
 # ----------------------------------------------------------------------------------------------- the coordinator
 
 
-async def _beacon(settings: DoctorSettings, broker: BrokerSettings, transport: Transport) -> list[Finding]:
-    """What the coordinator retains at the broker of its time and version, beside ours."""
+async def _diagnose_coordinator(
+    settings: DoctorSettings, broker: BrokerSettings, transport: Transport
+) -> list[Finding]:
+    """Compare time and version that the coordinator retains at the broker with ours."""
     if settings.role == "coordinator":
         return []
     if settings.federation is None or settings.id is None:
@@ -369,20 +382,20 @@ async def _beacon(settings: DoctorSettings, broker: BrokerSettings, transport: T
     topics = Topics(settings.federation)
     heard: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
 
-    async def take(inbound: Inbound) -> None:
+    async def handle_beacon(inbound: Inbound) -> None:
         if not heard.done():
             heard.set_result(inbound)
 
     try:
-        signed = speaker(broker, Subject(settings.federation, Role.DEVICE, settings.id), None)
-        await transport.subscribe(topics.beacon, take)
+        signed = make_speaker(broker, Subject(settings.federation, Role.DEVICE, settings.id), None)
+        await transport.subscribe(topics.beacon, handle_beacon)
         async with asyncio.timeout(RETAINED_S):
             inbound = await heard
         payload = signed.open(topics.beacon, inbound.payload, Role.COORDINATOR)
-        return [*compare(decode(payload, Beacon), time.time())]
+        return [*compare_beacon(decode_message(payload, Beacon), time.time())]
     except TimeoutError:
-        told = f"nothing was heard of one of {settings.federation}: clock and version are not compared"
-        return [Finding("coordinator", "warning", told, f"start it, or update it; {OLDER_RULES}")]
+        text = f"nothing was heard of one of {settings.federation}: clock and version are not compared"
+        return [Finding("coordinator", "warning", text, f"start it, or update it; {OLDER_RULES}")]
     except TransportError as error:
         return [Finding("coordinator", "warning", f"the broker does not let us hear it: {error}", OLDER_RULES)]
     except (ConfigError, ProtocolError) as error:
@@ -390,8 +403,8 @@ async def _beacon(settings: DoctorSettings, broker: BrokerSettings, transport: T
         return [Finding("coordinator", "bad", f"what it says cannot be trusted: {error}", do)]
 
 
-def compare(beacon: Beacon, now: float) -> Iterator[Finding]:
-    """The coordinator's clock and version beside ours; `now`: seconds since the epoch by this clock.
+def compare_beacon(beacon: Beacon, now: float) -> Iterator[Finding]:
+    """Compare the coordinator's clock and version with ours at `now`, in seconds since the epoch.
 
     The beacon may be a minute old, so a clock that is ahead by less than that is not found.
     """
@@ -406,5 +419,5 @@ def compare(beacon: Beacon, now: float) -> Iterator[Finding]:
         yield Finding("coordinator", "ok", f"it spoke {max(age_s, 0):.0f} s ago by this clock")
     if beacon.fedge_version != fedge.__version__:
         do = "update the older one; versions from 0.2.0 on understand one another"
-        told = f"the coordinator has fedge {beacon.fedge_version}, this machine {fedge.__version__}"
-        yield Finding("versions", "warning", told, do)
+        text = f"the coordinator has fedge {beacon.fedge_version}, this machine {fedge.__version__}"
+        yield Finding("versions", "warning", text, do)

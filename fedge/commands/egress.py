@@ -11,11 +11,11 @@ import click
 import msgspec
 
 from fedge.errors import ConfigError
-from fedge.privacy.egress import PRESETS, RULES_HELP, TOLD, rules_of
-from fedge.privacy.ledger import Line, lines
-from fedge.steps.contract import Action, Result, Reveals, installed_steps
+from fedge.privacy.egress import PRESETS, REVEALED_FIELDS, RULES_HELP, read_rules
+from fedge.privacy.ledger import Line, read_lines
+from fedge.steps.contract import Action, Result, Reveals, load_installed_steps
 from fedge.system.help import Command, json_option, last_option, option
-from fedge.system.text import Heading, printable
+from fedge.system.text import Heading, escape_controls
 from fedge.wire.messages import Report, Want
 
 NOUNS: Final = {
@@ -59,8 +59,8 @@ def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: boo
     if not home.is_dir():
         raise ConfigError(f"there is no {home}: name the folder that `fedge agent` or `fedge serve` has as --home")
     if rules:
-        allowed = rules_of(home, egress, None).allowed
-        for kind, where in fields():
+        allowed = read_rules(home, egress, None).allowed
+        for kind, where in group_fields():
             marks = {name: kind in preset for name, preset in (*PRESETS.items(), ("here", allowed))}
             if as_json:
                 click.echo(msgspec.json.encode({"kind": kind, "tells": kind.words, "fields": where, **marks}).decode())
@@ -69,42 +69,42 @@ def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: boo
             click.echo(f"{kind:9} {said}  {kind.words}")
             click.echo("\n".join(f"          {field}" for field in where))
         return
-    found = lines(home)
+    found = read_lines(home)
     if as_json:
         for line in found:
             click.echo(msgspec.json.encode(line).decode())
         return
     for line in found[-last:]:
-        click.echo(printable(in_words(line)))
+        click.echo(escape_controls(describe_line(line)))
     n, size = sum(line.n for line in found), sum(line.bytes for line in found)
     click.echo(f"{len(found[-last:])} of {len(found)} lines; {n} messages, {size:,} bytes in all")
 
 
-def in_words(line: Line) -> str:
-    """One line of the ledger in plain words."""
+def describe_line(line: Line) -> str:
+    """Describe one line of the ledger in plain words."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(line.last)) if line.day else "before that    "
     step, _, order = line.about.rpartition(" ")
     about = f" of {step or 'no result'}, order {order}" if order else ""
     known = {str(kind): kind.words for kind in Reveals}
-    told = ", ".join(known.get(kind, kind) for kind in line.kinds) or Reveals.NOTHING.words  # or from a newer fedge
-    return f"{when}  {line.n:6} x {line.bytes:12,} bytes  {NOUNS.get(line.message, line.message)}{about}: {told}"
+    kinds = ", ".join(known.get(kind, kind) for kind in line.kinds) or Reveals.NOTHING.words  # or from a newer fedge
+    return f"{when}  {line.n:6} x {line.bytes:12,} bytes  {NOUNS.get(line.message, line.message)}{about}: {kinds}"
 
 
-def fields() -> Iterator[tuple[Reveals, list[str]]]:
-    """Each kind with the fields that reveal it: of messages, then of step results."""
+def group_fields() -> Iterator[tuple[Reveals, list[str]]]:
+    """Yield each kind with the fields that reveal it, of messages, then of step results."""
     places: list[tuple[str, str, Reveals]] = [
-        (kind.__name__, field, told.get(field, Reveals.NOTHING))
-        for kind, told in TOLD.items()
+        (kind.__name__, field, revealed.get(field, Reveals.NOTHING))
+        for kind, revealed in REVEALED_FIELDS.items()
         if kind is not Want
         for field in kind.__struct_fields__
         if not (kind is Report and field in {"body", "blobs"})
     ]
     results: dict[type[Result], list[type[Action]]] = {}
-    for _, step in sorted(installed_steps().items()):
+    for _, step in sorted(load_installed_steps().items()):
         results.setdefault(step.RESULT, []).append(step)
     for result, steps in results.items():
         names = ", ".join(step.STEP for step in steps)
-        places += [(names, field, told) for field, told in result.revealed().items()]
+        places += [(names, field, revealed) for field, revealed in result.get_revealed().items()]
     for kind in Reveals:
-        found = [f"{where}: {field}" for where, field, told in places if told is kind]
+        found = [f"{where}: {field}" for where, field, revealed in places if revealed is kind]
         yield kind, found or ["predictions over MQTT"]

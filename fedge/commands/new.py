@@ -53,14 +53,14 @@ def new(folder: Path, *, as_json: bool) -> None:
     for template in ("task.py", "test_task.py", "settings.toml", "README.md"):
         text = files("fedge.commands").joinpath("project", f"{template}.txt").read_text(encoding="utf-8")
         made[folder / template.replace("task", module)] = Template(text).substitute(words).encode()
-    made |= {folder / "samples" / file: content for file, content in samples().items()}
+    made |= {folder / "samples" / file: content for file, content in make_samples().items()}
     for path, content in made.items():
         write_atomically(path, content)
     click.echo(json.dumps([*map(str, made)]) if as_json else f"made {folder}: README.md says how to run it")
 
 
-def samples() -> dict[str, bytes]:
-    """Generated windows (n, 3, 64) float32 of three classes, by file: per device, and of all together."""
+def make_samples() -> dict[str, bytes]:
+    """Generate windows (n, 3, 64) float32 of three classes, by file: one per device, and one of all."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, len(FREQUENCIES), (DEVICES, SAMPLES))
     turns = np.array(FREQUENCIES)[y][:, :, np.newaxis, np.newaxis] * np.linspace(0, 1, 64)
@@ -68,10 +68,10 @@ def samples() -> dict[str, bytes]:
         (*y.shape, 3, 64)
     )
     shares = {f"dev{i + 1}": (x[i], y[i]) for i in range(DEVICES)} | {"all": (np.concatenate(x), np.concatenate(y))}
-    return {f"{name}.npz": _npz(own_x.astype(np.float32), own_y) for name, (own_x, own_y) in shares.items()}
+    return {f"{name}.npz": _encode_npz(own_x.astype(np.float32), own_y) for name, (own_x, own_y) in shares.items()}
 
 
-def _npz(x: np.ndarray, y: np.ndarray) -> bytes:
+def _encode_npz(x: np.ndarray, y: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     np.savez(buffer, x=x, y=y)
     return buffer.getvalue()

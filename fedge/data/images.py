@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.preprocessing import load_image
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
-from fedge.errors import MALFORMED, ConfigError, failing_as
+from fedge.errors import MALFORMED, ConfigError, raise_as
 from fedge.system.files import require_there
-from fedge.system.text import is_text, nearest
+from fedge.system.text import is_text, suggest_nearest
 
 log = logging.getLogger("fedge.tasks")
 
@@ -35,13 +35,13 @@ LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
 """Files that mean nothing, like those whose names begin with a dot."""
 
 
-def names(source: Path, *, labelled: bool = True) -> list[str]:
-    """Relative paths of the images in a folder or .zip, sorted. If not `labelled`, they may lie anywhere in it.
+def list_images(source: Path, *, labelled: bool = True) -> list[str]:
+    """List the images in a folder or .zip by relative path, sorted; unless `labelled`, in any subfolder.
 
     Raises:
         ConfigError: the source is neither, or no image lies in a class folder.
     """
-    found = _paths(source)
+    found = _list_paths(source)
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
     where = f"{source} must hold images in one folder per class, <class>/*.jpg or *.png"
     if not images:
@@ -54,9 +54,9 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     return images
 
 
-def _paths(source: Path) -> list[str]:
+def _list_paths(source: Path) -> list[str]:
     require_there(source, "folder or .zip of images")
-    with failing_as(ConfigError, f"{source} is not a folder or .zip of images", on=(OSError, zipfile.BadZipFile)):
+    with raise_as(ConfigError, f"{source} is not a folder or .zip of images", on=(OSError, zipfile.BadZipFile)):
         if source.is_dir():
             return [p.relative_to(source).as_posix() for p in source.rglob("*")]
         with zipfile.ZipFile(source) as archive:
@@ -69,7 +69,7 @@ def warn_of_unread(source: Path) -> None:
     Raises:
         ConfigError: the source is neither.
     """
-    if unread := sorted(n for n in _paths(source) if PurePosixPath(n).suffix.lower() in OTHERS):
+    if unread := sorted(n for n in _list_paths(source) if PurePosixPath(n).suffix.lower() in OTHERS):
         log.warning(
             "event=images_not_read n=%d file=%s reason='only .jpg and .png are read: convert the others'",
             *(len(unread), source / unread[0]),
@@ -77,31 +77,31 @@ def warn_of_unread(source: Path) -> None:
 
 
 def has_classes(images: Sequence[str], classes: Sequence[str]) -> bool:
-    """Whether images lie in folders, and any of these is called like a class."""
-    return all("/" in image for image in images) and any(class_of(image) in classes for image in images)
+    """Return whether images lie in folders of which at least one has a class's name."""
+    return all("/" in image for image in images) and any(get_class(image) in classes for image in images)
 
 
-def class_of(name: str) -> str:
-    """The class of an image is the folder it lies in."""
+def get_class(name: str) -> str:
+    """Return the class of an image, which is the folder it lies in."""
     return PurePosixPath(name).parent.name
 
 
-def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Class numbers of images.
+def get_labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
+    """Return the class numbers of images, (n,).
 
     Raises:
         ConfigError: a folder name is not a class of the task.
     """
     numbers = {name: number for number, name in enumerate(classes)}
-    unknown = sorted({class_of(image) for image in images} - set(numbers))
+    unknown = sorted({get_class(image) for image in images} - set(numbers))
     if unknown:
-        hint = nearest(unknown[0], classes)
+        hint = suggest_nearest(unknown[0], classes)
         raise ConfigError(f"folders {unknown} are not classes of the task ({', '.join(classes)}){hint}")
-    return np.array([numbers[class_of(image)] for image in images], dtype=np.int64)
+    return np.array([numbers[get_class(image)] for image in images], dtype=np.int64)
 
 
-def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint8]:
-    """The images as (n, height, width[, 3]) uint8, in the order of their names.
+def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint8]:
+    """Load the images as (n, height, width[, 3]) uint8, in the order of their names.
 
     Raises:
         ConfigError: an image cannot be read; the text names it. Or all take more than a quarter of the memory.
@@ -112,7 +112,7 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
         broken: dict[str, ConfigError] = {}
         for image in images:
             try:
-                found.append(_from_archive(task, archive, image) if archive else load_image(task, source / image))
+                found.append(_read_from_archive(task, archive, image) if archive else load_image(task, source / image))
             except ConfigError as error:
                 broken[image] = error
     if broken:
@@ -138,15 +138,15 @@ def require_known(folder: Path) -> None:
         hidden = any(part.startswith(".") for part in inside.parts) or path.name in LEFT_BY_DESKTOPS
         if path.is_dir() or hidden or path.suffix.lower() in SUFFIXES or inside.as_posix() in known:
             continue
-        hint = nearest(path.name.lower(), known)
+        hint = suggest_nearest(path.name.lower(), known)
         raise ConfigError(
             f"{path} means nothing here{hint}: beside images there may be {' and '.join(known)} in {folder} "
             "itself; move other files away"
         )
 
 
-def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
-    """Flags of the images listed in `sensitive.txt`, one relative path per line; all False without such a file.
+def read_sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
+    """Return (n,) flags of images that `sensitive.txt` lists by path; without it, all False.
 
     Raises:
         ConfigError: it lists an image that does not exist, or is not text.
@@ -154,7 +154,7 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
     file = folder / SENSITIVE_FILE
     if not os.path.lexists(file):  # a link to nowhere: the marks are somewhere else
         return np.zeros(len(images), dtype=np.bool_)
-    with failing_as(ConfigError, f"{file} must name an image a line, in UTF-8", on=(OSError, UnicodeDecodeError)):
+    with raise_as(ConfigError, f"{file} must name an image a line, in UTF-8", on=(OSError, UnicodeDecodeError)):
         lines = file.read_text(encoding="utf-8").splitlines()
     marked = {line.strip() for line in lines if line.strip()}
     if missing := sorted(marked - set(images)):
@@ -162,8 +162,8 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
     return np.array([image in marked for image in images], dtype=np.bool_)
 
 
-def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
-    """0 train, 1 validation, 2 test, from `split.json`: {"val": [paths], "test": [paths]}; the rest is training.
+def read_split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
+    """Return 0 train, 1 validation, 2 test by `split.json`, {"val": [paths], "test": ...}, or None without it.
 
     Raises:
         ConfigError: not such a file, or it names a missing image or lists one twice.
@@ -182,10 +182,10 @@ def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | No
 
 
 def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
-    with failing_as(ConfigError, f'{file} must be {{"val": [paths], "test": [paths]}}', on=(OSError, *MALFORMED)):
+    with raise_as(ConfigError, f'{file} must be {{"val": [paths], "test": [paths]}}', on=(OSError, *MALFORMED)):
         return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
 
 
-def _from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:
+def _read_from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:
     with archive.open(image) as file:
         return load_image(task, file, image)

@@ -13,30 +13,30 @@ NUMBERING: Final = "`classes, y = np.unique(y, return_inverse=True)`"
 """Gives class numbers without gaps to labels of any kind."""
 
 
-def whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
-    """One whole number per sample (n,), from 0 to `largest`. A mask with gaps is an error; nothing is guessed.
+def require_whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
+    """Return one whole number per sample, (n,), 0 to `largest`; a mask with gaps is an error.
 
     Raises:
         ConfigError: they are something else; the text begins with `what`.
     """
     if values.shape != (n_samples,) or values.dtype.kind not in "bui":
-        told = f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"
-        raise ConfigError(told + _conversion(values, n_samples))
+        message = f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"
+        raise ConfigError(message + _explain_conversion(values, n_samples))
     if values.min(initial=0) < 0 or values.max(initial=0) > largest:
         found = f"found {values.min()}..{values.max()}"
         raise ConfigError(f"{what} must be in 0..{largest}, {found}")
     return values.astype(np.int64)
 
 
-def class_numbers(values: NDArray[Any], n_samples: int, n_classes: int | None, what: str) -> NDArray[np.int64]:
-    """One class number per sample (n,): its place in the list of classes. None: the number of classes is not known.
+def require_class_numbers(values: NDArray[Any], n_samples: int, n_classes: int | None, what: str) -> NDArray[np.int64]:
+    """Return each sample's place in the list of classes, (n,); `n_classes` None: not known.
 
     Raises:
         ConfigError: they are something else; the text begins with `what` and says how to make class numbers of them.
     """
     last = np.iinfo(np.int64).max if n_classes is None else n_classes - 1
     try:
-        return whole_numbers(values, n_samples, int(last), what)
+        return require_whole_numbers(values, n_samples, int(last), what)
     except ConfigError:
         if values.shape != (n_samples,) or values.dtype.kind not in "bui":
             raise
@@ -47,8 +47,8 @@ def class_numbers(values: NDArray[Any], n_samples: int, n_classes: int | None, w
     )
 
 
-def _conversion(values: NDArray[Any], n_samples: int) -> str:
-    """How to make whole numbers of these, if that is plain."""
+def _explain_conversion(values: NDArray[Any], n_samples: int) -> str:
+    """Say how to make whole numbers of these, if that is plain, or ""."""
     if values.ndim == 2 and len(values) == n_samples and values.dtype.kind in "buif":
         if values.shape[1] == 1:
             return ": `y[:, 0]` is such an array"

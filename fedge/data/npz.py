@@ -31,8 +31,8 @@ _DAMAGED: Final = (
 """What NumPy and zipfile raise of a file whose bytes are anything."""
 
 
-def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
-    """Load the named arrays that a file holds; None: all.
+def load_arrays(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
+    """Load the arrays of these names that a file holds, or all.
 
     Raises:
         ConfigError: it cannot be read, is not an .npz file, or its arrays need more than a quarter of the memory.
@@ -41,8 +41,8 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             found = [name for name in names or archive.files if name in archive]
-            require_room(file, sum(_claimed(archive.zip, name) for name in found))
-            return {name: _readable(archive[name]) for name in found}
+            require_room(file, sum(_read_claimed_size(archive.zip, name) for name in found))
+            return {name: _require_readable(archive[name]) for name in found}
     except _DAMAGED as error:
         raise ConfigError(f"{file} is not an .npz file of arrays: {error}") from error
 
@@ -56,9 +56,9 @@ def load_array(file: Path) -> NDArray[Any]:
     require_there(file, "file of samples")
     try:
         with file.open("rb") as opened:
-            require_room(file, _sized(opened, "it", os.fstat(opened.fileno()).st_size))
+            require_room(file, _read_npy_size(opened, "it", os.fstat(opened.fileno()).st_size))
             opened.seek(0)
-            return _readable(np.lib.format.read_array(opened, allow_pickle=False))
+            return _require_readable(np.lib.format.read_array(opened, allow_pickle=False))
     except _DAMAGED as error:
         raise ConfigError(f"{file} is not an .npy file of an array: {error}") from error
 
@@ -77,8 +77,8 @@ def require_room(file: Path, claimed: int) -> None:
         )
 
 
-def _readable(array: NDArray[Any]) -> NDArray[Any]:
-    """The same array, after checking its text: invalid characters would crash readers."""
+def _require_readable(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the same array once its text is checked: invalid characters crash readers."""
     if array.dtype.kind == "U":
         numbers = np.ascontiguousarray(array).reshape(-1).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
         if numbers.size and numbers.max() > sys.maxunicode:
@@ -86,15 +86,15 @@ def _readable(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _claimed(archive: zipfile.ZipFile, name: str) -> int:
-    """Bytes of an array by its header, as model input; the file is damaged if the member's size differs."""
+def _read_claimed_size(archive: zipfile.ZipFile, name: str) -> int:
+    """Return an array's size as model input by its header; a member of another size is damaged."""
     member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(member) as file:
-        return _sized(file, name, archive.getinfo(member).file_size)
+        return _read_npy_size(file, name, archive.getinfo(member).file_size)
 
 
-def _sized(file: IO[bytes], name: str, size: int) -> int:
-    """The same of an open .npy file of `size` bytes."""
+def _read_npy_size(file: IO[bytes], name: str, size: int) -> int:
+    """Return the same for an open .npy file of `size` bytes."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(file)

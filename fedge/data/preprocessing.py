@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import tables
-from fedge.data.scaling import are_inputs, precision, unfit
+from fedge.data.scaling import are_inputs, choose_precision, explain_unfit
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
+from fedge.system.moved import alias_names
 
 if TYPE_CHECKING:
     from PIL import Image
 
 
-def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
+def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """Reshape raw samples into model inputs and scale them: (x / scale - mean) / std.
 
     With the mean and std of each column or channel, if the task has them. The numbers are computed in double precision
@@ -35,22 +36,22 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
-    shaped = _shaped(task.input_shape, raw)
-    mean, std = _scale(task)
-    kind = precision(mean, std)
+    shaped = _reshape(task.input_shape, raw)
+    mean, std = _get_scale(task)
+    kind = choose_precision(mean, std)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is refused below
         x: NDArray[np.floating] = np.array(shaped, dtype=kind, order="C")
         np.subtract(x, mean.astype(kind), out=x)
         np.divide(x, std.astype(kind), out=x)
         inputs = x.astype(np.float32, copy=False)
-    if (kind is np.float64 or not are_inputs(inputs)) and (fault := unfit(shaped, inputs)):
+    if (kind is np.float64 or not are_inputs(inputs)) and (fault := explain_unfit(shaped, inputs)):
         raise ConfigError(fault)
     return inputs
 
 
-def input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
-    """The type that raw samples should have, lest a part of what distinguishes them is lost before they are scaled."""
-    return precision(*_scale(task))
+def choose_input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
+    """Return the type for raw samples that loses nothing that tells them apart before they are scaled."""
+    return choose_precision(*_get_scale(task))
 
 
 def load_image(
@@ -76,15 +77,15 @@ def load_image(
     if mode is None or len(task.input_shape) != 3:
         raise ConfigError(f"task {task.name} takes arrays, not images")
     _, height, width = task.input_shape
-    with failing_as(ConfigError, f"cannot read the image {name or source}", on=Exception):  # Pillow raises many kinds
-        upright = _upright(source, mode, max_pixels)
+    with raise_as(ConfigError, f"cannot read the image {name or source}", on=Exception):  # Pillow raises many kinds
+        upright = _load_upright(source, mode, max_pixels)
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(upright)
 
 
-def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
-    """The image upright and in these colours, without needless copies: a large one dominates memory."""
+def _load_upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
+    """Return the image upright and in these colours, copied only if needed: memory is short."""
     from PIL import Image, ImageOps
 
     with warnings.catch_warnings():
@@ -97,17 +98,17 @@ def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Ima
             return image if image.mode == mode else image.convert(mode)
 
 
-def _scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What raw samples are reduced by, and then divided by: in their unit, of a shape that goes with theirs."""
+def _get_scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what raw samples are reduced by and then divided by, in their unit and broadcastable."""
     how = task.preprocessing
     if how.table:
-        return tables.scale(how.table)
+        return tables.get_scale(how.table)
     one_each = (-1, *(1,) * (len(task.input_shape) - 1))
     mean, std = (np.reshape(v, one_each if isinstance(v, tuple) else ()) * how.scale for v in (how.mean, how.std))
     return np.asarray(mean), np.asarray(std)
 
 
-def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
+def _reshape(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
     """View of the samples as (n, *shape)."""
     if raw.shape[1:] == shape and raw.ndim > 1:
         return raw
@@ -118,3 +119,6 @@ def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
         if channels == 1 and raw.shape[1:] == (height, width):
             return raw[:, np.newaxis]
     raise ConfigError(f"samples have the shape {raw.shape[1:]}, but the task takes {shape}")
+
+
+__getattr__ = alias_names(__name__, apply="preprocess")

@@ -14,34 +14,34 @@ FAR: Final = 16
 """Deviations. Of the 24 bits of single precision, a mean of up to 16 deviations costs 4."""
 
 
-def precision(mean: ArrayLike, std: ArrayLike) -> type[np.float32 | np.float64]:
-    """The type in which (x - mean) / std is computed: double if the mean is so large that single loses what is left."""
+def choose_precision(mean: ArrayLike, std: ArrayLike) -> type[np.float32 | np.float64]:
+    """Return the type to compute (x - mean) / std in: double if the mean is too large for single."""
     return np.float64 if (np.abs(mean) > FAR * np.asarray(std)).any() else np.float32
 
 
 def are_inputs(x: NDArray[Any]) -> bool:
-    """Whether a network can compute with all numbers of x (n, ...). It is cheap; `unfit` says what is wrong."""
+    """Return whether all numbers of x (n, ...) fit a network. It is cheap; `explain_unfit` says what is wrong."""
     return bool(x.max(initial=0) <= FURTHEST and x.min(initial=0) >= -FURTHEST)  # not if there is NaN
 
 
-def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
-    """What is wrong with the first sample that a network cannot see, and what to do; "": nothing.
+def explain_unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
+    """Say what is wrong with the first unfit sample, and what to do; "" if nothing is.
 
     x: (n, ...) numbers. inputs: the same, scaled; None: only x is looked at.
     """
-    fits = _finite(x) if inputs is None else _finite(x) & (np.abs(inputs) <= FURTHEST)
+    fits = _is_finite(x) if inputs is None else _is_finite(x) & (np.abs(inputs) <= FURTHEST)
     if fits.all():
         return ""
     at = np.unravel_index(int(np.argmin(fits)), x.shape)
     if not np.isfinite(x[at]):
-        return told(at, "not a finite number")
+        return describe_fault(at, "not a finite number")
     if not abs(x[at]) <= LARGEST:
-        return told(at, f"more than single precision holds ({LARGEST:.2g})")
-    return told(at, "so far from the task's mean that no network can compute with it")
+        return describe_fault(at, f"more than single precision holds ({LARGEST:.2g})")
+    return describe_fault(at, "so far from the task's mean that no network can compute with it")
 
 
-def told(at: tuple[np.intp, ...], fault: str) -> str:
-    """A sentence about the number at a place of samples (n, ...), and what to do.
+def describe_fault(at: tuple[np.intp, ...], fault: str) -> str:
+    """Describe the number at a place of samples (n, ...), and what to do.
 
     Not the number itself: the sentence gets into logs, which people send to others.
     """
@@ -53,7 +53,7 @@ def told(at: tuple[np.intp, ...], fault: str) -> str:
     )
 
 
-def _finite(x: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether single precision can hold each number."""
+def _is_finite(x: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether single precision can hold each number."""
     fits: NDArray[np.bool_] = np.abs(x) <= LARGEST if x.dtype.kind == "f" and x.dtype.itemsize > 4 else np.isfinite(x)
     return fits

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data.npz import require_room
-from fedge.data.scaling import FURTHEST, LARGEST, precision
+from fedge.data.scaling import FURTHEST, LARGEST, choose_precision
 from fedge.data.task import Column, Schema, TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.system.files import require_there
-from fedge.system.loading import needs
-from fedge.system.text import nearest, printable
+from fedge.system.loading import make_missing_package_error
+from fedge.system.text import escape_controls, suggest_nearest
 
 SUFFIXES: Final = (".csv", ".parquet")
 NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
@@ -37,13 +37,13 @@ Cells = Mapping[str, Sequence[object]]
 
 
 def read_schema(file: Path) -> Schema:
-    """The schema in a TOML file.
+    """Read the schema in a TOML file.
 
     Raises:
         ConfigError: it cannot be read, or contradicts itself; the text says where.
     """
     require_there(file, "schema of a table")
-    with failing_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
+    with raise_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
         schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
     names = [c.name for c in schema.columns]
     names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
@@ -66,8 +66,8 @@ def read_schema(file: Path) -> Schema:
     return schema
 
 
-def schema_of(task: TaskSpec) -> Schema:
-    """The schema of a task whose samples are rows.
+def get_schema(task: TaskSpec) -> Schema:
+    """Return the schema of a task whose samples are rows.
 
     Raises:
         ConfigError: they are not.
@@ -77,15 +77,15 @@ def schema_of(task: TaskSpec) -> Schema:
     return task.preprocessing.table
 
 
-def scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and std of each network input, (width,) each; 0 and 1 for a category."""
+def get_scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return mean and std of each network input, (width,) each; 0 and 1 for a category."""
     widths = [column.width for column in schema.columns]
     mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
     return mean.astype(np.float64), std.astype(np.float64)
 
 
-def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """The rows of a table as arrays, as in an .npz. If not `labelled`, the class column may be missing.
+def read_table(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+    """Read a table's rows as arrays, as in an .npz; unless `labelled`, the class column may be missing.
 
     Returns:
         x (n, width) unscaled, float32, or float64 where a mean is large beside its std; y (n,) int64; if the schema
@@ -98,17 +98,19 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
     parts: list[dict[str, NDArray[Any]]] = []
     users: dict[object, int] = {}
     n = 0
-    kind = precision(*scale(schema))
+    kind = choose_precision(*get_scale(schema))
     require_there(file, "table")
-    for cells in _csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _parquet(schema, file, labelled):
+    for cells in (
+        _read_csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _read_parquet(schema, file, labelled)
+    ):
         reader = _Reader(file, n + 1)
-        part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
+        part = {"x": np.concatenate([reader.read_inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
         if schema.target in cells:
             numbers = {name: number for number, name in enumerate(schema.classes)}
-            part["y"] = reader.numbered(schema.target, cells[schema.target], numbers)
+            part["y"] = reader.number_cells(schema.target, cells[schema.target], numbers)
         if schema.sensitive:
             marks = [str(cell).lower() for cell in cells[schema.sensitive]]
-            part["sensitive"] = reader.numbered(schema.sensitive, marks, MARKS).astype(np.bool_)
+            part["sensitive"] = reader.number_cells(schema.sensitive, marks, MARKS).astype(np.bool_)
         if schema.user:
             part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
         parts.append(part)
@@ -120,39 +122,39 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
 
 
 class _Reader:
-    """One batch's cells as numbers; `first`: the number of its first row, for errors."""
+    """The cells of one batch as numbers; `first` is the number of its first row, for errors."""
 
     def __init__(self, file: Path, first: int) -> None:
         self._file, self._first = file, first
 
-    def inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
-        """(n, width)."""
+    def read_inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
+        """Return the network's inputs, (n, width)."""
         if column.categories:
             known = {name: number for number, name in enumerate(column.categories)}
-            return np.eye(len(known), dtype=np.float32)[self.numbered(column.name, cells, known, column.missing)]
-        found = np.array([self._number(i, column, cell) for i, cell in enumerate(cells)], np.float64)
+            return np.eye(len(known), dtype=np.float32)[self.number_cells(column.name, cells, known, column.missing)]
+        found = np.array([self._read_number(i, column, cell) for i, cell in enumerate(cells)], np.float64)
         return found[:, np.newaxis]
 
-    def numbered(
+    def number_cells(
         self, name: str, cells: Sequence[object], known: Mapping[str, int], missing: object = None
     ) -> NDArray[np.int64]:
-        """The number for each cell's word, (n,) int64."""
+        """Return the number for each cell's word, (n,) int64."""
         found = np.empty(len(cells), np.int64)
         for i, cell in enumerate(cells):
-            word = _word(cell)
+            word = _format_cell(cell)
             if word not in known and word.lower() in NO_VALUE:
                 word = "" if missing is None else str(missing)
             if word not in known:
                 fault = "is not one of" if word else "is missing: expected"
-                raise self._fault(i, name, f"{fault} {', '.join([*known][:20])}")
+                raise self._make_error(i, name, f"{fault} {', '.join([*known][:20])}")
             found[i] = known[word]
         return found
 
-    def _number(self, i: int, column: Column, cell: object) -> float:
-        word = _word(cell)
+    def _read_number(self, i: int, column: Column, cell: object) -> float:
+        word = _format_cell(cell)
         if word.lower() in NO_VALUE:
             if column.missing is None:
-                raise self._fault(
+                raise self._make_error(
                     i, column.name, "is missing: give the column a `missing` in the schema, or fill it in"
                 )
             return float(column.missing)
@@ -161,30 +163,30 @@ class _Reader:
         except ValueError:
             value = np.inf
         if not abs(value) <= LARGEST:
-            raise self._fault(i, column.name, "is not a number")
+            raise self._make_error(i, column.name, "is not a number")
         if not _fits(column, value):
             what = "is too large to compute with once it is scaled: empty the cell if it is missing"
-            raise self._fault(i, column.name, what)
+            raise self._make_error(i, column.name, what)
         return value
 
-    def _fault(self, i: int, name: str, what: str) -> ConfigError:
-        """An error that names the cell and not its value: the sentence gets into logs, which people send to others."""
+    def _make_error(self, i: int, name: str, what: str) -> ConfigError:
+        """Make an error that names the cell and not its value: the text gets into logs, which people share."""
         return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
 
 
 def _fits(column: Column, value: float) -> bool:
-    """Whether the network can see a number."""
+    """Return whether the network can see a number."""
     return abs(value) <= LARGEST and abs(value - column.mean) <= FURTHEST * column.std
 
 
-def _word(cell: object) -> str:
-    """A cell as text; whole numbers stored as floats because of gaps become whole numbers again."""
+def _format_cell(cell: object) -> str:
+    """Return a cell as text; a whole number stored as a float because of gaps loses its ".0"."""
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     return "" if cell is None else str(cell).strip()
 
 
-def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+def _read_csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             require_room(file, os.fstat(opened.fileno()).st_size)
@@ -192,8 +194,8 @@ def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
             header = [name.strip() for name in next(rows, [])]
             if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
                 raise ConfigError(f"{file} has {other!r} between its columns: save it with commas")
-            wanted = _columns(schema, file, header, labelled)
-            whole = (_whole(row, header, f"{file}, line {rows.line_num}") for row in rows)
+            wanted = _select_columns(schema, file, header, labelled)
+            whole = (_require_whole(row, header, f"{file}, line {rows.line_num}") for row in rows)
             for batch in iter(lambda: [*islice(whole, BATCH)], []):
                 cells = dict(zip(header, zip(*batch, strict=True), strict=True))
                 yield {name: cells[name] for name in wanted}
@@ -201,8 +203,8 @@ def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
         raise ConfigError(f"{file} is not a table with commas, in UTF-8, with a header: {error}") from error
 
 
-def _whole(row: list[str], header: list[str], where: str) -> list[str]:
-    """The row, which has a cell for each column."""
+def _require_whole(row: list[str], header: list[str], where: str) -> list[str]:
+    """Return the row, which has a cell for each column."""
     if not row:
         raise ConfigError(f"{where} is blank: delete it")
     if len(row) != len(header):
@@ -210,14 +212,14 @@ def _whole(row: list[str], header: list[str], where: str) -> list[str]:
     return row
 
 
-def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+def _read_parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
     try:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise needs(error, "a Parquet table", "tables") from error
+        raise make_missing_package_error(error, "a Parquet table", "tables") from error
     try:
         with parquet.ParquetFile(file, memory_map=True) as opened:
-            wanted = _columns(schema, file, opened.schema_arrow.names, labelled)
+            wanted = _select_columns(schema, file, opened.schema_arrow.names, labelled)
             groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
             require_room(file, max((group.total_byte_size for group in groups), default=0))
             for batch in opened.iter_batches(BATCH, columns=wanted):
@@ -226,16 +228,16 @@ def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
         raise ConfigError(f"{file} is not a Parquet table: {error}") from error
 
 
-def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
-    """The columns to read, each once."""
+def _select_columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
+    """Return the columns to read, each once."""
     there = list(there)
     needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]
     needed += [schema.target] * (labelled or schema.target in there)
-    faults = [f"lacks {name}{nearest(name, there)}" for name in needed if name not in there]
+    faults = [f"lacks {name}{suggest_nearest(name, there)}" for name in needed if name not in there]
     faults += [f"has {name} twice" for name in needed if there.count(name) > 1]
     faults += [f"has {name}, which the schema does not name" for name in there if name not in {*needed, *schema.ignore}]
     if faults:
         more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
-        told = printable("; ".join(faults[:4]))
-        raise ConfigError(f"{file} {told}{more}. Mend the table, or the schema: `ignore` names columns to leave out")
+        text = escape_controls("; ".join(faults[:4]))
+        raise ConfigError(f"{file} {text}{more}. Mend the table, or the schema: `ignore` names columns to leave out")
     return needed

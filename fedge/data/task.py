@@ -7,6 +7,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from fedge.system.moved import alias_members
+
 INPUT: Final = "x"
 
 
@@ -38,7 +40,7 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """The number of network inputs it becomes."""
+        """The number of network inputs that the column becomes."""
         return len(self.categories) or 1
 
 
@@ -80,6 +82,7 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
 
 
+@alias_members(fingerprint="compute_fingerprint")
 class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is learned: classes, input and network. Coordinator and agents must have equal fingerprints."""
 
@@ -101,23 +104,23 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def n_classes(self) -> int:
-        """C, at least 2."""
+        """C, the number of classes, at least 2."""
         return len(self.classes)
 
     @property
     def code(self) -> tuple[str, ...]:
-        """What it imports and calls: the paths package.module:name of its class and network."""
+        """The code that the task calls, as package.module:name: its class and its network."""
         return tuple(dict.fromkeys(path for path in (self.name, self.model) if ":" in path))
 
-    def fingerprint(self) -> str:
-        """16 hex digits; any change to the task changes them."""
+    def compute_fingerprint(self) -> str:
+        """Return 16 hex digits that any change to the task changes."""
         import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
 
-def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Pooling window of the image that the gate sees, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
+def choose_gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the gate's pooling window of an image, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
 
     (1, 1), no pooling, for small images and for inputs that are not (channels, height, width).
     """

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.npz import load
+from fedge.data.npz import load_arrays
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.system.files import write_atomically
@@ -20,7 +20,7 @@ FILE: Final = "validation.npz"
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels.
+    """Model inputs x (n, *input_shape) float32 with class numbers y (n,) int64, or None without labels.
 
     sensitive: (n,) bool, samples about which nothing may be reported; None: none.
     """
@@ -30,8 +30,8 @@ class Validation:
     sensitive: NDArray[np.bool_] | None = None
 
     @property
-    def told(self) -> NDArray[np.bool_]:
-        """The non-sensitive samples, (n,): figures on these may be reported."""
+    def reportable(self) -> NDArray[np.bool_]:
+        """(n,) whether a sample is non-sensitive: figures on these may be reported."""
         return np.ones(len(self.x), np.bool_) if self.sensitive is None else ~self.sensitive
 
     def save(self, home: Path) -> None:
@@ -56,7 +56,7 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     path = home / FILE
     if not path.exists():
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
-    arrays = load(path)
+    arrays = load_arrays(path)
     if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # misnamed marks would be lost
         raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
     if "x" not in arrays or arrays["x"].dtype.kind not in "buif":

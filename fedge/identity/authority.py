@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fedge.errors import ConfigError, ProtocolError, failing_as
+from fedge.errors import ConfigError, ProtocolError, raise_as
 from fedge.system.files import write_atomically
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from fedge.identity.names import CRL, Subject, subject_of
+from fedge.identity.names import CRL, Subject, find_subject
 
 log = logging.getLogger("fedge.identity")
 
@@ -52,7 +52,7 @@ class Key:
 
         self.certificate = load_certificate(Path(cert_file))
         self._key = load_key(Path(key_file or cert_file))
-        subject = subject_of(self.certificate)
+        subject = find_subject(self.certificate)
         if subject is None:
             raise ConfigError(f"cert_file {cert_file} names nobody of a federation: have it made anew")
         self.subject = subject
@@ -60,22 +60,22 @@ class Key:
 
     @property
     def public(self) -> EllipticCurvePublicKey:
-        """What others check our signatures with."""
+        """The public key by which others check our signatures."""
         return self._key.public_key()
 
     def sign(self, context: str, data: bytes) -> bytes:
-        """Our signature (ECDSA with SHA-256, in DER) of these bytes in this context."""
+        """Sign these bytes in this context (ECDSA with SHA-256, in DER)."""
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256
 
-        return self._key.sign(_signed_bytes(context, data), ECDSA(SHA256()))
+        return self._key.sign(_make_signed_bytes(context, data), ECDSA(SHA256()))
 
 
-def _signed_bytes(context: str, data: bytes) -> bytes:
+def _make_signed_bytes(context: str, data: bytes) -> bytes:
     return f"fedge signed {context}\n".encode() + data
 
 
-def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: bytes) -> None:
+def verify_signature(key: EllipticCurvePublicKey, context: str, data: bytes, signature: bytes) -> None:
     """Check that a key signed these bytes in this context.
 
     Raises:
@@ -86,7 +86,7 @@ def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: by
     from cryptography.hazmat.primitives.hashes import SHA256
 
     try:
-        key.verify(signature, _signed_bytes(context, data), ECDSA(SHA256()))
+        key.verify(signature, _make_signed_bytes(context, data), ECDSA(SHA256()))
     except InvalidSignature:
         raise ProtocolError(
             "forged", "its signature is not by the key of its certificate, or of something else"
@@ -109,7 +109,7 @@ class Authority:
         from cryptography import x509
 
         self._file = ca_file
-        with failing_as(ConfigError, f"ca_file {ca_file} holds no certificates", on=(OSError, ValueError)):
+        with raise_as(ConfigError, f"ca_file {ca_file} holds no certificates", on=(OSError, ValueError)):
             self._certificates = x509.load_pem_x509_certificates(Path(ca_file).read_bytes())
         self._known: dict[bytes, tuple[Subject, x509.Certificate, EllipticCurvePublicKey]] = {}
         self._revoked: frozenset[int] = frozenset()
@@ -119,13 +119,13 @@ class Authority:
         """The newest list of revoked certificates (DER); empty: none is known."""
         beside = Path(ca_file).with_name(CRL)
         if beside.exists():
-            self.read(beside)
-        self._lost = "" if kept is None else self._read_kept(kept)
+            self.read_revocations(beside)
+        self._lost = "" if kept is None else self._read_stored(kept)
         self._kept = kept
 
     # ------------------------------------------------------------------------------------------------- revocation
 
-    def read(self, file: Path) -> bool:
+    def read_revocations(self, file: Path) -> bool:
         """Read the revocation list in a file unless a newer one is known; False: nothing new.
 
         Raises:
@@ -135,23 +135,23 @@ class Authority:
         try:
             with file.open("rb") as opened:
                 data = opened.read(MAX_REVOCATIONS_FILE_BYTES + 1)
-            return self.learn(data, max_bytes=MAX_REVOCATIONS_FILE_BYTES)
+            return self.accept_revocations(data, max_bytes=MAX_REVOCATIONS_FILE_BYTES)
         except (OSError, ProtocolError) as error:
             if isinstance(error, ProtocolError) and error.name == "replayed":
                 return False
             raise ConfigError(f"{file} is not a list of certificates that {self._file} revoked: {error}") from error
 
-    def _read_kept(self, file: Path) -> str:
+    def _read_stored(self, file: Path) -> str:
         """Read the stored list; returns why nobody can be believed, or "". A damaged one stays until another comes."""
         try:
             if file.exists():
-                self.read(file)
+                self.read_revocations(file)
         except ConfigError as error:
             log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
             return "" if self.revocations else str(error)
         return ""
 
-    def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
+    def accept_revocations(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
         """Accept a revocation list (PEM or DER); False: it is the known one.
 
         `max_bytes`: the default is for lists from the wire.
@@ -192,8 +192,8 @@ class Authority:
 
     # ------------------------------------------------------------------------------------------------- certificates
 
-    def who(self, der: bytes) -> tuple[Subject, EllipticCurvePublicKey]:
-        """The owner of a certificate, and its public key.
+    def identify(self, der: bytes) -> tuple[Subject, EllipticCurvePublicKey]:
+        """Return the owner of a certificate, and its public key.
 
         Raises:
             ProtocolError: `certificate` (not by this authority, out of date, or without a name), `revoked`, or
@@ -210,55 +210,55 @@ class Authority:
                 certificate = x509.load_der_x509_certificate(der)
             except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
                 raise ProtocolError("certificate", f"it cannot be read: {error}") from error
-            if trouble := self._foreign(certificate):
+            if trouble := self._explain_foreign(certificate):
                 raise ProtocolError("certificate", trouble)
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[der] = _identified(certificate)
+            self._known[der] = _identify(certificate)
         subject, certificate, key = self._known[der]
-        if trouble := out_of_date(certificate):
+        if trouble := explain_out_of_date(certificate):
             raise ProtocolError("certificate", f"that of {subject} {trouble}")
         if certificate.serial_number in self._revoked:
             raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x})")
         return subject, key
 
-    def trouble(self, certificate: x509.Certificate) -> str:
-        """Why nobody who trusts this authority accepts a certificate now; empty: it is valid."""
-        if foreign := self._foreign(certificate):
+    def explain_invalid(self, certificate: x509.Certificate) -> str:
+        """Return why nobody who trusts this authority accepts a certificate now, or ""."""
+        if foreign := self._explain_foreign(certificate):
             return foreign
         if certificate.serial_number in self._revoked:
             return "it was revoked"
-        return out_of_date(certificate)
+        return explain_out_of_date(certificate)
 
-    def _foreign(self, certificate: x509.Certificate) -> str:
+    def _explain_foreign(self, certificate: x509.Certificate) -> str:
         from fedge.identity.certificates import is_issued_by
 
         ours = any(is_issued_by(certificate, ca) for ca in self._certificates)
         return "" if ours else f"it was not issued by the authority in {self._file}"
 
 
-def trouble_with(cert_file: str, ca_file: str) -> str:
-    """What is wrong with our own certificate of any kind, in words; empty: nothing visible from here."""
+def explain_certificate_fault(cert_file: str, ca_file: str) -> str:
+    """Say what is visibly wrong with our own certificate of any kind, or ""."""
     from fedge.identity.certificates import load_certificate
 
     try:
-        found = Authority(ca_file).trouble(load_certificate(Path(cert_file)))
+        found = Authority(ca_file).explain_invalid(load_certificate(Path(cert_file)))
     except ConfigError as error:
         found = str(error)
     return found and f"cert_file {cert_file}: {found}"
 
 
-def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate, EllipticCurvePublicKey]:
+def _identify(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate, EllipticCurvePublicKey]:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    subject, key = subject_of(certificate), certificate.public_key()
+    subject, key = find_subject(certificate), certificate.public_key()
     if subject is None or not isinstance(key, EllipticCurvePublicKey):
         raise ProtocolError("certificate", "it names nobody of a federation with an EC key")
     return subject, certificate, key
 
 
-def out_of_date(certificate: x509.Certificate) -> str:
-    """Why a certificate is not valid now; empty: it is."""
+def explain_out_of_date(certificate: x509.Certificate) -> str:
+    """Return why a certificate is not valid now, or "" if it is."""
     now = datetime.now(UTC)
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if first <= now <= last:

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.identity.names import CRL, Role, Subject
 from fedge.settings import NAME
 
@@ -37,13 +37,13 @@ WARN_AT: Final = 3 / 4
 Dated = x509.Certificate | x509.CertificateRevocationList
 
 
-def now() -> dt.datetime:
-    """The time used to make and check certificates."""
+def get_time() -> dt.datetime:
+    """Return the time by which certificates are made and checked."""
     return dt.datetime.now(dt.UTC)
 
 
-def device_subject(federation: str, device_id: str) -> Subject:
-    """The subject of a device's certificate.
+def make_device_subject(federation: str, device_id: str) -> Subject:
+    """Return the subject of a device's certificate.
 
     Raises:
         ConfigError: not a valid device name.
@@ -57,22 +57,22 @@ def device_subject(federation: str, device_id: str) -> Subject:
 
 
 def load_certificate(path: Path) -> x509.Certificate:
-    """The certificate in a PEM file.
+    """Load the certificate in a PEM file.
 
     Raises:
         ConfigError: there is none.
     """
-    with failing_as(ConfigError, f"{path} holds no certificate", on=(OSError, *UNREADABLE)):
+    with raise_as(ConfigError, f"{path} holds no certificate", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_certificate(path.read_bytes())
 
 
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The private key in a PEM file.
+    """Load the private key in a PEM file.
 
     Raises:
         ConfigError: there is none, it is encrypted, or of an unsupported kind.
     """
-    with failing_as(ConfigError, f"{path} holds no private key that can be read", on=(OSError, ValueError, TypeError)):
+    with raise_as(ConfigError, f"{path} holds no private key that can be read", on=(OSError, ValueError, TypeError)):
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} holds a key that is not on an elliptic curve")
@@ -80,49 +80,49 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def load_crl(path: Path) -> x509.CertificateRevocationList:
-    """The list of revoked certificates in a PEM file.
+    """Load the list of revoked certificates in a PEM file.
 
     Raises:
         ConfigError: there is none.
     """
-    with failing_as(ConfigError, f"{path} holds no list of revoked certificates", on=(OSError, *UNREADABLE)):
+    with raise_as(ConfigError, f"{path} holds no list of revoked certificates", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_crl(path.read_bytes())
 
 
-def new_key() -> ec.EllipticCurvePrivateKey:
-    """A private key."""
+def make_key() -> ec.EllipticCurvePrivateKey:
+    """Generate a private key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def pem_of(item: Dated | x509.CertificateSigningRequest) -> bytes:
-    """A certificate, a list or a request in PEM."""
+def encode_pem(item: Dated | x509.CertificateSigningRequest) -> bytes:
+    """Serialise a certificate, a list or a request as PEM."""
     return item.public_bytes(serialization.Encoding.PEM)
 
 
-def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key in PEM."""
+def encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Serialise a private key as PEM."""
     form = serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def distinguished(subject: Subject) -> x509.Name:
-    """The subject of a certificate as brokers show it."""
+def make_x509_name(subject: Subject) -> x509.Name:
+    """Return the subject of a certificate as brokers show it."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
 
 
-def request_of(device_id: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateSigningRequest:
-    """A device's request for a certificate, signed with the key that it is for."""
+def make_certificate_request(device_id: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateSigningRequest:
+    """Make a device's request for a certificate, signed with the key that it is for."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device_id)])
     return x509.CertificateSigningRequestBuilder(name).sign(key, hashes.SHA256())
 
 
 def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
-    """The device that requests a certificate, and the key it is for.
+    """Return the device that requests a certificate, and the key that it is for.
 
     Raises:
         ConfigError: not such a request, or not signed with that key.
     """
-    with failing_as(ConfigError, "that is not a request for a certificate", on=UNREADABLE):
+    with raise_as(ConfigError, "that is not a request for a certificate", on=UNREADABLE):
         request = x509.load_pem_x509_csr(data)
         key, valid = request.public_key(), request.is_signature_valid
         names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -132,7 +132,7 @@ def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
 
 
 def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether the authority's key signed the certificate. Dates are ignored."""
+    """Return whether the authority's key signed the certificate. Dates are ignored."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, *UNREADABLE):
@@ -140,36 +140,36 @@ def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
     return True
 
 
-def life_of(item: Dated) -> tuple[dt.datetime, dt.datetime]:
-    """The validity period of a certificate or a revocation list."""
+def get_validity(item: Dated) -> tuple[dt.datetime, dt.datetime]:
+    """Return the validity period of a certificate or a revocation list."""
     if isinstance(item, x509.Certificate):
         return item.not_valid_before_utc, item.not_valid_after_utc
     return item.last_update_utc, item.next_update_utc or item.last_update_utc
 
 
 def is_past(share: float, item: Dated, at: dt.datetime) -> bool:
-    """Whether this share of its validity period has passed."""
-    begin, end = life_of(item)
+    """Return whether this share of its validity period has passed."""
+    begin, end = get_validity(item)
     return at >= begin + share * (end - begin)
 
 
-def warning(what: str, item: Dated, at: dt.datetime) -> str:
-    """A warning that renewal is overdue, in words; empty: none."""
+def explain_overdue(what: str, item: Dated, at: dt.datetime) -> str:
+    """Return a warning in words that renewal is overdue, or ""."""
     if not is_past(WARN_AT, item, at):
         return ""
-    end = life_of(item)[1]
-    told = f"expired on {end:%Y-%m-%d}" if at >= end else f"expires in {(end - at).days} days, on {end:%Y-%m-%d}"
-    return f"{what} {told}: run `fedge provision renew` on the server"
+    end = get_validity(item)[1]
+    state = f"expired on {end:%Y-%m-%d}" if at >= end else f"expires in {(end - at).days} days, on {end:%Y-%m-%d}"
+    return f"{what} {state}: run `fedge provision renew` on the server"
 
 
-def warnings_of(ca_file: Path, cert_file: Path, at: dt.datetime) -> list[str]:
-    """Overdue renewals of an identity: its certificate, and the revocation list if there is one.
+def list_overdue(ca_file: Path, cert_file: Path, at: dt.datetime) -> list[str]:
+    """Return the overdue renewals of an identity: certificate, and revocation list if any.
 
     Raises:
         ConfigError: one of them cannot be read.
     """
     crl = ca_file.with_name(CRL)
-    found = [warning(f"the certificate {cert_file}", load_certificate(cert_file), at)]
+    found = [explain_overdue(f"the certificate {cert_file}", load_certificate(cert_file), at)]
     if crl.exists():
-        found.append(warning(f"the list of revoked certificates {crl}", load_crl(crl), at))
+        found.append(explain_overdue(f"the list of revoked certificates {crl}", load_crl(crl), at))
     return [text for text in found if text]

@@ -37,8 +37,8 @@ class Role(StrEnum):
     OPERATOR = "operator"
 
     @property
-    def speaks_as(self) -> Role:
-        """A relay may send what a device sends, in the name of its site."""
+    def effective_role(self) -> Role:
+        """The role whose messages it may send: a relay sends a device's, in the name of its site."""
         return Role.DEVICE if self is Role.RELAY else self
 
 
@@ -58,8 +58,8 @@ class Subject(Struct, frozen=True):
         return f"{self.role} {self.name} of {self.federation}"
 
 
-def subject_of(certificate: x509.Certificate) -> Subject | None:
-    """The owner of a certificate; None: not a member of any federation."""
+def find_subject(certificate: x509.Certificate) -> Subject | None:
+    """Return the owner of a certificate, or None if no federation's authority made it."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

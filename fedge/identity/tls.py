@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.system.text import Heading
 
 ListenHost = Annotated[
@@ -21,8 +21,8 @@ HttpKey = Annotated[str | None, Heading.SERVER, "This file is the private key of
 """Settings of our small servers."""
 
 
-def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
-    """The context of a client that trusts this authority alone, and may show a certificate of its own.
+def make_client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
+    """Return the context of a client that trusts this authority alone, perhaps with a certificate.
 
     ca_file: None: whoever the system trusts.
 
@@ -33,16 +33,16 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
     if ca_file is None:
         context.load_default_certs()
     else:
-        _trust(context, ca_file)
+        _trust_authority(context, ca_file)
     if cert_file is not None:
-        _show(context, cert_file, key_file)
+        _present_certificate(context, cert_file, key_file)
     return context
 
 
-def server_tls(
+def make_server_tls(
     token: str | None, cert_file: str | None, key_file: str | None, ca_file: Path | None = None
 ) -> ssl.SSLContext | None:
-    """The context of a server; None: plain HTTP. `ca_file`: clients may present a certificate of this authority.
+    """Return a server's context, or None for plain HTTP. `ca_file`: of certificates that clients may show.
 
     Raises:
         ConfigError: the certificate, the key or the token is unusable.
@@ -56,26 +56,26 @@ def server_tls(
             raise ConfigError("a login by certificate needs http_cert_file, the certificate of this server")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    _show(context, cert_file, key_file, "http_")
+    _present_certificate(context, cert_file, key_file, "http_")
     if ca_file is not None:
-        _trust(context, ca_file)
+        _trust_authority(context, ca_file)
         context.verify_mode = ssl.CERT_OPTIONAL
     return context
 
 
-def _trust(context: ssl.SSLContext, ca_file: str | Path) -> None:
-    with failing_as(ConfigError, f"ca_file {ca_file} holds no certificates"):
+def _trust_authority(context: ssl.SSLContext, ca_file: str | Path) -> None:
+    with raise_as(ConfigError, f"ca_file {ca_file} holds no certificates"):
         context.load_verify_locations(ca_file)
 
 
-def _show(context: ssl.SSLContext, cert_file: str, key_file: str | None, prefix: str = "") -> None:
+def _present_certificate(context: ssl.SSLContext, cert_file: str, key_file: str | None, prefix: str = "") -> None:
     try:
-        context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
+        context.load_cert_chain(cert_file, key_file, password=_refuse_passphrase)
     except OSError as error:
         pair = f"{prefix}cert_file {cert_file} and {prefix}key_file {key_file or cert_file}"
         raise ConfigError(f"{pair} are not a certificate with its private key: {error}") from error
 
 
-def _no_passphrase() -> str:
-    """Nobody is there to type one."""
+def _refuse_passphrase() -> str:
+    """Refuse a key with a passphrase, which nobody is there to type."""
     raise ConfigError("the private key of the certificate is encrypted; give one that is not")

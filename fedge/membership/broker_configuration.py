@@ -12,7 +12,7 @@ from typing import Final
 
 from fedge.identity.names import CRL
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
-from fedge.wire.topics import ROOT, below
+from fedge.wire.topics import ROOT, add_prefix
 
 ACCESS_LIST: Final = "acl"
 MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
@@ -25,7 +25,7 @@ SESSION_LASTS: Final = "7d"
 """A client that stays away is then forgotten with its queue; fedge's own ask for an hour."""
 
 
-def _limits() -> str:
+def _format_limits() -> str:
     return f"""\
 set_tcp_nodelay true
 max_packet_size {MAX_PACKET_BYTES}
@@ -38,18 +38,18 @@ persistent_client_expiration {SESSION_LASTS}
 """
 
 
-def for_everybody(host: str, port: int) -> str:
-    """One listener that asks no one for a name."""
-    return f"listener {port} {host}\nallow_anonymous true\n{_limits()}"
+def format_open_listener(host: str, port: int) -> str:
+    """Return one listener that asks no one for a name."""
+    return f"listener {port} {host}\nallow_anonymous true\n{_format_limits()}"
 
 
-def before_listeners() -> str:
-    """Settings that appear once, before the first listener for members."""
-    return f"per_listener_settings true\n{_limits()}"
+def format_global_settings() -> str:
+    """Return the settings that stand once, before the first listener for members."""
+    return f"per_listener_settings true\n{_format_limits()}"
 
 
-def for_members(identity: Path, rules: Path, port: int, host: str = "") -> str:
-    """A federation's listener. A broker may have several, each with its own authority and access list.
+def format_member_listener(identity: Path, rules: Path, port: int, host: str = "") -> str:
+    """Return a federation's listener, with its own authority and access list; a broker may have many.
 
     No `use_username_as_clientid`: a device's agent and runtime share a name, and two clients with one client id
     disconnect each other.
@@ -74,9 +74,9 @@ acl_file {rules / ACCESS_LIST}
 """
 
 
-def access_list(federation: str, topic_prefix: str = "") -> str:
-    """Who may publish and subscribe to what in a federation. %u is the name in a client's certificate."""
-    here = below(topic_prefix, f"{ROOT}/{federation}")
+def format_access_list(federation: str, topic_prefix: str = "") -> str:
+    """Return who may publish and subscribe to what in a federation. %u: the name in a certificate."""
+    here = add_prefix(topic_prefix, f"{ROOT}/{federation}")
     return f"""\
 # A device speaks for itself alone, and hears what is for it or for all.
 pattern write {here}/agents/%u/#

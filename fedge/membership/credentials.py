@@ -38,7 +38,7 @@ KeepAlive = Annotated[
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
-    """Base of the settings of such a command: password, certificates, or neither."""
+    """Settings common to commands that log in: a password, certificates, or neither."""
 
     username: Annotated[str | None, Heading.IDENTITY, "The command has this user name at the broker."] = None
     password: Annotated[
@@ -70,14 +70,14 @@ class Credentials(Struct, frozen=True, kw_only=True):
         ClientPrefix | None, Heading.IDENTITY, "This text stands before our client id, where the broker demands one."
     ] = None
 
-    def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
-        """How to reach the broker at this address.
+    def make_broker_settings(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
+        """Say how to reach the broker at this address.
 
         Raises:
             ConfigError: not an address, the proxy is none, or the certificates cannot be used.
         """
         at = parse_address(address)
-        files = self.by_files()
+        files = self.with_files()
         if at.path is not None and not at.secure and files.ca_file is not None:
             raise ConfigError(f"{address} is without TLS: with certificates it is wss://")
         broker = BrokerSettings(
@@ -91,23 +91,23 @@ class Credentials(Struct, frozen=True, kw_only=True):
             keepalive_s,
             at.path,
             at.secure,
-            self.way(),
+            self.find_proxy(),
             self.topic_prefix or "",
             self.client_prefix or "",
         )
-        broker.tls()  # read once at start: at a connection, a missing file would look like an outage
+        broker.make_tls()  # read once at start: at a connection, a missing file would look like an outage
         return broker
 
-    def way(self) -> Proxy | None:
-        """The proxy, if any.
+    def find_proxy(self) -> Proxy | None:
+        """Return the proxy, or None.
 
         Raises:
             ConfigError: its address is wrong.
         """
         return None if self.proxy is None else parse_proxy(self.proxy)
 
-    def by_files(self) -> Self:
-        """The same settings, with the identity replaced by its three files.
+    def with_files(self) -> Self:
+        """Return the same settings with the identity replaced by its three files.
 
         Raises:
             ConfigError: the files are given as well, or one is missing beside the others.

@@ -19,8 +19,8 @@ from msgspec import Meta, Struct
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError
 from fedge.identity import certificates
-from fedge.identity.authority import out_of_date
-from fedge.identity.names import subject_of
+from fedge.identity.authority import explain_out_of_date
+from fedge.identity.names import find_subject
 from fedge.settings import ClientPrefix, Name, TopicPrefix
 from fedge.wire.connection.route import parse_address
 
@@ -48,14 +48,14 @@ class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file: a kit as JSON, and the authority's signature over that."""
+    """The file of a kit: the kit as JSON, and the authority's signature over that."""
 
     kit: str
     signature: bytes
 
 
-def seal(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
-    """The file of a kit.
+def seal_kit(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
+    """Serialise a kit into its file, signed.
 
     Raises:
         ConfigError: its task names code.
@@ -66,7 +66,7 @@ def seal(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
     return msgspec.json.format(msgspec.json.encode(_Sealed(text.decode(), signature)), indent=1)
 
 
-def unseal(data: bytes) -> Kit:
+def unseal_kit(data: bytes) -> Kit:
     """Open a kit and check that it is intact, of one authority, for one device, and not out of date.
 
     Raises:
@@ -83,11 +83,11 @@ def unseal(data: bytes) -> Kit:
         parse_address(kit.broker)
     except (*MALFORMED, *certificates.UNREADABLE, AssertionError, InvalidSignature) as error:
         raise ConfigError("it is not a start-up kit, or is damaged: copy it once more from the server") from error
-    if subject_of(certificate) != certificates.device_subject(kit.federation, kit.id):
+    if find_subject(certificate) != certificates.make_device_subject(kit.federation, kit.id):
         raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")
     if not certificates.is_issued_by(certificate, ca):
         raise ConfigError("its certificate is not by the authority that made the kit")
-    if trouble := out_of_date(certificate):
+    if trouble := explain_out_of_date(certificate):
         raise ConfigError(f"its certificate {trouble}: if that clock is right, have a new kit made on the server")
     refuse_code(kit.task)
     return kit

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity.authority import out_of_date
-from fedge.identity.names import Role, subject_of
+from fedge.identity.authority import explain_out_of_date
+from fedge.identity.names import Role, find_subject
 from fedge.system.files import write_atomically
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
@@ -53,67 +53,77 @@ class Renewal:
 
     async def attach(self) -> None:
         """Request on each connection and listen for answers; no effect without a certificate by `fedge provision`."""
-        if self._transport.settings.cert_file is None or self._own() is None:
+        if self._transport.settings.cert_file is None or self._read_own() is None:
             return
-        answers = self._topics.agent(self._device_id, "certificate")
-        await self._transport.subscribe(answers, self._take, refused=self._note_refusal)
-        self._transport.on_connect(self._ask)
+        answers = self._topics.make_agent_topic(self._device_id, "certificate")
+        await self._transport.subscribe(answers, self._handle_answer, refused=self._log_refusal)
+        self._transport.on_connect(self._request_when_due)
 
-    def _own(self) -> x509.Certificate | None:
+    def _read_own(self) -> x509.Certificate | None:
         from fedge.identity.certificates import load_certificate
 
-        certificate = load_certificate(_path(self._transport.settings.cert_file))
-        subject = subject_of(certificate)
+        certificate = load_certificate(_get_path(self._transport.settings.cert_file))
+        subject = find_subject(certificate)
         if subject is None:
             return None
         mine = (self._topics.federation, Role.DEVICE, self._device_id)
-        return certificate if (subject.federation, subject.role.speaks_as, subject.name) == mine else None
+        return certificate if (subject.federation, subject.role.effective_role, subject.name) == mine else None
 
-    async def _ask(self) -> None:
+    async def _request_when_due(self) -> None:
         """Request whenever it is time, while this connection lasts."""
-        from fedge.identity.certificates import RENEW_AT, is_past, load_key, now, pem_of, request_of, warning
+        from fedge.identity.certificates import (
+            RENEW_AT,
+            encode_pem,
+            explain_overdue,
+            get_time,
+            is_past,
+            load_key,
+            make_certificate_request,
+        )
 
         while True:
-            with self._failing():
-                own = self._own()
-                if own is not None and is_past(RENEW_AT, own, now()):
+            with self._log_failures():
+                own = self._read_own()
+                if own is not None and is_past(RENEW_AT, own, get_time()):
                     settings = self._transport.settings
-                    if told := warning(f"the certificate {settings.cert_file}", own, now()):
-                        log.warning("event=certificate_expires device=%s detail=%r", self._device_id, told)
-                    request = request_of(self._device_id, load_key(_path(settings.key_file or settings.cert_file)))
-                    topic = self._topics.agent(self._device_id, "renewal")
-                    await self._transport.publish(topic, pem_of(request), retain=True)
+                    if warning := explain_overdue(f"the certificate {settings.cert_file}", own, get_time()):
+                        log.warning("event=certificate_expires device=%s detail=%r", self._device_id, warning)
+                    request = make_certificate_request(
+                        self._device_id, load_key(_get_path(settings.key_file or settings.cert_file))
+                    )
+                    topic = self._topics.make_agent_topic(self._device_id, "renewal")
+                    await self._transport.publish(topic, encode_pem(request), retain=True)
             await asyncio.sleep(LOOK_S)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _log_failures(self) -> Iterator[None]:
         """Log why nothing is renewed, and go on: the present certificate may be good for a long time."""
         try:
             yield
         except (ConfigError, StoreError, TransportError) as error:
             log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
 
-    def _note_refusal(self, reason: str) -> None:
+    def _log_refusal(self, reason: str) -> None:
         """Say once what to do about a broker whose rules are older than renewal, and go on without it."""
         if not self._refused:
             log.error("event=not_renewed device=%s reason=%r check=%r", self._device_id, reason, CHECK_RULES)
         self._refused = True
 
-    async def _take(self, inbound: Inbound) -> None:
+    async def _handle_answer(self, inbound: Inbound) -> None:
         """Keep a received certificate if it is ours and valid for longer than the present one."""
-        with self._failing():  # the answer stays at the broker
-            own = self._own()
+        with self._log_failures():  # the answer stays at the broker
+            own = self._read_own()
             if not inbound.payload or own is None:
                 return
-            certificate = self._checked(inbound.payload, own)
+            certificate = self._verify_answer(inbound.payload, own)
             if certificate.not_valid_after_utc > own.not_valid_after_utc:
-                write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
+                write_atomically(_get_path(self._transport.settings.cert_file), inbound.payload)
                 until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
                 log.info("event=certificate_renewed device=%s until=%s", self._device_id, until)
             await self._transport.publish(inbound.topic, b"", retain=True)
 
-    def _checked(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
-        """The certificate in an answer."""
+    def _verify_answer(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
+        """Return the certificate in an answer, checked."""
         from cryptography import x509
 
         from fedge.identity.certificates import UNREADABLE, is_issued_by, load_certificate
@@ -122,15 +132,15 @@ class Renewal:
             certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
         except UNREADABLE as error:
             raise ProtocolError("certificate", f"what came as our new one is none: {error}") from error
-        if not is_issued_by(certificate, load_certificate(_path(self._transport.settings.ca_file))):
+        if not is_issued_by(certificate, load_certificate(_get_path(self._transport.settings.ca_file))):
             raise ProtocolError("certificate", "our new one is not by our authority")
-        if subject_of(certificate) != subject_of(own) or certificate.public_key() != own.public_key():
+        if find_subject(certificate) != find_subject(own) or certificate.public_key() != own.public_key():
             raise ProtocolError("certificate", "our new one is for somebody else, or for another key")
-        if trouble := out_of_date(certificate):
+        if trouble := explain_out_of_date(certificate):
             raise ProtocolError("certificate", f"our new one {trouble}")
         return certificate
 
 
-def _path(file: str | None) -> Path:
+def _get_path(file: str | None) -> Path:
     assert file is not None
     return Path(file)

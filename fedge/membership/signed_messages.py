@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity.authority import Authority, Key, out_of_date, verify
+from fedge.identity.authority import Authority, Key, explain_out_of_date, verify_signature
 from fedge.identity.names import CRL, URN, Role, Subject
-from fedge.system.files import read_kept, version_of, write_atomically
+from fedge.system.files import get_version, read_kept, write_atomically
 from fedge.wire.messages import MAX_MESSAGE_BYTES
 from fedge.wire.topics import Topics
 
@@ -53,7 +53,7 @@ MAX_LIFE: Final = (1 << 32) - 1
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message as it travels."""
+    """A signed message as it travels."""
 
     payload: bytes
     number: int
@@ -61,8 +61,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     certificate: bytes
     signature: bytes
 
-    def context(self, topic: str) -> str:
-        """What is signed besides the payload."""
+    def make_context(self, topic: str) -> str:
+        """Return what is signed besides the payload."""
         return f"{topic} {self.number} {self.to}"
 
 
@@ -71,14 +71,14 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 class Plain:
-    """No signatures."""
+    """Messages without signatures, with the interface of `Signed`."""
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
-        """The payload as it is."""
+        """Return the payload as it is."""
         return payload
 
     def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
-        """The message unchanged.
+        """Return the message unchanged.
 
         Raises:
             ProtocolError: `signed`.
@@ -87,28 +87,28 @@ class Plain:
             raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
         return data
 
-    behind = False
+    is_behind = False
 
-    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
-        """The message unchanged; raises as `open`."""
+    def open_overheard(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """Return the message unchanged; raises as `open`."""
         return self.open(topic, data, Role.DEVICE, name=name)
 
-    def live_on(self) -> None:
-        """No effect: nothing is numbered."""
+    def start_new_life(self) -> None:
+        """Do nothing, since nothing is numbered."""
 
-    def vouch(self, topic: str, data: bytes) -> bytes:
-        """No proof."""
+    def sign(self, topic: str, data: bytes) -> bytes:
+        """Return no proof."""
         return b""
 
-    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
-        """Accept: nothing can be checked."""
+    def verify(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+        """Accept, since nothing can be checked."""
 
-    async def follow(self, transport: Transport, topics: Topics) -> None:
-        """No effect: nobody is revoked."""
+    async def follow_revocations(self, transport: Transport, topics: Topics) -> None:
+        """Do nothing, since nobody is revoked."""
 
 
 class Signed:
-    """All messages signed.
+    """Messages that are all signed.
 
     Args:
         broker: certificate, key and authority; read again when the certificate changes.
@@ -124,50 +124,50 @@ class Signed:
         assert broker.cert_file is not None
         self._files = broker.cert_file, broker.key_file
         self._key = Key(*self._files)
-        self._read_at = version_of(Path(broker.cert_file))
+        self._read_at = get_version(Path(broker.cert_file))
         self.subject = self._key.subject
         self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
-        self._check(broker.cert_file)
+        self._require_usable(broker.cert_file)
         self.admit: Callable[[Subject], None] = lambda _: None
         """Raises a ProtocolError for anybody who is not on the list, if there is one."""
         self._home = home
         self._life = self._overheard = 0
-        self.live_on()
+        self.start_new_life()
         self._said = 0
         self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
         self.heard: dict[str, int] = {}
         """The highest number by topic and key; it may be kept, and given back to the next process."""
 
-    def _check(self, cert_file: str) -> None:
-        if trouble := out_of_date(self._key.certificate):  # the clock may not be set yet
+    def _require_usable(self, cert_file: str) -> None:
+        if trouble := explain_out_of_date(self._key.certificate):  # the clock may not be set yet
             raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
-        if trouble := self.authority.trouble(self._key.certificate):
+        if trouble := self.authority.explain_invalid(self._key.certificate):
             raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
 
-    def live_on(self) -> None:
+    def start_new_life(self) -> None:
         """Begin another life, with numbers above those of a process that has spoken with our key meanwhile.
 
         Raises:
             StoreError: the disk is full or broken.
         """
         if self._home is not None:
-            self._life = _next_life(self._home / "life", self._overheard)
+            self._life = _start_next_life(self._home / "life", self._overheard)
 
     # ---------------------------------------------------------------------------------------------- outwards
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
-        """An envelope with our signature. `to`: incarnation of the receiving agent; `will`: it is a last will."""
+        """Seal a payload with our signature. `to`: the receiving agent's incarnation; `will`: a last will."""
         self._renew()
         self._said += 1
         certificate = b"" if topic.endswith(WITHOUT_CERTIFICATE) else self._key.der
         number = 0 if will else (self._life << 32) + self._said
         unsigned = Envelope(payload, number, to, certificate, b"")
-        signature = self._key.sign(unsigned.context(topic), payload)
+        signature = self._key.sign(unsigned.make_context(topic), payload)
         return _encoder.encode(msgspec.structs.replace(unsigned, signature=signature))
 
     def _renew(self) -> None:
         """Switch to a renewed certificate; keep the old one while the new one is unusable."""
-        if (now := version_of(Path(self._files[0]))) != self._read_at:
+        if (now := get_version(Path(self._files[0]))) != self._read_at:
             try:
                 self._key, self._read_at = Key(*self._files), now
             except ConfigError as error:
@@ -176,7 +176,7 @@ class Signed:
     # ----------------------------------------------------------------------------------------------- inwards
 
     def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
-        """The bytes of a message that a member in one of these roles signed for this topic.
+        """Return the bytes of a message that a member in one of these roles signed for this topic.
 
         Args:
             topic: on which it came.
@@ -189,63 +189,63 @@ class Signed:
             ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
                 `replayed`.
         """
-        envelope, subject, key = self._checked(topic, data, roles, name)
+        envelope, subject, key = self._verify_envelope(topic, data, roles, name)
         if envelope.to != to:
             raise ProtocolError("replayed", "it was for this device before its last start")
         life = f" {envelope.number >> 32}" if to else ""
-        self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
-        if subject.role.speaks_as is Role.DEVICE and envelope.certificate:
+        self._require_newest(f"{topic} {_format_key(key)}{life}", envelope.number)
+        if subject.role.effective_role is Role.DEVICE and envelope.certificate:
             self._certificates[subject.name] = envelope.certificate
         return envelope.payload
 
-    def _checked(
+    def _verify_envelope(
         self, topic: str, data: bytes, roles: Sequence[Role], name: str
     ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
-        """The envelope, signed for this topic by a member in one of these roles, and the signer; replays pass."""
+        """Return the envelope, signed for this topic in one of these roles, and its signer; replays pass."""
         if not data.startswith(BEGINS):
             raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
         if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
             raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed in an envelope")
-        envelope = _envelope_in(data)
+        envelope = _decode_envelope(data)
         certificate = envelope.certificate or self._certificates.get(name, b"")
         if not certificate:
             raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
-        subject, key = self.authority.who(certificate)
-        ours = subject.federation == self.subject.federation and subject.role.speaks_as in roles
+        subject, key = self.authority.identify(certificate)
+        ours = subject.federation == self.subject.federation and subject.role.effective_role in roles
         if not ours or (name and subject.name != name):
             raise ProtocolError("certificate", f"{subject} may not say this")
         self.admit(subject)
-        verify(key, envelope.context(topic), envelope.payload, envelope.signature)
+        verify_signature(key, envelope.make_context(topic), envelope.payload, envelope.signature)
         return envelope, subject, key
 
     @property
-    def behind(self) -> bool:
-        """Whether another process with our key has spoken with numbers above ours: nobody would believe us now."""
+    def is_behind(self) -> bool:
+        """Whether another process with our key has used higher numbers: nobody would believe us now."""
         return self._overheard >= self._life
 
-    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
-        """The bytes of a message that another process said in the name that is ours; None: it is older than ours.
+    def open_overheard(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """Return what another process said in our own name, or None if it is older than ours.
 
-        If it has our key, our next life (`live_on`) has higher numbers than it. Raises as `open`.
+        If it has our key, our next life (`start_new_life`) has higher numbers than it. Raises as `open`.
         """
-        envelope, _, key = self._checked(topic, data, [Role.DEVICE], name)
-        if envelope.number and _name_of(key) == _name_of(self._key.public):
+        envelope, _, key = self._verify_envelope(topic, data, [Role.DEVICE], name)
+        if envelope.number and _format_key(key) == _format_key(self._key.public):
             if envelope.number < self._life << 32:
                 return None
             self._overheard = max(self._overheard, min(envelope.number >> 32, MAX_LIFE - 2))
         return envelope.payload
 
-    def vouch(self, topic: str, data: bytes) -> bytes:
-        """Our signature of data that other members will receive through somebody else, at any time."""
+    def sign(self, topic: str, data: bytes) -> bytes:
+        """Sign data that other members receive through somebody else, at any time."""
         return self.seal(topic, data)
 
-    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+    def verify(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
         """Check that a device vouched for these bytes.
 
         Raises:
             ProtocolError: as `open`, or `forged`: it was for others.
         """
-        envelope, _, _ = self._checked(topic, proof, [Role.DEVICE], name)
+        envelope, _, _ = self._verify_envelope(topic, proof, [Role.DEVICE], name)
         if envelope.payload != data:
             raise ProtocolError("forged", f"{name} has vouched for something else")
 
@@ -260,7 +260,7 @@ class Signed:
             )
         self.heard[source] = number
 
-    async def follow(self, transport: Transport, topics: Topics) -> None:
+    async def follow_revocations(self, transport: Transport, topics: Topics) -> None:
         """Subscribe to revocations; call before the transport is entered."""
         await transport.subscribe(topics.revocations, self._on_revocations)
 
@@ -268,36 +268,36 @@ class Signed:
         if not inbound.payload:
             return
         try:
-            if self.authority.learn(inbound.payload):
+            if self.authority.accept_revocations(inbound.payload):
                 log.info("event=revocations bytes=%d", len(inbound.payload))
         except StoreError as error:  # in force until this process ends, and received again after that
             log.error("event=revocations_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
 
 
-def unsealed(data: bytes) -> bytes:
-    """The bytes of a message, signed or not, unchecked: for looking at our own messages.
+def open_unverified(data: bytes) -> bytes:
+    """Return a message's bytes, signed or not, unchecked, to look at our own messages.
 
     Raises:
         ProtocolError: `malformed`.
     """
-    return _envelope_in(data).payload if data.startswith(BEGINS) else data
+    return _decode_envelope(data).payload if data.startswith(BEGINS) else data
 
 
-def _name_of(key: EllipticCurvePublicKey) -> str:
+def _format_key(key: EllipticCurvePublicKey) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint).hex()
 
 
-def _envelope_in(data: bytes) -> Envelope:
+def _decode_envelope(data: bytes) -> Envelope:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", f"no envelope: {error}") from error
 
 
-def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
-    """Our identity on this broker: signing, if our certificate is from a federation's authority.
+def make_speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
+    """Return our identity on this broker; it signs if a federation's authority made our certificate.
 
     Raises:
         ConfigError: the certificate is somebody else's, revoked, or not by the authority in ca_file.
@@ -327,18 +327,18 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
     return signed
 
 
-def _life_in(data: bytes) -> int:
+def _decode_life(data: bytes) -> int:
     if not 0 <= (life := int(data)) < MAX_LIFE:
         raise ValueError(f"{life} is not a time in seconds")
     return life
 
 
-def _next_life(file: Path, overheard: int = 0) -> int:
-    """A number above that of any earlier process, even if the clock was set back or the file is lost.
+def _start_next_life(file: Path, overheard: int = 0) -> int:
+    """Return a number above that of any earlier process, although clock or file may be lost.
 
     `overheard`: of another process with our key.
     """
-    before = max(read_kept(file, _life_in) or 0, overheard)
+    before = max(read_kept(file, _decode_life) or 0, overheard)
     life = max(before + 1, int(time.time()))
     write_atomically(file, str(life).encode())
     return life

@@ -1,9 +1,9 @@
 """Networks that start from given weights and of which only a part is trained.
 
-`--adapt` selects what is trained (`fedge.tensors.layout.Selector`), whole layers at a time: `head`, or `head,layer4.*`,
-or `!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other convolutions and
-linear layers each get an adapter. Everything else is frozen: it is not a part of the layout, so it is neither sent nor
-averaged, and its running statistics do not change.
+`--adapt` selects what is trained (`fedge.tensors.layout.Selector`), whole layers at a time: `head`, or
+`head,layer4.*`, or `!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other
+convolutions and linear layers each get an adapter. Everything else is frozen: it is not a part of the layout, so it is
+neither sent nor averaged, and its running statistics do not change.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random values as in
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024 (FFA-LoRA): the mean of the devices'
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, ProtocolError, failing_as
+from fedge.errors import ConfigError, ProtocolError, raise_as
 from fedge.models import network, weights
-from fedge.tensors.layout import Tensors, views_of
+from fedge.tensors.layout import Tensors, view_bytes
 
 LORA: Final = "lora"
 RANK: Final = 4
@@ -58,17 +58,19 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output of the adapted layer."""
+        """Compute the output of the adapted layer."""
         if not self.training or self.layer.weight.numel() < LARGE or getattr(self.layer, "groups", 1) > 1:
-            return self._with(x, self.layer.weight + (self.b @ self.a).view(self.layer.weight.shape), self.layer.bias)
-        low = self._with(x, self.a.view(-1, *self.layer.weight.shape[1:]))
+            return self._apply_weights(
+                x, self.layer.weight + (self.b @ self.a).view(self.layer.weight.shape), self.layer.bias
+            )
+        low = self._apply_weights(x, self.a.view(-1, *self.layer.weight.shape[1:]))
         out: Tensor = self.layer(x)
         if isinstance(self.layer, nn.Linear):
             return out + functional.linear(low, self.b)
         return out + functional.conv2d(low, self.b[..., None, None])
 
-    def _with(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """What the layer would give with these weights."""
+    def _apply_weights(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute what the layer would give with these weights."""
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, bias)
         out: Tensor = self.layer._conv_forward(x, weight, bias)  # noqa: SLF001 - with any kind of padding
@@ -97,31 +99,31 @@ class StillNorm(nn.Module):
         return x * self.scale.view(shape) + self.shift.view(shape)
 
 
-def begin(module: nn.Module, task: TaskSpec) -> None:
+def load_initial_weights(module: nn.Module, task: TaskSpec) -> None:
     """Load the weights that a task names into a network, in place; a head for other classes keeps its own.
 
     Raises:
         ConfigError: they are missing, or do not fit; the text says what does not.
     """
-    ref = weights.named(task)
+    ref = weights.find_weights(task)
     if ref is None:
         return
-    with failing_as(ConfigError, f"the weights of {task.model} are not a safetensors file", on=ProtocolError):
-        known = network.aliases(module)
-        found = {known.get(name, name): array for name, array in views_of(weights.read(ref.digest)).items()}
-    own = dict(network.state(module))
-    head = network.head_name(module, task)
+    with raise_as(ConfigError, f"the weights of {task.model} are not a safetensors file", on=ProtocolError):
+        known = network.find_aliases(module)
+        found = {known.get(name, name): array for name, array in view_bytes(weights.read_weights(ref.digest)).items()}
+    own = dict(network.iterate_tensors(module))
+    head = network.find_head_name(module, task)
     of_head = {f"{head}.weight", f"{head}.bias"}
     if head is not None and any(_differs(found, own, name) for name in of_head):
         found = {name: array for name, array in found.items() if name not in of_head}
         own = {name: tensor for name, tensor in own.items() if name not in of_head}
-    found = {name: _grey(array, own[name]) if name in own else array for name, array in found.items()}
+    found = {name: _sum_to_grey(array, own[name]) if name in own else array for name, array in found.items()}
     faults = [f"lacks {name}" for name in own if name not in found]
     faults += [f"has {name}, which the network has not" for name in found if name not in own]
     faults += [
-        f"{name} is {found[name].dtype}{found[name].shape}, in the network {_type(tensor)}{tuple(tensor.shape)}"
+        f"{name} is {found[name].dtype}{found[name].shape}, in the network {_get_type(tensor)}{tuple(tensor.shape)}"
         for name, tensor in own.items()
-        if name in found and (_differs(found, own, name) or found[name].dtype != _type(tensor))
+        if name in found and (_differs(found, own, name) or found[name].dtype != _get_type(tensor))
     ]
     faults += [f"{name} holds NaN or infinity" for name, array in found.items() if not np.isfinite(array).all()]
     if faults:
@@ -132,17 +134,17 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
             tensor.copy_(torch.from_numpy(np.array(found[name])))
 
 
-def adapt(module: nn.Module, task: TaskSpec) -> None:
+def adapt_network(module: nn.Module, task: TaskSpec) -> None:
     """Freeze what is not trained, and add adapters, in place.
 
     Raises:
-        ConfigError: `adapt` matches no layer of the network, or is invalid.
+        ConfigError: `adapt_network` matches no layer of the network, or is invalid.
     """
     patterns = [p.strip() for p in str(task.model_options[weights.ADAPT]).split(",") if p.strip()]
-    rank = max((_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
+    rank = max((_parse_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
     selector = tuple(p for p in patterns if p.partition(":")[0] != LORA)
-    head = network.head_name(module, task)
-    layout = network.layout_of(module, head)
+    head = network.find_head_name(module, task)
+    layout = network.make_layout(module, head)
     chosen = {info.name.rpartition(".")[0] for info in layout.select(selector).tensors} if selector else set()
     if not selector and not rank:
         raise ConfigError("--adapt names nothing: say lora, head, or other layers")
@@ -157,7 +159,7 @@ def adapt(module: nn.Module, task: TaskSpec) -> None:
             _freeze(layer)
 
 
-def _rank(pattern: str) -> int:
+def _parse_rank(pattern: str) -> int:
     _, colon, number = pattern.partition(":")
     if not colon:
         return RANK
@@ -167,14 +169,14 @@ def _rank(pattern: str) -> int:
 
 
 def _freeze(layer: nn.Module) -> None:
-    """Turn the layer's own tensors into constants, which are not in a layout (`fedge.models.network.state`)."""
+    """Turn the layer's own tensors into constants, which are in no layout (`fedge.models.network.iterate_tensors`)."""
     for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
         delattr(layer, name)
         layer.register_buffer(name, tensor.detach(), persistent=False)
 
 
-def _grey(array: NDArray[np.generic], tensor: Tensor) -> NDArray[np.generic]:
-    """A first convolution's RGB weights summed for grey input."""
+def _sum_to_grey(array: NDArray[np.generic], tensor: Tensor) -> NDArray[np.generic]:
+    """Sum a first convolution's RGB weights for grey input."""
     if array.ndim == 4 and array.shape[1] == 3 and tensor.shape == (array.shape[0], 1, *array.shape[2:]):
         return np.asarray(array.sum(axis=1, keepdims=True, dtype=array.dtype))
     return array
@@ -184,5 +186,5 @@ def _differs(found: Tensors, own: dict[str, Tensor], name: str) -> bool:
     return name not in found or found[name].shape != tuple(own[name].shape)
 
 
-def _type(tensor: Tensor) -> np.dtype[np.generic]:
+def _get_type(tensor: Tensor) -> np.dtype[np.generic]:
     return np.dtype(np.int64 if tensor.dtype is torch.int64 else np.float32)

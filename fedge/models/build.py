@@ -12,16 +12,17 @@ from torch import nn
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
-from fedge.models.network import dump, head_name, info_of, layout_of, state
+from fedge.models.network import dump_model, find_head_name, iterate_tensors, make_layout, make_tensor_info
 from fedge.models.networks import NETWORKS
-from fedge.models.weights import ADAPT, tell_fresh_head
-from fedge.system.loading import FAILURES, load_object, reason_of
-from fedge.system.text import nearest
+from fedge.models.weights import ADAPT, log_fresh_head
+from fedge.system.loading import FAILURES, describe_error, load_object
+from fedge.system.moved import alias_names
+from fedge.system.text import suggest_nearest
 from fedge.tensors.layout import Layout, Model
 
 
-def build(task: TaskSpec) -> nn.Module:
-    """The task's network with weights from torch's global generator, or with the given weights if it is adapted.
+def make_network(task: TaskSpec) -> nn.Module:
+    """Make the task's network, its weights by torch's global generator or, if adapted, the given ones.
 
     A user's factory is called with the task, or without arguments if it takes none; a module class works, too. A module
     passed in Python is copied with its weights.
@@ -30,30 +31,30 @@ def build(task: TaskSpec) -> nn.Module:
         ConfigError: the network is unknown, an option is wrong, the user's factory fails or returns no module, or the
             task's weights are missing or do not fit.
     """
-    module = _plain(task)
+    module = _make_plain(task)
     if ADAPT not in task.model_options:
         return module
     from fedge.models import adapters
 
-    adapters.begin(module, task)
-    adapters.adapt(module, task)
+    adapters.load_initial_weights(module, task)
+    adapters.adapt_network(module, task)
     return module
 
 
-def _plain(task: TaskSpec) -> nn.Module:
+def _make_plain(task: TaskSpec) -> nn.Module:
     if ":" not in task.model:
         if task.model not in NETWORKS:
-            hint = nearest(task.model, NETWORKS)
+            hint = suggest_nearest(task.model, NETWORKS)
             raise ConfigError(
                 f"unknown model {task.model}{hint}: use one of {', '.join(NETWORKS)}, or package.module:factory"
             )
         return NETWORKS[task.model](task)
-    torchvision_ops.declare()
+    torchvision_ops.declare_operators()
     factory = load_object(task.model)
     try:
         module = copy.deepcopy(factory) if isinstance(factory, nn.Module) else _call(factory, task)
     except FAILURES as error:
-        raise ConfigError(f"{task.model} fails with {reason_of(error)}") from error
+        raise ConfigError(f"{task.model} fails with {describe_error(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{task.model} returned {type(module).__name__}, not a torch.nn.Module")
     require_usable(module, task)
@@ -69,7 +70,7 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
             main memory.
     """
     for name, layer in module.named_modules():
-        if (maker := _maker_of(layer)) is not None:
+        if (maker := _find_maker(layer)) is not None:
             what = f"its layer {name}" if name else "it"
             raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
     for name, value in module.state_dict().items():
@@ -78,16 +79,16 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
             do = "keep it in a buffer (register_buffer), not in get_extra_state, and train before you quantise"
             raise ConfigError(f"{task.model}: {what}: {do}")
     places: dict[int, str] = {}
-    for name, tensor in state(module):
-        if (fault := _fault(name, tensor)) is not None:
+    for name, tensor in iterate_tensors(module):
+        if (fault := _explain_fault(name, tensor)) is not None:
             raise ConfigError(f"{task.model}: tensor {name} {fault}")
         if (other := places.setdefault(tensor.data_ptr(), name)) != name:
             do = "assign the parameter itself, as in self.b.weight = self.a.weight, or copy it with clone()"
             raise ConfigError(f"{task.model}: tensors {other} and {name} share their memory, but are two: {do}")
 
 
-def _fault(name: str, tensor: torch.Tensor) -> str | None:
-    """What is wrong with a tensor, and what to do; None: nothing. Raises ConfigError if it has a wrong type."""
+def _explain_fault(name: str, tensor: torch.Tensor) -> str | None:
+    """Say what is wrong with a tensor, and what to do, or None. ConfigError: it has a wrong type."""
     if nn.parameter.is_lazy(tensor):
         do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
         return f"is lazy, it has no shape before the first input: {do}"
@@ -97,12 +98,12 @@ def _fault(name: str, tensor: torch.Tensor) -> str | None:
         return f"is on {tensor.device}: make the network on the cpu; --train-on says where it learns"
     if name in {INPUT, LOGITS}:
         return f"is called as the input or the output of graphs ({INPUT}, {LOGITS}): give it another name"
-    info_of(name, tensor, "")
+    make_tensor_info(name, tensor, "")
     return None
 
 
-def _maker_of(layer: nn.Module) -> str | None:
-    """What turned a layer into code that nothing can look into or export; None: nothing did."""
+def _find_maker(layer: nn.Module) -> str | None:
+    """Name what turned a layer into code that nothing can look into or export, or None."""
     if isinstance(layer, torch.jit._script.RecursiveScriptModule):  # noqa: SLF001 - a traced one can be looked into
         return "torch.jit.script"
     if isinstance(layer, nn.DataParallel):
@@ -117,24 +118,27 @@ def _call(factory: Callable[..., object], task: TaskSpec) -> object:
     return factory(task) if needed else factory()
 
 
-def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-    """Layout and initial weights of the task's network: equal seeds, equal bytes. Leaves the global generator alone.
+def make_initial_model(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
+    """Return layout and initial weights of the task's network; equal seeds give equal bytes.
 
     Raises:
-        ConfigError: as `build`; or a weight is NaN or infinite.
+        ConfigError: as `make_network`; or a weight is NaN or infinite.
     """
     from fedge.models import adapters
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = build(task)
+        module = make_network(task)
     if ADAPT not in task.model_options:
-        adapters.begin(module, task)
-    layout = layout_of(module, head_name(module, task))
-    tell_fresh_head(task, layout)
-    if wrong := [name for name, own in state(module) if own.is_floating_point() and not own.isfinite().all()]:
+        adapters.load_initial_weights(module, task)
+    layout = make_layout(module, find_head_name(module, task))
+    log_fresh_head(task, layout)
+    if wrong := [name for name, own in iterate_tensors(module) if own.is_floating_point() and not own.isfinite().all()]:
         raise ConfigError(
             f"{task.model} begins with NaN or infinity in {', '.join(wrong[:4])}: initialise these weights, or give "
             "weights that are finite"
         )
-    return layout, dump(module, layout)
+    return layout, dump_model(module, layout)
+
+
+__getattr__ = alias_names(__name__, build="make_network")

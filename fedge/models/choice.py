@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
-from fedge.models.weights import ADAPT, SIZE, WEIGHTS, keep
+from fedge.errors import ConfigError, raise_as
+from fedge.models.weights import ADAPT, SIZE, WEIGHTS, store_weights
 
 
 def with_network(
     task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
 ) -> TaskSpec:
-    """The task with another network, its initial weights, and the selection of what is trained.
+    """Return the task with another network, initial weights and choice of trained layers.
 
     What another network turns into whole numbers is not scaled (`fedge.models.lookups`).
 
@@ -29,9 +29,9 @@ def with_network(
     """
     options = dict(task.model_options) if model is None else {}
     if weights is not None:
-        with failing_as(ConfigError, f"--weights {weights} cannot be read"):
+        with raise_as(ConfigError, f"--weights {weights} cannot be read"):
             data = weights.read_bytes()
-        options |= {WEIGHTS: keep(data), SIZE: len(data)}
+        options |= {WEIGHTS: store_weights(data), SIZE: len(data)}
     if adapt is not None:
         options[ADAPT] = adapt
     task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
@@ -39,6 +39,6 @@ def with_network(
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
     if model is None or ":" not in model:
         return task
-    from fedge.models.lookups import leave_lookups  # torch: only the network itself shows what it does
+    from fedge.models.lookups import unscale_lookups  # torch: only the network itself shows what it does
 
-    return leave_lookups(task)
+    return unscale_lookups(task)

@@ -20,22 +20,22 @@ _EVERY_MODULES: Final = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 
 
-def constants(module: nn.Module) -> dict[str, Any]:
-    """Tensors, arrays, numbers and words by the place where they are kept, such as `layers[0].weight`.
+def collect_constants(module: nn.Module) -> dict[str, Any]:
+    """Return tensors, arrays, numbers and words by their place, such as `layers[0].weight`.
 
     Example:
         >>> net = nn.Sequential(nn.Dropout(0.1))
         >>> net.scale = {"low": 0.5}
-        >>> constants(net)
+        >>> collect_constants(net)
         {"scale['low']": 0.5, '0.p': 0.1, '0.inplace': False}
     """
     found: dict[str, Any] = {}
-    _collect("", module, {id(tensor) for _, tensor in network.state(module)}, found)
+    _collect("", module, {id(tensor) for _, tensor in network.iterate_tensors(module)}, found)
     return {place.removeprefix("."): value for place, value in found.items()}
 
 
-def digest(value: Any) -> str:
-    """A word that is the same only for the same value."""
+def compute_digest(value: Any) -> str:
+    """Return a word that is the same only for the same value."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -51,11 +51,11 @@ def _collect(place: str, value: Any, seen: set[int], found: dict[str, Any]) -> N
         seen.add(id(value))
         if isinstance(value, Tensor | np.ndarray):
             found[place] = value
-        for name, inner in _within(value):
+        for name, inner in _iterate_parts(value):
             _collect(place + name, inner, seen, found)
 
 
-def _within(value: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         own = (named for named in vars(value).items() if named[0] not in _EVERY_MODULES)
         parts = (value.named_parameters(recurse=False), value.named_buffers(recurse=False), value.named_children())

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fedge.models.training import Loss, Network, Objective, Part, tensor
+from fedge.models.training import Loss, Network, Objective, Part, to_tensor
 
 MOST_NUMBERS: Final = 2**24
 """Of the gradients that are held at once: 64 MB, however large a batch is drawn."""
@@ -33,29 +33,29 @@ Source = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """`clip_norm`: C, the L2 bound per sample; `noise_multiplier`: sigma, the noise is N(0, (sigma C)^2)."""
+    """Per-sample bound `clip_norm`, C, in L2, and `noise_multiplier`, sigma: the noise is N(0, (sigma C)^2)."""
 
     clip_norm: float
     noise_multiplier: float
 
 
-def uniform(n: int, source: Source) -> NDArray[np.float64]:
+def draw_uniform(n: int, source: Source) -> NDArray[np.float64]:
     """Draw n numbers from [0, 1), multiples of 2^-53."""
     return np.asarray((np.frombuffer(source(8 * n), np.uint64) >> np.uint64(11)) * 2.0**-53)
 
 
-def normal(n: int, source: Source) -> NDArray[np.float64]:
+def draw_normal(n: int, source: Source) -> NDArray[np.float64]:
     """Draw n numbers of N(0, 1), each the sum of four Box-Muller numbers divided by 2."""
-    radius = np.sqrt(-2 * np.log1p(-uniform(2 * n, source)))
-    angle = 2 * np.pi * uniform(2 * n, source)
+    radius = np.sqrt(-2 * np.log1p(-draw_uniform(2 * n, source)))
+    angle = 2 * np.pi * draw_uniform(2 * n, source)
     parts = (radius * (np.cos(angle) + np.sin(angle))).reshape(2, n)
     return np.asarray((parts[0] + parts[1]) / 2)
 
 
-def poisson_batches(n: int, rate: float, source: Source) -> Iterator[NDArray[np.int64]]:
-    """Endless batches that contain each of n samples independently with probability `rate`; some may be empty."""
+def draw_poisson_batches(n: int, rate: float, source: Source) -> Iterator[NDArray[np.int64]]:
+    """Yield endless batches with each of n samples at probability `rate`; some may be empty."""
     while True:
-        yield np.flatnonzero(uniform(n, source) < rate)
+        yield np.flatnonzero(draw_uniform(n, source) < rate)
 
 
 class PrivateNetwork:
@@ -80,12 +80,12 @@ class PrivateNetwork:
         self._clipping = clipping
         self._expected = expected
         self._source = source
-        self._moves = network.slice_of(moves)
-        self._infos = network.layout.of_kind("param")
+        self._moves = network.get_slice(moves)
+        self._infos = network.layout.select_kind("param")
 
-    def slice_of(self, part: Part) -> slice:
-        """As of the network."""
-        return self._network.slice_of(part)
+    def get_slice(self, part: Part) -> slice:
+        """Return the slice of the network."""
+        return self._network.get_slice(part)
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the noisy mean of the clipped gradients of b >= 0 samples to `gradient`."""
@@ -94,25 +94,27 @@ class PrivateNetwork:
         at_once = max(1, MOST_NUMBERS // len(self.gradient))
         for inputs, labels in zip(torch.split(x, at_once), torch.split(y, at_once), strict=True):
             if len(labels):
-                total += clipped_sum(self._gradients(loss, inputs, labels)[:, self._moves], self._clipping.clip_norm)
-        noise = self._clipping.noise_multiplier * self._clipping.clip_norm * normal(len(moving), self._source)
-        moving.add_((total.double() + tensor(noise, self.processor)) / self._expected)
+                total += compute_clipped_sum(
+                    self._compute_gradients(loss, inputs, labels)[:, self._moves], self._clipping.clip_norm
+                )
+        noise = self._clipping.noise_multiplier * self._clipping.clip_norm * draw_normal(len(moving), self._source)
+        moving.add_((total.double() + to_tensor(noise, self.processor)) / self._expected)
 
-    def _gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-        """(b, d) per-sample gradients."""
+    def _compute_gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
+        """Compute per-sample gradients, (b, d)."""
         objective = Objective(self.module, loss)
         weights = {f"module.{name}": own.detach() for name, own in self.module.named_parameters()}
 
-        def of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        def compute_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             loss: Tensor = functional_call(objective, weights, (x[None], y[None]))
             return loss
 
-        rows = vmap(grad(of_one), in_dims=(None, 0, 0), randomness="different")(weights, x, y)
+        rows = vmap(grad(compute_one), in_dims=(None, 0, 0), randomness="different")(weights, x, y)
         return torch.cat([rows[f"module.{info.name}"].flatten(1) for info in self._infos], dim=1)
 
 
-def clipped_sum(rows: Tensor, clip_norm: float) -> Tensor:
-    """(d,) sum of the rows of (b, d), each clipped to an L2 norm of at most `clip_norm`.
+def compute_clipped_sum(rows: Tensor, clip_norm: float) -> Tensor:
+    """Return the sum (d,) of rows (b, d), each clipped to an L2 norm of at most `clip_norm`.
 
     Non-finite numbers count as 0, so that no sample exceeds the bound.
     """

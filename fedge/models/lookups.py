@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.build import build
+from fedge.models.build import make_network
 from fedge.system.loading import FAILURES
 
 log = logging.getLogger("fedge.models")
@@ -30,8 +30,8 @@ _CASTS: Final = (
 _WHOLE: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def leave_lookups(task: TaskSpec) -> TaskSpec:
-    """The task with nothing scaled that its network turns into whole numbers.
+def unscale_lookups(task: TaskSpec) -> TaskSpec:
+    """Return the task, unscaled where its network turns inputs into whole numbers.
 
     A task class and the schema of a table say themselves what is scaled, and stay as they are; so does a task whose
     network cannot be built, or does not take its inputs: whoever builds it next says so.
@@ -39,7 +39,7 @@ def leave_lookups(task: TaskSpec) -> TaskSpec:
     how = task.preprocessing
     if ":" in task.name or how.table or ":" not in task.model:
         return task
-    columns = _looked_up(task)
+    columns = _find_lookups(task)
     if not columns.any():
         return task
     log.info(
@@ -56,19 +56,19 @@ def leave_lookups(task: TaskSpec) -> TaskSpec:
     return msgspec.structs.replace(task, preprocessing=how)
 
 
-def _looked_up(task: TaskSpec) -> NDArray[np.bool_]:
-    """Which columns (d,) of one-dimensional samples, in (1,) whether anything of others, becomes a whole number."""
+def _find_lookups(task: TaskSpec) -> NDArray[np.bool_]:
+    """Return which columns (d,) of one-dimensional samples become whole numbers; of others, if any does, (1,)."""
     one_by_one = len(task.input_shape) == 1 and task.input_shape[0] <= MOST_COLUMNS and task.preprocessing.scale == 1
     n = task.input_shape[0] if one_by_one else 1
     found = np.zeros(n, np.bool_)
     none = torch.zeros((n, *task.input_shape))
     try:
         with torch.random.fork_rng(devices=[]):
-            module = build(task).eval()
-        before = _whole_numbers(module, none)
+            module = make_network(task).eval()
+        before = _trace_whole_numbers(module, none)
         for value in TRIED if before else ():
             changed = none + value * (torch.eye(n) if one_by_one else 1)
-            for old, new in zip(before, _whole_numbers(module, changed), strict=False):
+            for old, new in zip(before, _trace_whole_numbers(module, changed), strict=False):
                 if old.shape == new.shape and old.numel() % n == 0:
                     found |= (old != new).reshape(n, -1).any(dim=1).numpy()
     except ConfigError:
@@ -76,8 +76,8 @@ def _looked_up(task: TaskSpec) -> NDArray[np.bool_]:
     return found
 
 
-def _whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The whole numbers that a network makes of inputs, in order, as far as it comes."""
+def _trace_whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the whole numbers that a network makes of inputs, in order, as far as it comes."""
     casts = _Casts()
     with casts, torch.no_grad():
         try:
@@ -88,7 +88,7 @@ def _whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[torch.T
 
 
 class _Casts(TorchFunctionMode):
-    """Notes what becomes of real numbers that are turned into whole ones."""
+    """A dispatch mode that notes what becomes of real numbers that are turned into whole ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.system.loading import FAILURES, reason_of
+from fedge.system.loading import FAILURES, describe_error
 from fedge.tensors.layout import HEAD, Layout, Model, TensorInfo, flatten, unflatten
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}
@@ -29,8 +29,8 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
 
 
 @contextmanager
-def listening(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Context in which `hear` gets each of these layers with its inputs and output; it may return another output."""
+def listen_to_layers(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Call `hear` with each of these layers, its inputs and output; it may return another output."""
     hooks = [layer.register_forward_hook(hear) for layer in layers]
     try:
         yield
@@ -39,7 +39,7 @@ def listening(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any, Any],
             hook.remove()
 
 
-def head_name(module: nn.Module, task: TaskSpec) -> str | None:
+def find_head_name(module: nn.Module, task: TaskSpec) -> str | None:
     """Find the head: the linear layer that turns features (n, D) into the network's logits (n, C).
 
     It is identified by behaviour: random numbers in place of its output must come out of the network unchanged. None:
@@ -51,12 +51,12 @@ def head_name(module: nn.Module, task: TaskSpec) -> str | None:
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name, layer in module.named_modules():
         own = {f"{name}.weight", f"{name}.bias"}
-        if isinstance(layer, nn.Linear) and own <= trainable and _gives_the_logits(layer, module, task):
+        if isinstance(layer, nn.Linear) and own <= trainable and _is_head(layer, module, task):
             return str(name)
     return None
 
 
-def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
+def _is_head(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
     if layer.out_features != task.n_classes:
         return False
     rng = np.random.default_rng(0)
@@ -64,25 +64,25 @@ def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bo
     wanted = torch.from_numpy(rng.standard_normal((4, task.n_classes), np.float32))
     seen: list[tuple[int, ...]] = []
 
-    def replace(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    def replace_output(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         seen.append(tuple(inputs[0].shape))
         return wanted if output.shape == wanted.shape else output
 
     training = module.training
     try:
-        with listening([layer], replace), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with listen_to_layers([layer], replace_output), torch.no_grad(), torch.random.fork_rng(devices=[]):
             found = module.eval()(x)
     except FAILURES as error:
         taken = f"(n, {', '.join(map(str, task.input_shape))})"
-        raise ConfigError(f"{task.model} does not take inputs {taken}: {reason_of(error)}") from error
+        raise ConfigError(f"{task.model} does not take inputs {taken}: {describe_error(error)}") from error
     finally:
         module.train(training)
     is_one = isinstance(found, torch.Tensor) and found.shape == wanted.shape
     return is_one and seen == [(4, layer.in_features)] and torch.equal(found, wanted)
 
 
-def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
-    """The head of a network of this layout: its input is the features (n, D), its output the logits (n, C).
+def get_head(module: nn.Module, layout: Layout) -> nn.Linear:
+    """Return a network's head; its input is the features (n, D), its output the logits (n, C).
 
     Raises:
         ConfigError: the network has no head.
@@ -93,71 +93,75 @@ def head_of(module: nn.Module, layout: Layout) -> nn.Linear:
     return head
 
 
-def features_and_logits(module: nn.Module, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The head's input, (n, D), and the network's output, (n, C), both with gradients.
+def compute_features_and_logits(
+    module: nn.Module, x: torch.Tensor, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the head's input, (n, D), and the network's output, (n, C), with gradients.
 
     Raises:
         ConfigError: the network has no head.
     """
     seen: list[torch.Tensor] = []
-    with listening([head_of(module, layout)], lambda _layer, inputs, _output: seen.append(inputs[0])):
+    with listen_to_layers([get_head(module, layout)], lambda _layer, inputs, _output: seen.append(inputs[0])):
         logits: torch.Tensor = module(x)
     return seen[-1], logits
 
 
-def layout_of(module: nn.Module, head: str | None = None) -> Layout:
-    """Names, shapes and kinds of all tensors in a module's state; `head`: from `head_name`.
+def make_layout(module: nn.Module, head: str | None = None) -> Layout:
+    """Return names, shapes and kinds of all tensors in a module's state, `head` by `find_head_name`.
 
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.
     """
-    layers = {name: _layer(layer) for name, layer in module.named_modules()}
+    layers = {name: _get_layer_kind(layer) for name, layer in module.named_modules()}
     if head is not None:
         layers[head] = "head"
-    tensors = [info_of(name, tensor, layers[name.rpartition(".")[0]]) for name, tensor in state(module)]
+    tensors = [
+        make_tensor_info(name, tensor, layers[name.rpartition(".")[0]]) for name, tensor in iterate_tensors(module)
+    ]
     buffers = [info for info in tensors if info.kind != "param"]
     params = sorted((info for info in tensors if info.kind == "param"), key=lambda info: info.layer == "head")
     return Layout(tensors=(*params, *buffers))
 
 
-def load(module: nn.Module, model: Model, layout: Layout) -> None:
+def load_model(module: nn.Module, model: Model, layout: Layout) -> None:
     """Write the vectors into the module's tensors, in place."""
     arrays = unflatten(model, layout)
     with torch.no_grad():
-        for name, tensor in state(module):
+        for name, tensor in iterate_tensors(module):
             tensor.copy_(torch.tensor(arrays[name]))
 
 
-def dump(module: nn.Module, layout: Layout) -> Model:
-    """The module's tensors as new vectors.
+def dump_model(module: nn.Module, layout: Layout) -> Model:
+    """Copy the module's tensors into new vectors.
 
     Raises:
         ProtocolError: `layout` (the module has other tensors) or `not-finite` (training diverged).
     """
-    return flatten({name: np.asarray(tensor.detach().cpu()) for name, tensor in state(module)}, layout)
+    return flatten({name: np.asarray(tensor.detach().cpu()) for name, tensor in iterate_tensors(module)}, layout)
 
 
-def state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors by name: parameters, then persistent buffers."""
+def iterate_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors by name: parameters, then persistent buffers."""
     persistent = module.state_dict().keys()
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """The further names of tensors that have several, each with the name in `state`: layers may share a weight."""
-    names = {id(tensor): name for name, tensor in state(module)}
+def find_aliases(module: nn.Module) -> dict[str, str]:
+    """Return further names of tensors that have several, each with that in `iterate_tensors`: weights may be shared."""
+    names = {id(tensor): name for name, tensor in iterate_tensors(module)}
     every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     found = {name: names[id(tensor)] for each in every for name, tensor in each if id(tensor) in names}
     return {name: first for name, first in found.items() if name != first}
 
 
-def _layer(layer: nn.Module) -> str:
-    """The kind of a layer, as selectors name it."""
+def _get_layer_kind(layer: nn.Module) -> str:
+    """Return the kind of a layer, as selectors name it."""
     return next((kind for kind, classes in _LAYERS.items() if isinstance(layer, classes)), "")
 
 
-def info_of(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
+def make_tensor_info(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
     """Describe a tensor of a network for its layout. Raises ConfigError: its type cannot travel."""
     kind = "param" if tensor.requires_grad and tensor.dtype is torch.float32 else _KINDS.get(tensor.dtype)
     if kind is None:

@@ -19,7 +19,7 @@ Options = Mapping[str, int | float | str | bool]
 
 def mlp(task: TaskSpec) -> nn.Module:
     """Flatten, linear, ReLU, linear. Option: hidden=32. Digits (8x8, 10 classes): d = 2410."""
-    options = _sizes(task, hidden=32)
+    options = _parse_sizes(task, hidden=32)
     hidden = options["hidden"]
     return nn.Sequential(
         nn.Flatten(), nn.Linear(math.prod(task.input_shape), hidden), nn.ReLU(), nn.Linear(hidden, task.n_classes)
@@ -27,23 +27,23 @@ def mlp(task: TaskSpec) -> nn.Module:
 
 
 def cnn(task: TaskSpec) -> nn.Module:
-    """Two 3x3 convolutions, each with ReLU and 2x2 pooling, then a hidden layer. Options: channels=16, hidden=64."""
-    options = _sizes(task, channels=16, hidden=64)
-    return _two_convolutions(task, 3, (options["channels"], 2 * options["channels"]), options["hidden"])
+    """Build two 3x3 convolutions, each with ReLU and 2x2 pooling, and a hidden layer; channels=16, hidden=64."""
+    options = _parse_sizes(task, channels=16, hidden=64)
+    return _make_two_convolutions(task, 3, (options["channels"], 2 * options["channels"]), options["hidden"])
 
 
 def cnn_fedavg(task: TaskSpec) -> nn.Module:
-    """Two 5x5 convolutions with 32 and 64 channels, 512 hidden units.
+    """Build two 5x5 convolutions with 32 and 64 channels, and 512 hidden units.
 
     Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, §3.
     """
-    _sizes(task)
-    return _two_convolutions(task, 5, (32, 64), 512)
+    _parse_sizes(task)
+    return _make_two_convolutions(task, 5, (32, 64), 512)
 
 
 def resnet_moe(task: TaskSpec) -> nn.Module:
-    """Residual network with routed branches (`resnet_moe`). Options: experts=2 per block, top=1 per sample."""
-    options = _sizes(task, experts=2, top=1)
+    """Build a residual network with routed branches (`resnet_moe`); experts=2 a block, top=1 a sample."""
+    options = _parse_sizes(task, experts=2, top=1)
     _require_images(task, 4)
     if options["top"] > options["experts"]:
         raise ConfigError(f"option top of {task.model} is {options['top']}, with {options['experts']} experts")
@@ -51,23 +51,23 @@ def resnet_moe(task: TaskSpec) -> nn.Module:
 
 
 def mobilenet_v3_small(task: TaskSpec) -> nn.Module:
-    """Torchvision's, d = 1.53 M with ten classes. Images of less than 64 pixels: the first convolution has stride 1.
+    """Build torchvision's, d = 1.53 M for ten classes; below 64 pixels the first stride is 1.
 
     Source: Howard et al., "Searching for MobileNetV3", ICCV 2019.
     """
-    net = _of_torchvision(task, "mobilenet_v3_small")
+    net = _make_torchvision(task, "mobilenet_v3_small")
     first: Any = net.get_submodule("features.0")
-    first[0] = _first(task, first[0])
+    first[0] = _make_first_convolution(task, first[0])
     return net
 
 
 def resnet_18(task: TaskSpec) -> nn.Module:
-    """Torchvision's, d = 11.2 M with ten classes. Images of less than 64 pixels: the first convolution has stride 1.
+    """Build torchvision's, d = 11.2 M for ten classes; below 64 pixels the first stride is 1.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
     """
-    net = _of_torchvision(task, "resnet18")
-    net.set_submodule("conv1", _first(task, net.get_submodule("conv1")))
+    net = _make_torchvision(task, "resnet18")
+    net.set_submodule("conv1", _make_first_convolution(task, net.get_submodule("conv1")))
     return net
 
 
@@ -83,24 +83,24 @@ _SMALL: Final = 64
 """Pixels; torchvision's networks are made for 224, and leave little of fewer."""
 
 
-def _of_torchvision(task: TaskSpec, name: str) -> nn.Module:
-    _sizes(task)
+def _make_torchvision(task: TaskSpec, name: str) -> nn.Module:
+    _parse_sizes(task)
     _require_images(task, 8)
-    torchvision_ops.declare()
+    torchvision_ops.declare_operators()
     from torchvision import models  # seconds
 
     net: nn.Module = getattr(models, name)(num_classes=task.n_classes)
     return net
 
 
-def _first(task: TaskSpec, usual: Any) -> nn.Conv2d:
-    """The first convolution, for images with any number of channels and for small ones."""
+def _make_first_convolution(task: TaskSpec, usual: Any) -> nn.Conv2d:
+    """Make the first convolution, for images with any number of channels and small ones."""
     channels, *sides = task.input_shape
     stride = 1 if min(sides) < _SMALL else 2
     return nn.Conv2d(channels, usual.out_channels, usual.kernel_size, stride, usual.padding, bias=False)
 
 
-def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:
+def _make_two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:
     _require_images(task, 4)
     n_channels, height, width = task.input_shape
     return nn.Sequential(
@@ -123,8 +123,8 @@ def _require_images(task: TaskSpec, side: int) -> None:
         raise ConfigError(f"{task.model} needs images (channels, height >= {side}, width >= {side}), not {shape}")
 
 
-def _sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
-    """The options of a network: positive whole numbers; missing ones from `defaults`."""
+def _parse_sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
+    """Return the options of a network, positive whole numbers; `defaults` has missing ones."""
     if unknown := set(task.model_options) - {*defaults, *RESERVED}:
         raise ConfigError(f"{task.model} has no option {sorted(unknown)}; it has {sorted(defaults)}")
     sizes: dict[str, int] = {}

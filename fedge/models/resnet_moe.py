@@ -32,7 +32,7 @@ class ResNetMoE(nn.Module):
     def __init__(self, input_shape: tuple[int, ...], n_classes: int, *, experts: int, top: int) -> None:
         super().__init__()
         strides = (1, 1 if min(input_shape[1:]) < SMALL else 2, 2)
-        self.stem = nn.Sequential(*_convolution(input_shape[0], CHANNELS[0], 1), nn.ReLU())
+        self.stem = nn.Sequential(*_make_convolution(input_shape[0], CHANNELS[0], 1), nn.ReLU())
         self.blocks = nn.Sequential(
             *(
                 Block(n_in, n_out, stride, experts, top)
@@ -42,7 +42,7 @@ class ResNetMoE(nn.Module):
         self.head = nn.Linear(CHANNELS[-1], n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (n, C) of inputs (n, channels, height, width)."""
+        """Compute logits (n, C) of inputs (n, channels, height, width)."""
         logits: Tensor = self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
         return logits
 
@@ -55,20 +55,20 @@ class Block(nn.Module):
         self.top = top
         self.router = nn.Linear(n_in, experts)
         self.branches = nn.ModuleList(
-            nn.Sequential(*_convolution(n_in, n_out, stride), nn.ReLU(), *_convolution(n_out, n_out, 1))
+            nn.Sequential(*_make_convolution(n_in, n_out, stride), nn.ReLU(), *_make_convolution(n_out, n_out, 1))
             for _ in range(experts)
         )
         same = n_in == n_out and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(n_in, n_out, stride, kernel=1))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_make_convolution(n_in, n_out, stride, kernel=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, n_in, h, w) -> (n, n_out, h', w'). All branches are computed: a batch needs most of them anyway."""
-        u = self.shares(x)
+        """Map (n, n_in, h, w) to (n, n_out, h', w'); all branches are computed, as a batch needs most."""
+        u = self.compute_shares(x)
         outputs = torch.stack([branch(x) for branch in self.branches], dim=1)
         return functional.relu((u[:, :, None, None, None] * outputs).sum(dim=1) + self.shortcut(x))
 
-    def shares(self, x: Tensor) -> Tensor:
-        """Weights u (n, m): r_e of the best branch with k = 1, else the k largest r divided by their sum; 0 elsewhere.
+    def compute_shares(self, x: Tensor) -> Tensor:
+        """Return weights u (n, m): the best branch's r for k = 1, else the k largest r / their sum; rest 0.
 
         On a tie the lowest index wins. With k = 1 normalising would make the weight a constant 1, without gradient for
         the router.
@@ -82,6 +82,6 @@ class Block(nn.Module):
         return u if self.top == 1 else u / u.sum(dim=1, keepdim=True)
 
 
-def _convolution(n_in: int, n_out: int, stride: int, kernel: int = 3) -> tuple[nn.Module, nn.Module]:
+def _make_convolution(n_in: int, n_out: int, stride: int, kernel: int = 3) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2, bias=False)
     return convolution, nn.GroupNorm(GROUPS, n_out)

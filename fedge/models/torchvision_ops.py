@@ -3,8 +3,8 @@
 Importing torchvision registers shape functions for its operators `torchvision::nms` and `torchvision::qnms`. These are
 declared by torchvision's C++ library, which does not load if built for another torch (the usual CUDA wheel beside the
 CPU build of torch): the import then fails with "operator torchvision::nms does not exist", although the networks in
-`torchvision.models` need no compiled operator. `declare` provides the two signatures. They have no implementation:
-calling one is an error, as it would be without this module.
+`torchvision.models` need no compiled operator. `declare_operators` provides the two signatures. They have no
+implementation: calling one is an error, as it would be without this module.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SIGNATURES = (
 _declared: list[torch.library.Library] = []  # a library lives as long as its object
 
 
-def declare() -> None:
+def declare_operators() -> None:
     """Declare the operators, unless torchvision is absent, its own library loads, or they are declared already."""
     torchvision = importlib.util.find_spec("torchvision")  # found, not imported
-    if _declared or torchvision is None or torchvision.origin is None or _loads(Path(torchvision.origin).parent):
+    if _declared or torchvision is None or torchvision.origin is None or _can_load(Path(torchvision.origin).parent):
         return
     ours = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for signature in _SIGNATURES:
@@ -32,8 +32,8 @@ def declare() -> None:
     _declared.append(ours)
 
 
-def _loads(folder: Path) -> bool:
-    """Whether torchvision's compiled operators load into this process; if so, they stay loaded."""
+def _can_load(folder: Path) -> bool:
+    """Return whether torchvision's compiled operators load here; if so, they stay loaded."""
     try:
         torch.ops.load_library(folder / "_C.so")  # type: ignore[no-untyped-call]
     except OSError:
@@ -41,7 +41,7 @@ def _loads(folder: Path) -> bool:
     return True
 
 
-def torch_here() -> str:
-    """Torch's version, and the GPU that it sees."""
+def describe_torch() -> str:
+    """Return torch's version, and the GPU that it sees."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{torch.__version__}, {gpu}"

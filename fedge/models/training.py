@@ -35,6 +35,7 @@ from fedge.models import network as models
 from fedge.models.optimizer import Momentum, Optimizer
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
+from fedge.system.moved import alias_names
 from fedge.system.stopping import StoppedError, never
 from fedge.tensors.layout import BASE, Layout, Model
 
@@ -56,8 +57,8 @@ _SHARED: Final = 4
 """Networks that are kept in a thread, and for which it is remembered what was found out about them."""
 
 
-def torch_device(processor: Processor) -> torch.device:
-    """The torch device of a processor, set to full float32 precision and repeatable results.
+def get_torch_device(processor: Processor) -> torch.device:
+    """Return the torch device of a processor, set to full float32 and repeatable results.
 
     Raises:
         ConfigError: it is not there.
@@ -74,8 +75,8 @@ def torch_device(processor: Processor) -> torch.device:
 
 
 @contextmanager
-def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
-    """Context in which torch draws from this seed, as for dropout; draws outside are unaffected."""
+def seed_torch(seed: int, processor: torch.device = CPU) -> Iterator[None]:
+    """Have torch draw from this seed within, as for dropout; draws outside are unaffected."""
     elsewhere = [] if processor.type == CPU.type else [processor.index or 0]
     with torch.random.fork_rng(elsewhere, device_type=processor.type):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed also waits for a GPU, at length
@@ -85,7 +86,7 @@ def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
 
 
 class Network:
-    """The task's network. Its trainable tensors are views of `weights`, (d,); their gradients, views of `gradient`.
+    """The task's network; its trainable tensors are views of `weights`, (d,), their gradients of `gradient`.
 
     `given`: tensors that the loss gets beside a batch.
     """
@@ -94,11 +95,11 @@ class Network:
         self.task = task
         self.processor = processor
         with torch.random.fork_rng(devices=[]):
-            self.module = build.build(task)
-        self.layout: Layout = models.layout_of(self.module, models.head_name(self.module, task))
+            self.module = build.make_network(task)
+        self.layout: Layout = models.make_layout(self.module, models.find_head_name(self.module, task))
         self.module.to(processor)
         parameters = dict(self.module.named_parameters())
-        trainable = [parameters[info.name] for info in self.layout.of_kind("param")]
+        trainable = [parameters[info.name] for info in self.layout.select_kind("param")]
         self.weights = torch.cat([p.detach().reshape(-1) for p in trainable])
         self.gradient = torch.zeros_like(self.weights)
         start = 0
@@ -107,9 +108,9 @@ class Network:
             parameter.data = self.weights[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
             start = end
-        others = {name: own for name, own in models.state(self.module) if not own.requires_grad}
+        others = {name: own for name, own in models.iterate_tensors(self.module) if not own.requires_grad}
         self._buffers, self._counters = (
-            [others[info.name] for info in self.layout.of_kind(kind)] for kind in ("buffer", "counter")
+            [others[info.name] for info in self.layout.select_kind(kind)] for kind in ("buffer", "counter")
         )
         self.given: tuple[Tensor, ...] = ()
 
@@ -117,13 +118,13 @@ class Network:
         """Add the gradient of the loss to `gradient`."""
         loss(self.module, x, y, *self.given).backward()  # type: ignore[no-untyped-call]
 
-    def outputs(self, x: Tensor) -> Tensor:
-        """Logits (b, C) of inputs (b, ...)."""
+    def compute_outputs(self, x: Tensor) -> Tensor:
+        """Compute logits (b, C) of inputs (b, ...)."""
         out: Tensor = self.module(x)
         return out
 
-    def slice_of(self, part: Part) -> slice:
-        """The slice of `weights` that holds a part: the head comes last.
+    def get_slice(self, part: Part) -> slice:
+        """Return the slice of `weights` that holds a part: the head comes last.
 
         Raises:
             ConfigError: the network has no head.
@@ -142,7 +143,7 @@ class Network:
                 end = start + own.numel()
                 _fill(own, vector[start:end])
                 start = end
-        _evaluating(self.module)
+        _set_evaluation_mode(self.module)
 
     def present(self) -> Model:
         """The weights as they are, finite or not: a view that later training changes."""
@@ -153,7 +154,7 @@ class Network:
         )
 
     def dump(self) -> Model:
-        """The weights as a new model.
+        """Copy the weights as a new model.
 
         Raises:
             ProtocolError: `not-finite`, training diverged.
@@ -163,41 +164,42 @@ class Network:
             raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
         return Model(now.params.copy(), now.buffers, now.counters)
 
-    def logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
+    def compute_logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Compute logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
         self.load(model)
         with torch.inference_mode():
-            chunks = torch.split(tensor(x, self.processor), CHUNK)
+            chunks = torch.split(to_tensor(x, self.processor), CHUNK)
             parts = [self.module(chunk) for chunk in chunks] if len(x) else []
         if not parts:
             return np.zeros((0, 0))
         return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
 
-    def features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
-        """The head's input for n >= 1 samples, (n, D), in evaluation mode.
+    def compute_features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Compute the head's input for n >= 1 samples, (n, D), in evaluation mode.
 
         Raises:
             ConfigError: the network has no head.
         """
         self.load(model)
         with torch.inference_mode():
-            parts = [self.features_of(chunk) for chunk in torch.split(tensor(x, self.processor), CHUNK)]
+            chunks = torch.split(to_tensor(x, self.processor), CHUNK)
+            parts = [self.compute_present_features(chunk) for chunk in chunks]
         return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
 
-    def features_of(self, x: Tensor) -> Tensor:
-        """The head's input for the present weights, (b, D).
+    def compute_present_features(self, x: Tensor) -> Tensor:
+        """Compute the head's input for the present weights, (b, D).
 
         Raises:
             ConfigError: the network has no head.
         """
-        return models.features_and_logits(self.module, x, self.layout)[0]
+        return models.compute_features_and_logits(self.module, x, self.layout)[0]
 
 
 class Stack:
     """n models of a network without buffers, side by side: `weights` and `gradient` are (n, d), one model per row.
 
-    Inputs are (n, b, ...), labels (n, b): b samples per model. `given`: tensors (n, ...) for the loss, one row per
-    model.
+    Inputs are (n, b, ...), labels (n, b): b samples per model. `given`: tensors (n, ...) for the loss, one row
+    per model.
     """
 
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
@@ -205,14 +207,14 @@ class Stack:
         self.layout = network.layout
         self.processor = network.processor
         self.given: tuple[Tensor, ...] = ()
-        self.weights = tensor(np.stack([start.params for start in starts]), self.processor)
+        self.weights = to_tensor(np.stack([start.params for start in starts]), self.processor)
         self.gradient = torch.zeros_like(self.weights)
         self._leaf = self.weights.detach().requires_grad_()  # the same numbers, with a gradient
         self._leaf.grad = self.gradient
-        self._infos = self.layout.of_kind("param")
+        self._infos = self.layout.select_kind("param")
 
-    def slice_of(self, part: Part) -> slice:
-        """All of the weights; training parts of a model needs one model at a time.
+    def get_slice(self, part: Part) -> slice:
+        """Return all of the weights; training parts of a model needs one model at a time.
 
         Raises:
             ValueError: another part than all.
@@ -225,16 +227,16 @@ class Stack:
         """Add the gradients of each model's loss to its row of `gradient`."""
         self._call(Objective(self.module, loss), "module.", x, y, *self.given).sum().backward()  # type: ignore[no-untyped-call]
 
-    def features_of(self, x: Tensor) -> Tensor:
-        """The heads' inputs, (n, b, D).
+    def compute_present_features(self, x: Tensor) -> Tensor:
+        """Compute the heads' inputs for the present weights, (n, b, D).
 
         Raises:
             ConfigError: the network has no head.
         """
         return self._call(Features(self.module, self.layout), "module.", x)
 
-    def outputs(self, x: Tensor) -> Tensor:
-        """Logits (n, b, C)."""
+    def compute_outputs(self, x: Tensor) -> Tensor:
+        """Compute logits (n, b, C)."""
         return self._call(self.module, "", x)
 
     def _call(self, module: nn.Module, prefix: str, *inputs: Tensor) -> Tensor:
@@ -258,12 +260,12 @@ class Objective(nn.Module):
         self._loss = loss
 
     def forward(self, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
-        """Loss of a batch."""
+        """Compute the loss of a batch."""
         return self._loss(self.module, x, y, *given)
 
 
 class Features(nn.Module):
-    """The head's input as a module, for the same reason."""
+    """The head's input as a module, so that the weights under it can be replaced."""
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         super().__init__()
@@ -271,13 +273,13 @@ class Features(nn.Module):
         self._layout = layout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of a batch, (b, D)."""
-        return models.features_and_logits(self.module, x, self._layout)[0]
+        """Compute the features of a batch, (b, D)."""
+        return models.compute_features_and_logits(self.module, x, self._layout)[0]
 
 
 @lru_cache(maxsize=_SHARED)
 def can_stack(network: Network) -> bool:
-    """Whether training models of this network side by side is possible and pays off.
+    """Return whether models of this network can train side by side, and that pays off.
 
     It pays where a step is mostly overhead (`is_small`). MLPs, batch 32, one thread, microseconds of processor time per
     step and model, median of five on a machine in use (load 7), alone against 2, 10, 40 and 64 models side by side:
@@ -293,18 +295,18 @@ def can_stack(network: Network) -> bool:
     """
     if network.processor == CPU and not is_small(network):
         return False
-    if len(network.layout.of_kind("param")) != len(network.layout.tensors):
+    if len(network.layout.select_kind("param")) != len(network.layout.tensors):
         return False
     rng = np.random.default_rng(0)
-    x = tensor(rng.random((2, 2, *network.task.input_shape), np.float32), network.processor)
+    x = to_tensor(rng.random((2, 2, *network.task.input_shape), np.float32), network.processor)
     weights = 0.1 * rng.standard_normal(network.layout.n_params, np.float32)
     model = Model(weights, np.zeros(0, np.float32), np.zeros(0, np.int64))
     network.load(model)
     network.module.train()
     try:
         with torch.no_grad():
-            found = Stack(network, [model, model]).outputs(x)
-            wanted = torch.stack([network.outputs(own) for own in x])
+            found = Stack(network, [model, model]).compute_outputs(x)
+            wanted = torch.stack([network.compute_outputs(own) for own in x])
     except Exception:  # noqa: BLE001 - whatever a user's network does not like about it
         return False
     finally:
@@ -313,19 +315,19 @@ def can_stack(network: Network) -> bool:
 
 
 def is_small(network: Network) -> bool:
-    """Whether a training step is mostly overhead: only linear layers, at most `MOST_STACKED` weights."""
+    """Return whether a step is mostly overhead: linear layers alone, at most `MOST_STACKED` weights."""
     linear = sum(p.numel() for m in network.module.modules() if isinstance(m, nn.Linear) for p in m.parameters())
     return linear == network.layout.n_params <= MOST_STACKED
 
 
 @lru_cache(maxsize=_SHARED)
-def draws(network: Network) -> bool:
-    """Whether the network draws random numbers in training, as dropout does, or may do so. May change its buffers."""
+def uses_randomness(network: Network) -> bool:
+    """Return whether the network may draw random numbers in training (dropout). May change buffers."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         network.module.train()
         try:
-            network.outputs(torch.zeros((2, *network.task.input_shape)))
+            network.compute_outputs(torch.zeros((2, *network.task.input_shape)))
         except Exception:  # noqa: BLE001 - the orders of such a network fail one by one
             return True
         finally:
@@ -334,7 +336,7 @@ def draws(network: Network) -> bool:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch's `FlopCounterMode` without its compiler, whose import takes a second, 70 MB and a folder in TMPDIR."""
+    """Torch's `FlopCounterMode` without its compiler, whose import takes 1 s, 70 MB and a folder in TMPDIR."""
 
     total = 0
 
@@ -350,19 +352,19 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=_SHARED)
-def flops(network: Network) -> int:
-    """Floating-point operations of one sample's forward pass as torch counts them: matrix products, convolutions."""
+def count_flops(network: Network) -> int:
+    """Count one sample's forward operations as torch does: matrix products, convolutions."""
     network.module.eval()
     with _Counter() as counter, torch.no_grad():  # type: ignore[no-untyped-call]
-        network.outputs(torch.zeros((1, *network.task.input_shape), device=network.processor))
+        network.compute_outputs(torch.zeros((1, *network.task.input_shape), device=network.processor))
     return int(counter.total)
 
 
 _of_thread = threading.local()
 
 
-def shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = CPU) -> Network:
-    """The task's network shared by all workers in this thread; load weights before each use.
+def get_shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = CPU) -> Network:
+    """Return this thread's network for the task; load weights before each use.
 
     Sharing lets a thousand workers use the memory of one. The most recent networks are kept.
     """
@@ -383,16 +385,16 @@ def _fill(own: Tensor, numbers: NDArray[np.generic]) -> None:
     if own.device == CPU:
         np.copyto(own.numpy(), numbers.reshape(own.shape))
     else:
-        own.copy_(tensor(numbers).view(own.shape))
+        own.copy_(to_tensor(numbers).view(own.shape))
 
 
-def tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
-    """A tensor that shares the array's memory if possible, else a copy on the processor."""
+def to_tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
+    """Return a tensor that shares the array's memory if possible, else a copy on the processor."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(processor)
 
 
-def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """Endless batches of min(batch_size, n) indices; each pass over the n >= 1 samples is shuffled anew.
+def draw_batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+    """Yield endless batches of min(batch_size, n) indices, shuffled anew in each pass, n >= 1.
 
     Batches may span two passes, so that all have the same size and no step uses a remnant of one or two samples.
     """
@@ -405,15 +407,15 @@ def batches(n: int, batch_size: int, rng: np.random.Generator) -> Iterator[NDArr
         waiting = waiting[size:]
 
 
-def side_by_side(
+def draw_stacked_batches(
     sizes: Sequence[int], batch_size: int, rngs: Sequence[np.random.Generator]
 ) -> Iterator[NDArray[np.int64]]:
-    """Endless batches (n, b) for n clients whose samples are concatenated (`joined`).
+    """Yield endless batches (n, b) for n clients whose samples are joined (`join_samples`).
 
-    Each row is what `batches` yields, padded with the ignored sample for clients with fewer samples.
+    Each row is what `draw_batches` yields, padded with the ignored sample for clients with fewer samples.
     """
     *offsets, last = np.cumsum([0, *sizes]).tolist()
-    drawn = [batches(size, batch_size, rng) for size, rng in zip(sizes, rngs, strict=True)]
+    drawn = [draw_batches(size, batch_size, rng) for size, rng in zip(sizes, rngs, strict=True)]
     positions = np.full((len(sizes), min(batch_size, max(sizes))), last)
     while True:
         for row, own, offset in zip(positions, drawn, offsets, strict=True):
@@ -422,22 +424,22 @@ def side_by_side(
         yield positions
 
 
-def joined(
+def join_samples(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The concatenated samples of n clients, followed by one ignored sample (`PADDING`)."""
+    """Concatenate the samples of n clients, with one ignored sample (`PADDING`) behind."""
     x = np.concatenate([*(own for own, _ in samples), np.zeros_like(samples[0][0][:1])])
     return x, np.concatenate([*(own for _, own in samples), [PADDING]])
 
 
-def _evaluating(module: nn.Module) -> None:
+def _set_evaluation_mode(module: nn.Module) -> None:
     """Switch to evaluation mode; checking first is quicker than setting every layer again."""
     if module.training:
         module.eval()
 
 
 def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy of the module's logits."""
+    """Compute the mean cross-entropy of the module's logits."""
     return functional.cross_entropy(module(x), y)
 
 
@@ -449,8 +451,8 @@ class Trainable(Protocol):
     weights: Tensor
     gradient: Tensor
 
-    def slice_of(self, part: Part) -> slice:
-        """The slice of the weights that holds a part."""
+    def get_slice(self, part: Part) -> slice:
+        """Return the slice of the weights that holds a part."""
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradient to `gradient`."""
@@ -467,7 +469,7 @@ class Trainer:
     unchanged.
 
     `rng`: of the batches, or the batches themselves: positions (b,) in `x` and `y`, for a stack (n, b)
-    (`side_by_side`). A stack's loss must ignore samples with the label `PADDING`, as cross-entropy does.
+    (`draw_stacked_batches`). A stack's loss must ignore samples with the label `PADDING`, as cross-entropy does.
     """
 
     def __init__(
@@ -485,16 +487,16 @@ class Trainer:
     ) -> None:
         self._network = network
         self._loss = loss
-        self._moves = network.slice_of(moves)
-        self._x, self._y = tensor(x, network.processor), tensor(y, network.processor)
-        self._batches = batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
+        self._moves = network.get_slice(moves)
+        self._x, self._y = to_tensor(x, network.processor), to_tensor(y, network.processor)
+        self._batches = draw_batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
         self._gradient: Tensor | None = None  # as the last run left it
-        self._optimizer = optimizer or Momentum(sgd, self._anchored(anchor) if sgd.proximal_mu else None)
+        self._optimizer = optimizer or Momentum(sgd, self._make_anchored(anchor) if sgd.proximal_mu else None)
 
-    def _anchored(self, anchor: NDArray[np.float32] | None) -> Tensor:
+    def _make_anchored(self, anchor: NDArray[np.float32] | None) -> Tensor:
         network = self._network
-        weights = network.weights.clone() if anchor is None else tensor(anchor, network.processor)
+        weights = network.weights.clone() if anchor is None else to_tensor(anchor, network.processor)
         return weights[..., self._moves]
 
     def run(self, steps: int, stop: Callable[[], bool] = never) -> None:
@@ -505,7 +507,7 @@ class Trainer:
         """
         network = self._network
         if not steps:
-            _evaluating(network.module)
+            _set_evaluation_mode(network.module)
             return
         network.module.train()
         if self._of_one:
@@ -527,55 +529,60 @@ class Trainer:
         network.module.eval()
 
 
-def mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
-    """Mean cross-entropy of the present weights on n >= 1 samples, in evaluation mode."""
-    return float(mean_losses(network, x, y))
+def compute_mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
+    """Compute the mean cross-entropy of the weights on n >= 1 samples, in evaluation mode."""
+    return float(compute_mean_losses(network, x, y))
 
 
-def loss_and_gradient_norm(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> tuple[float, float]:
-    """Mean cross-entropy on n >= 1 samples, and the L2 norm of its gradient, in evaluation mode."""
-    loss, norm = losses_and_gradient_norms(network, x, y)
+def compute_loss_and_gradient_norm(
+    network: Network, x: NDArray[np.float32], y: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Compute mean cross-entropy and its gradient's L2 norm, n >= 1, in evaluation mode."""
+    loss, norm = compute_losses_and_gradient_norms(network, x, y)
     return float(loss), float(norm)
 
 
-def mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """As `mean_loss`, one number per model; for a stack x is (n, m, ...) and y (n, m), padded (`padded`)."""
+def compute_mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Compute `compute_mean_loss` for each model; for a stack x is (n, m, ...), y (n, m), padded (`pad_samples`)."""
     with torch.inference_mode():
-        total = sum((loss.double() for loss in _losses(network, x, y)), torch.zeros(()))
-    return np.asarray(total.cpu().numpy() / _counts(y))
+        total = sum((loss.double() for loss in _sum_losses(network, x, y)), torch.zeros(()))
+    return np.asarray(total.cpu().numpy() / _count_samples(y))
 
 
-def losses_and_gradient_norms(
+def compute_losses_and_gradient_norms(
     network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """As `loss_and_gradient_norm`, one pair per model; inputs as in `mean_losses`."""
+    """Compute `compute_loss_and_gradient_norm` for each model; inputs as in `compute_mean_losses`."""
     network.gradient.zero_()
     total = torch.zeros(())
-    for loss in _losses(network, x, y):
+    for loss in _sum_losses(network, x, y):
         loss.sum().backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach().double()
     norms = torch.linalg.vector_norm(network.gradient, dim=-1, dtype=torch.float64)
-    return np.asarray(total.cpu().numpy() / _counts(y)), np.asarray(norms.cpu().numpy() / _counts(y))
+    return np.asarray(total.cpu().numpy() / _count_samples(y)), np.asarray(norms.cpu().numpy() / _count_samples(y))
 
 
-def accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
+def compute_accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
     """Share of the samples that each model classifies correctly, (n,); NaN where a model has no samples."""
     if not y.size:
         return np.full(len(y), np.nan)
     with torch.inference_mode():
         right = sum(
-            ((stack.outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1) for inputs, labels in _chunks(stack, x, y)),
+            (
+                (stack.compute_outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1)
+                for inputs, labels in _iterate_chunks(stack, x, y)
+            ),
             torch.zeros(len(y), dtype=torch.int64, device=stack.processor),
         )
-    counts, hits = _counts(y), right.cpu().numpy()
+    counts, hits = _count_samples(y), right.cpu().numpy()
     shares: NDArray[np.float64] = np.divide(hits, counts, out=np.full(len(y), np.nan), where=counts > 0)
     return shares
 
 
-def padded(
+def pad_samples(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Ragged samples of n clients as (n, m, ...) inputs and (n, m) labels, padded with `PADDING` to the largest, m."""
+    """Pad samples of n clients with `PADDING` to the largest, m: inputs (n, m, ...), labels (n, m)."""
     longest = max(len(y) for _, y in samples)
     x = np.zeros((len(samples), longest, *samples[0][0].shape[1:]), np.float32)
     y = np.full((len(samples), longest), PADDING, np.int64)
@@ -584,19 +591,24 @@ def padded(
     return x, y
 
 
-def _counts(y: NDArray[np.int64]) -> NDArray[np.int64]:
+def _count_samples(y: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.asarray((y != PADDING).sum(axis=-1))
 
 
-def _losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[Tensor]:
-    """Sums of losses over chunks of the samples, one per model."""
+def _sum_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[Tensor]:
+    """Yield sums of losses over chunks of the samples, one per model."""
     network.module.eval()
-    for inputs, labels in _chunks(network, x, y):
-        logits = network.outputs(inputs)
+    for inputs, labels in _iterate_chunks(network, x, y):
+        logits = network.compute_outputs(inputs)
         each = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=PADDING)
         yield each.view(labels.shape).sum(dim=-1)
 
 
-def _chunks(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
-    inputs, labels = (torch.split(tensor(own, network.processor), CHUNK, y.ndim - 1) for own in (x, y))
+def _iterate_chunks(
+    network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    inputs, labels = (torch.split(to_tensor(own, network.processor), CHUNK, y.ndim - 1) for own in (x, y))
     return zip(inputs, labels, strict=True)
+
+
+__getattr__ = alias_names(__name__, batches="draw_batches")

@@ -16,9 +16,9 @@ from typing import Annotated, Final
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError
 from fedge.settings import CODE
-from fedge.system.files import cache_folder, digest_of, write_atomically
+from fedge.system.files import compute_digest, get_cache_folder, write_atomically
 from fedge.system.text import Heading
-from fedge.tensors.layout import Layout, places_in
+from fedge.tensors.layout import Layout, read_places
 from fedge.wire.messages import BlobRef
 
 log = logging.getLogger("fedge.models")
@@ -65,65 +65,65 @@ Adapt = Annotated[
 ]
 
 
-def named(task: TaskSpec) -> BlobRef | None:
-    """The digest of the task's initial weights; None: random ones."""
+def find_weights(task: TaskSpec) -> BlobRef | None:
+    """Return the digest of the task's initial weights, or None for random ones."""
     digest, size = task.model_options.get(WEIGHTS), task.model_options.get(SIZE)
     return BlobRef(digest=digest, size_bytes=size) if isinstance(digest, str) and isinstance(size, int) else None
 
 
-def needed_on_devices(task: TaskSpec) -> BlobRef | None:
-    """The weights that no order includes: those of a partly frozen network."""
-    return named(task) if ADAPT in task.model_options else None
+def find_device_weights(task: TaskSpec) -> BlobRef | None:
+    """Return the weights of a partly frozen network, which no order includes, or None."""
+    return find_weights(task) if ADAPT in task.model_options else None
 
 
-def tell_fresh_head(task: TaskSpec, layout: Layout) -> None:
+def log_fresh_head(task: TaskSpec, layout: Layout) -> None:
     """Log that the head starts anew, if the weights are for other classes."""
-    ref = named(task)
+    ref = find_weights(task)
     if ref is not None:
-        stored = places_in(io.BytesIO(read(ref.digest)))
+        stored = read_places(io.BytesIO(read_weights(ref.digest)))
         fresh = [i.name for i in layout.tensors if i.layer == "head" and i.name in stored]
         if any(stored[i.name].shape != i.shape for i in layout.tensors if i.name in fresh):
             log.warning("event=fresh_head tensors=%s detail='the weights are of other classes'", ",".join(fresh))
 
 
-def keep(data: bytes) -> str:
+def store_weights(data: bytes) -> str:
     """Keep weights for this and later processes; returns their digest."""
-    digest = digest_of(data)
-    if not has(digest):
+    digest = compute_digest(data)
+    if not has_weights(digest):
         try:
-            write_atomically(_path(digest), data)
+            write_atomically(_get_path(digest), data)
         except StoreError:  # for example a read-only home
             _held[digest] = data
     return digest
 
 
-def has(digest: str) -> bool:
-    """Whether the weights are here and intact."""
+def has_weights(digest: str) -> bool:
+    """Return whether the weights are here and intact."""
     with suppress(ConfigError):
-        path = _path(digest)
-        if digest in _held or (path in _whole and path.exists()) or read(digest):
+        path = _get_path(digest)
+        if digest in _held or (path in _whole and path.exists()) or read_weights(digest):
             _whole.add(path)
             return True
     return False
 
 
-def read(digest: str) -> bytes:
-    """The weights of this digest.
+def read_weights(digest: str) -> bytes:
+    """Read the weights of this digest.
 
     Raises:
         ConfigError: missing or damaged.
     """
     if digest in _held:
         return _held[digest]
-    path = _path(digest)
+    path = _get_path(digest)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"the weights {digest} of the task's network are not here: give --weights again") from error
-    if digest_of(data) != digest:
+    if compute_digest(data) != digest:
         raise ConfigError(f"{path} is damaged: delete it, and give --weights again")
     return data
 
 
-def _path(digest: str) -> Path:
-    return cache_folder("weights") / f"{digest}.safetensors"
+def _get_path(digest: str) -> Path:
+    return get_cache_folder("weights") / f"{digest}.safetensors"

@@ -21,12 +21,12 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from fedge.errors import ConfigError, ProtocolError, TransportError, failing_as
-from fedge.membership.signed_messages import unsealed
+from fedge.errors import ConfigError, ProtocolError, TransportError, raise_as
+from fedge.membership.signed_messages import open_unverified
 from fedge.privacy.ledger import Ledger
-from fedge.settings import resolve, section_of
-from fedge.steps.contract import Action, Reveals, body_of, fields_of, read_result
-from fedge.system.text import Heading, nearest
+from fedge.settings import read_section, resolve
+from fedge.steps.contract import Action, Reveals, decode_result, encode_body, fields_of
+from fedge.system.text import Heading, suggest_nearest
 from fedge.wire.messages import (
     Capabilities,
     Context,
@@ -36,14 +36,14 @@ from fedge.wire.messages import (
     Report,
     Status,
     Want,
-    blobs_of,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
+    iterate_blobs,
 )
 from fedge.wire.topics import ROOT, Topics
 
 S = TypeVar("S", bound=Struct)
-Told = Mapping[str, Reveals]
+Revealed = Mapping[str, Reveals]
 
 FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
@@ -53,7 +53,7 @@ RulesFile = Annotated[Path | None, Heading.EGRESS, RULES_HELP]
 PRIVACY_LEDGER: Final = "privacy.json"
 """In a device's home: the privacy budget that its training has spent (`edge_agent.privacy.dp_ledger`)."""
 
-TOLD: Final[Mapping[type[Struct], Told]] = {
+REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
     Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
     Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
     Context: {
@@ -126,33 +126,33 @@ class Rules:
         """The kinds that may not leave."""
         return tuple(kind for kind in Reveals if kind not in self.allowed)
 
-    def stripped(self, message: S, told: Told | None = None) -> S:
-        """The message without what may not leave. `told`: what its fields reveal; None: as in `TOLD`.
+    def strip(self, message: S, revealed: Revealed | None = None) -> S:
+        """Return the message without what may not leave; `revealed` None: what `REVEALED_FIELDS` says of its fields.
 
         Raises:
             WithheldError: a required field is withheld.
         """
-        told = TOLD[type(message)] if told is None else told
+        revealed = REVEALED_FIELDS[type(message)] if revealed is None else revealed
         left_out: dict[str, object] = {}
         for field in fields_of(type(message)):
             value = getattr(message, field.name)
-            kind = told.get(field.name, Reveals.NOTHING)
+            kind = revealed.get(field.name, Reveals.NOTHING)
             if kind not in self.allowed and field.required:
                 raise WithheldError(f"{field.name} of {type(message).__name__} tells {kind.words}")
             if kind not in self.allowed:
-                left_out[field.name] = _default(field)
-            elif type(value) in TOLD:
+                left_out[field.name] = _get_default(field)
+            elif type(value) in REVEALED_FIELDS:
                 try:
-                    left_out[field.name] = self.stripped(value)
+                    left_out[field.name] = self.strip(value)
                 except WithheldError:
                     if field.required:
                         raise
-                    left_out[field.name] = _default(field)
+                    left_out[field.name] = _get_default(field)
         return msgspec.structs.replace(message, **left_out)
 
-    def permitted(self, action: Action) -> bool:
-        """Whether the action can be carried out unchanged."""
-        return action.sparing(self.withheld) == action
+    def allows(self, action: Action) -> bool:
+        """Return whether the action can be carried out unchanged."""
+        return action.without(self.withheld) == action
 
 
 ALL: Final = Rules(frozenset(Reveals))
@@ -160,7 +160,7 @@ ALL: Final = Rules(frozenset(Reveals))
 
 
 def without_figures(rules: Rules, home: Path) -> Rules:
-    """For a runtime: the rules without noise-free figures, once differential privacy was promised in this home.
+    """Return a runtime's rules: no noise-free figures once this home promised differential privacy.
 
     The outcome of a rollout still leaves if the owner allows it: the one bit described in docs/privacy.md.
     """
@@ -168,49 +168,49 @@ def without_figures(rules: Rules, home: Path) -> Rules:
     return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
 
 
-def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:
-    """The owner's rules: from the file `own` or HOME/egress.toml; without either, the preset default.
+def read_rules(home: Path | None, own: Path | None, config: Path | None) -> Rules:
+    """Read the owner's rules from `own` or HOME/egress.toml; without either, the default preset.
 
     Raises:
         ConfigError: the file is wrong or missing, or `config`, which configures a process, has a section [egress].
     """
-    if section_of(config, "egress"):
+    if read_section(config, "egress"):
         raise ConfigError(
             f"[egress] belongs into a file of the owner's own, HOME/{FILE} or --egress, not into {config}"
         )
     if own is None and home is not None and os.path.lexists(home / FILE):  # a link to nowhere is no permission
         own = home / FILE
     settings = resolve(EgressSettings, "egress", own, {})
-    allow, forbid = _kinds("allow", settings.allow), _kinds("forbid", settings.forbid)
+    allow, forbid = _parse_kinds("allow", settings.allow), _parse_kinds("forbid", settings.forbid)
     if both := allow & forbid:
         raise ConfigError(f"[egress] of {own} allows and forbids {min(both)}")
     return Rules((PRESETS[settings.preset] | allow) - forbid)
 
 
-def _kinds(key: str, text: str) -> frozenset[Reveals]:
+def _parse_kinds(key: str, text: str) -> frozenset[Reveals]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     known = [str(kind) for kind in Reveals if kind is not Reveals.NOTHING]
     for word in words:
         if word not in known:
             raise ConfigError(
-                f"{key} in [egress]: no kind is called {word!r}{nearest(word, known)}; fedge egress --rules"
+                f"{key} in [egress]: no kind is called {word!r}{suggest_nearest(word, known)}; fedge egress --rules"
             )
     return frozenset(map(Reveals, words))
 
 
-def _default(field: msgspec.structs.FieldInfo) -> object:
+def _get_default(field: msgspec.structs.FieldInfo) -> object:
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
-def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
-    """The kinds in a message's non-empty fields. `told`: as in `Rules.stripped`."""
-    told = TOLD[type(message)] if told is None else told
+def iterate_kinds(message: Struct, revealed: Revealed | None = None) -> Iterator[Reveals]:
+    """Yield the kinds in a message's non-empty fields; `told` as in `Rules.strip`."""
+    revealed = REVEALED_FIELDS[type(message)] if revealed is None else revealed
     for field in fields_of(type(message)):
         value = getattr(message, field.name)
-        if field.required or value != _default(field):
-            yield told.get(field.name, Reveals.NOTHING)
-        if type(value) in TOLD:
-            yield from kinds_in(value)
+        if field.required or value != _get_default(field):
+            yield revealed.get(field.name, Reveals.NOTHING)
+        if type(value) in REVEALED_FIELDS:
+            yield from iterate_kinds(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +253,14 @@ class Door:
             TransportError: the owner withholds part of it, or it is not a device's message.
             StoreError: it cannot be recorded.
         """
-        with failing_as(TransportError, "held back", on=ProtocolError):
-            seen = self._look(topic, payload)
+        with raise_as(TransportError, "held back", on=ProtocolError):
+            seen = self._inspect(topic, payload)
         if forbidden := sorted(seen.kinds - self.rules.allowed):
             words = ", ".join(kind.words for kind in forbidden)
             raise TransportError(f"held back: the device's owner does not allow it to tell {words}")
         if self._home is not None:
             self._ledger = self._ledger or Ledger(self._home)
-            self._ledger.note(seen.message, seen.about, seen.kinds - {Reveals.NOTHING}, len(payload))
+            self._ledger.record(seen.message, seen.about, seen.kinds - {Reveals.NOTHING}, len(payload))
 
         self._blobs |= dict(seen.blobs)
         for digest in list(self._blobs)[:-REMEMBERED]:
@@ -271,15 +271,15 @@ class Door:
         if self._ledger is not None:
             self._ledger.close()
 
-    def _look(self, topic: str, payload: bytes) -> Seen:
-        leaf, *rest = self._topics.parts(topic)[2:] or ("",)
+    def _inspect(self, topic: str, payload: bytes) -> Seen:
+        leaf, *rest = self._topics.split(topic)[2:] or ("",)
         if leaf in MESSAGES:
-            data = unsealed(payload)
-            message: Any = decode(data, MESSAGES[leaf])
-            _require_same(encode(message), data)
+            data = open_unverified(payload)
+            message: Any = decode_message(data, MESSAGES[leaf])
+            _require_same(encode_message(message), data)
             if isinstance(message, Report):
-                return self._report(message)
-            return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds_in(message)))
+                return self._inspect_report(message)
+            return Seen(leaf, getattr(message, "order_id", ""), frozenset(iterate_kinds(message)))
         if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
             return Seen(leaf, "", frozenset())
         if leaf == "blobs" and rest and rest[0] in self._blobs:
@@ -288,25 +288,25 @@ class Door:
             return Seen("predictions", "", frozenset({Reveals.ANSWERS}))
         raise TransportError(f"held back: nothing that a device sends goes to {topic}")
 
-    def _report(self, report: Report) -> Seen:
-        """A report, with its result and the tensors that it names; a refusal has neither."""
+    def _inspect_report(self, report: Report) -> Seen:
+        """View a report, with its result and the tensors that it names; a refusal has neither."""
         if report.outcome is not Outcome.DONE:
             if report.body or report.blobs:
                 raise ProtocolError("malformed", "a refusal carries nothing")
-            return Seen("reports", report.order_id, frozenset(kinds_in(report)))
+            return Seen("reports", report.order_id, frozenset(iterate_kinds(report)))
         action = self._action_of(report.order_id)
         if action is None:
             raise ProtocolError("unknown-order", f"no open order is called {report.order_id}")
-        about, told, result = f"{action.STEP} {report.order_id}", action.reveals(), read_result(report, action)
-        _require_same(body_of(result), report.body)
-        if report.blobs != tuple(blobs_of(result)):
+        about, revealed, result = f"{action.STEP} {report.order_id}", action.reveals(), decode_result(report, action)
+        _require_same(encode_body(result), report.body)
+        if report.blobs != tuple(iterate_blobs(result)):
             raise ProtocolError("malformed", "a blob that the result does not name")
         blobs = tuple(
             (ref.digest, Seen("blobs", about, frozenset({kind})))
-            for name, kind in told.items()
-            for ref in blobs_of(getattr(result, name))
+            for name, kind in revealed.items()
+            for ref in iterate_blobs(getattr(result, name))
         )
-        return Seen("reports", about, frozenset({*kinds_in(report), *kinds_in(result, told)}), blobs)
+        return Seen("reports", about, frozenset({*iterate_kinds(report), *iterate_kinds(result, revealed)}), blobs)
 
 
 def _require_same(read: bytes, sent: bytes) -> None:

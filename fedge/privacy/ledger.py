@@ -78,18 +78,18 @@ class Ledger:
             StoreError: it cannot be read or written.
         """
         self._path = home / FILE
-        with _guarded(self._path):
+        with _convert_failures(self._path):
             home.mkdir(parents=True, exist_ok=True)
             try:
-                self._db = _opened(self._path)
+                self._db = _open(self._path)
             except sqlite3.DatabaseError as error:
-                self._begin_anew(error)
+                self._start_anew(error)
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
-    def note(self, message: str, about: str, kinds: Iterable[str], size_bytes: int) -> None:
+    def record(self, message: str, about: str, kinds: Iterable[str], size_bytes: int) -> None:
         """Record that a message is about to leave.
 
         Raises:
@@ -98,11 +98,11 @@ class Ledger:
         now = time.time()
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
         key = (day, message, about, ",".join(sorted(kinds)))
-        with _guarded(self._path):
+        with _convert_failures(self._path):
             try:
                 self._write(key, size_bytes, now)
             except sqlite3.DatabaseError as error:
-                self._begin_anew(error)
+                self._start_anew(error)
                 self._write(key, size_bytes, now)
 
     def _write(self, key: tuple[str, ...], size_bytes: int, now: float) -> None:
@@ -117,7 +117,7 @@ class Ledger:
                 self._db.execute(f"DELETE FROM left WHERE id IN ({OLDEST})", (FOLDED,))  # noqa: S608 - as above
         self._db.execute("PRAGMA synchronous = NORMAL")
 
-    def _begin_anew(self, error: sqlite3.DatabaseError) -> None:
+    def _start_anew(self, error: sqlite3.DatabaseError) -> None:
         """Put a damaged file aside; re-raise if it is merely unwritable."""
         if isinstance(error, sqlite3.OperationalError):
             raise error
@@ -126,24 +126,24 @@ class Ledger:
         put_aside(self._path, error)
         for beside in ("-wal", "-shm"):
             self._path.with_name(FILE + beside).unlink(missing_ok=True)
-        self._db = _opened(self._path)
+        self._db = _open(self._path)
 
 
-def lines(home: Path) -> list[Line]:
-    """All lines, oldest first.
+def read_lines(home: Path) -> list[Line]:
+    """Return all lines, oldest first.
 
     Raises:
         StoreError: the file cannot be read.
     """
     if not (home / FILE).exists():
         return []
-    with _guarded(home / FILE), contextlib.closing(_opened(home / FILE)) as db:
+    with _convert_failures(home / FILE), contextlib.closing(_open(home / FILE)) as db:
         db.row_factory = sqlite3.Row
         rows = db.execute("SELECT day, message, about, kinds, n, bytes, first, last FROM left ORDER BY day, id")
         return [Line(**{**row, "kinds": tuple(filter(None, row["kinds"].split(",")))}) for row in rows]
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode = WAL")
@@ -156,7 +156,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 @contextlib.contextmanager
-def _guarded(path: Path) -> Iterator[None]:
+def _convert_failures(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:

@@ -22,7 +22,7 @@ Of two sums one has no shares: more than two thirds of n confirm each, an honest
 would have to confirm both. And b_i is opened by t neighbours, one of them honest, which has seen that i masked with
 this U2. So each two neighbours in S whose b are open have masked with one another; their keys stay closed, and what is
 left is the sum of all honest devices of S that neighbours join. In a cohort of up to 81 these are all; in a larger one
-at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`joined`).
+at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`join`).
 
 Nor is one update the whole sum, because the server asks all others to learn nothing (Pasquini et al., "Eluding Secure
 Aggregation in Federated Learning via Model Inconsistency", CCS 2022): s_ij depends on what a device was asked to learn,
@@ -30,7 +30,7 @@ so masks of two that were not asked the same do not cancel, and the sum is noise
 
 More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
 hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
-(`Sums.too_close`).
+(`Sums.explain_too_close`).
 
 Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
 that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency check"), not each
@@ -58,11 +58,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from fedge.errors import MALFORMED, ProtocolError, failing_as
+from fedge.errors import MALFORMED, ProtocolError, raise_as
 from fedge.membership.signed_messages import Plain, Signed
 from fedge.steps.masked.mask_keys import KeysMade, Proof, PublicKey, Signature
 from fedge.steps.masked.mask_shares import MAX_COHORT, Position
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import fixed_point
 from fedge.tensors.fixed_point import Summand
 from fedge.tensors.layout import Layout
@@ -79,7 +79,7 @@ MAX_REMEMBERED: Final = 2**24
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the cohort with its public keys, for sealed shares, for masks and for statements, and their proof."""
+    """A device of the cohort with its public keys for shares, masks and statements, and their proof."""
 
     id: Id
     encryption: PublicKey
@@ -89,12 +89,12 @@ class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def keys(self) -> tuple[bytes, bytes, bytes]:
-        """All three."""
+        """All three public keys."""
         return self.encryption, self.masking, self.signing
 
 
-def member(device_id: str, keys: KeysMade) -> Member:
-    """A device with what it advertised."""
+def make_member(device_id: str, keys: KeysMade) -> Member:
+    """Return a device with what it advertised."""
     return Member(
         id=device_id, encryption=keys.encryption, masking=keys.masking, signing=keys.signing, proof=keys.proof
     )
@@ -114,7 +114,7 @@ class Roster:
 
     @property
     def threshold(self) -> int:
-        """t: more than half of a device's neighbours, so that they cannot open both of its secrets."""
+        """t, the number of shares that open a secret: over half of the neighbours, who cannot open both then."""
         return self.degree // 2 + 1
 
     @cached_property
@@ -127,49 +127,49 @@ class Roster:
     def _place(self) -> dict[int, int]:
         return {position: place for place, position in enumerate(self._circle)}
 
-    def position(self, device_id: str) -> int | None:
-        """Position of a device; None: it is not in the cohort."""
+    def find_position(self, device_id: str) -> int | None:
+        """Return the position of a device, or None if it is not in the cohort."""
         return next((k for k, member in enumerate(self.members) if member.id == device_id), None)
 
-    def neighbours(self, position: int) -> tuple[int, ...]:
-        """Positions of a device's neighbours, ascending: the k / 2 on either side of it on the circle, or all."""
+    def get_neighbours(self, position: int) -> tuple[int, ...]:
+        """Return the positions of a device's neighbours, ascending: k / 2 on either side, or all."""
         n, place = len(self.members), self._place[position]
         if self.degree == n - 1:
             return tuple(k for k in range(n) if k != position)
         near = (*range(-self.degree // 2, 0), *range(1, self.degree // 2 + 1))
         return tuple(sorted(self._circle[(place + step) % n] for step in near))
 
-    def joined(self, positions: Collection[int]) -> bool:
-        """Whether masks join each of these to at least t of the others; if not, few masks might cancel separately.
+    def are_joined(self, positions: Collection[int]) -> bool:
+        """Return whether masks join each of these to at least t others: few masks might cancel separately.
 
         Then they join all: a device beside a gap that no masks cross would have half of its neighbours, fewer than t.
         """
         there = set(positions)
         return self.degree == len(self.members) - 1 or all(
-            len(there.intersection(self.neighbours(k))) >= self.threshold for k in there
+            len(there.intersection(self.get_neighbours(k))) >= self.threshold for k in there
         )
 
-    def ids(self, positions: Iterable[int]) -> tuple[str, ...]:
-        """The ids of the devices at these positions."""
+    def get_ids(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """Return the ids of the devices at these positions."""
         return tuple(self.members[k].id for k in positions)
 
     # ----------------------------------------------------------------------------------------------- statements
 
-    def masked_with(self, sharers: BlobRef) -> bytes:
-        """What a device signs that has masked with all of its neighbours among these."""
+    def make_mask_statement(self, sharers: BlobRef) -> bytes:
+        """Return the statement of a device that has masked with all its neighbours among these."""
         return f"fedge masked {self.digest} {sharers.digest}".encode()
 
-    def summing(self, sharers: BlobRef, summed: BlobRef) -> bytes:
-        """What a device signs that opens this sum of the cohort and no other."""
+    def make_sum_statement(self, sharers: BlobRef, summed: BlobRef) -> bytes:
+        """Return the statement that opens this sum of the cohort and no other."""
         return f"fedge sum {self.digest} {sharers.digest} {summed.digest}".encode()
 
-    def signers(self, statement: bytes, signatures: Mapping[int, bytes]) -> set[int]:
-        """The positions whose devices have signed the statement."""
+    def find_signers(self, statement: bytes, signatures: Mapping[int, bytes]) -> set[int]:
+        """Return the positions whose devices have signed the statement."""
         there = {k: signature for k, signature in signatures.items() if k < len(self.members)}
-        return {k for k, signature in there.items() if _signed(self.members[k].signing, statement, signature)}
+        return {k for k, signature in there.items() if _is_signed(self.members[k].signing, statement, signature)}
 
-    def disputed(self, summed: Collection[int], confirmed: Collection[int]) -> str:
-        """Why a sum that these devices have confirmed stays closed; empty: it does not."""
+    def explain_dispute(self, summed: Collection[int], confirmed: Collection[int]) -> str:
+        """Return why a sum that these devices have confirmed stays closed, or ""."""
         for among, words in ((range(len(self.members)), "the cohort"), (summed, "the sum")):
             there, needed = len(set(among).intersection(confirmed)), 2 * len(among) // 3 + 1
             if there < needed:
@@ -178,8 +178,8 @@ class Roster:
 
     # -------------------------------------------------------------------------------------------------- secrets
 
-    def secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
-        """A 32-byte secret of two devices for one purpose in this cohort.
+    def derive_secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
+        """Derive a 32-byte secret of two devices for one purpose in this cohort.
 
         Raises:
             ValueError: the peer's key is invalid.
@@ -187,33 +187,33 @@ class Roster:
         shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
         return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
 
-    def pair_seed(self, key: X25519PrivateKey, own: int, peer: int, training: str) -> bytes:
-        """s_ij of the owner of a masking key, at position `own`, and the device at position `peer`.
+    def derive_pair_seed(self, key: X25519PrivateKey, own: int, peer: int, training: str) -> bytes:
+        """Derive s_ij of a masking key's owner, at position `own`, and the device at `peer`.
 
         It depends on both positions: several X25519 keys make the same secrets, so a device could take one that makes
         those of another device, whose masks would then cancel. And on what both were asked to learn
-        (`fedge.steps.masked.train_masked.alike`): if not the same, their masks do not cancel.
+        (`fedge.steps.masked.train_masked.compute_common_digest`): if not the same, their masks do not cancel.
         """
-        return self.secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)} {training}")
+        return self.derive_secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)} {training}")
 
-    def _cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
-        return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
+    def _make_cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
+        return ChaCha20Poly1305(self.derive_secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
 
     def seal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes:
         """Encrypt one message from one position to another; the key is for this cohort and direction only."""
-        return self._cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
+        return self._make_cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
 
     def unseal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes | None:
-        """Decrypt the output of `seal`; None: not sealed that way."""
+        """Decrypt the output of `seal`, or return None if it was not sealed that way."""
         try:
-            return self._cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
+            return self._make_cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
         except (InvalidTag, ValueError):
             return None
 
 
 @lru_cache(MAX_COHORT)
-def _signed(key: bytes, statement: bytes, signature: bytes) -> bool:
-    """Whether this is a signature by the owner of a key. Cached: all devices of a simulation check the same ones."""
+def _is_signed(key: bytes, statement: bytes, signature: bytes) -> bool:
+    """Return whether this is a key's signature. Cached: all devices of a simulation check the same ones."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, statement)
     except (InvalidSignature, ValueError):
@@ -227,8 +227,8 @@ _positions: Final = msgspec.msgpack.Decoder(Annotated[tuple[Position, ...], Meta
 _signatures: Final = msgspec.msgpack.Decoder(Annotated[dict[Position, Signature], Meta(max_length=MAX_COHORT)])
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    with failing_as(partial(ProtocolError, "malformed"), f"no {what}", on=MALFORMED):
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    with raise_as(partial(ProtocolError, "malformed"), f"no {what}", on=MALFORMED):
         return decoder.decode(data)
 
 
@@ -243,11 +243,11 @@ def read_roster(data: bytes) -> Roster:
     Raises:
         ProtocolError: `malformed`: not a roster, or it names a device or a key twice.
     """
-    members = _decoded(_members, data, "roster")
+    members = _decode(_members, data, "roster")
     ids = [member.id for member in members]
     if ids != sorted(set(ids)) or len({key for member in members for key in member.keys}) != 3 * len(members):
         raise ProtocolError("malformed", "a roster that names a device or a key twice")
-    return Roster(members, digest_of(data))
+    return Roster(members, compute_digest(data))
 
 
 def write_positions(positions: Iterable[int]) -> bytes:
@@ -261,7 +261,7 @@ def read_positions(data: bytes, roster: Roster) -> tuple[int, ...]:
     Raises:
         ProtocolError: `malformed`: no positions, or not in the roster, or not written like that.
     """
-    found: tuple[int, ...] = _decoded(_positions, data, "positions")
+    found: tuple[int, ...] = _decode(_positions, data, "positions")
     if data != write_positions(set(found)) or found[-1:] > (len(roster.members) - 1,):
         raise ProtocolError("malformed", "positions that are not in the roster, or not ascending")
     return found
@@ -273,22 +273,24 @@ def write_signatures(signatures: Mapping[int, bytes]) -> bytes:
 
 
 def read_signatures(data: bytes) -> dict[int, bytes]:
-    """Parse the output of `write_signatures`; whether they are genuine, `Roster.signers` says.
+    """Parse the output of `write_signatures`; whether they are genuine, `Roster.find_signers` says.
 
     Raises:
         ProtocolError: `malformed`.
     """
-    return _decoded(_signatures, data, "signatures")
+    return _decode(_signatures, data, "signatures")
 
 
-def _sum_of(order: Order, session: str) -> str:
-    """The context of a proof, which ties it to one sum."""
+def _make_proof_context(order: Order, session: str) -> str:
+    """Return the context of a proof, which ties it to one sum."""
     return f"masking {order.run} {order.round} {session}"
 
 
-def proven(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
-    """A device's keys with a proof of ownership, if messages are signed."""
-    return replace(keys, proof=signed.vouch(_sum_of(order, session), b"".join(member(order.device_id, keys).keys)))
+def prove_keys(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
+    """Add a proof of ownership to a device's keys, if messages are signed."""
+    return replace(
+        keys, proof=signed.sign(_make_proof_context(order, session), b"".join(make_member(order.device_id, keys).keys))
+    )
 
 
 def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
@@ -301,29 +303,29 @@ def require_genuine(members: Iterable[Member], order: Order, session: str, signe
     """
     for member in members:
         try:
-            signed.require_vouched(_sum_of(order, session), b"".join(member.keys), member.proof, member.id)
+            signed.verify(_make_proof_context(order, session), b"".join(member.keys), member.proof, member.id)
         except ProtocolError as error:
             raise ProtocolError("certificate", f"nobody vouches for the keys of {member.id} ({error})") from None
 
 
-def prg(seed: bytes, layout: Layout) -> Summand:
-    """A mask that looks uniform in the rings to anyone without the seed (ChaCha20, RFC 8439)."""
+def expand_seed(seed: bytes, layout: Layout) -> Summand:
+    """Expand a seed into a mask, uniform in the rings to all without the seed (ChaCha20, RFC 8439)."""
     stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor()
-    return fixed_point.from_bytes(stream.update(bytes(fixed_point.n_bytes(layout))), layout)
+    return fixed_point.from_bytes(stream.update(bytes(fixed_point.count_bytes(layout))), layout)
 
 
 def add_pair_mask(total: Summand, own: int, peer: int, seed: bytes, layout: Layout) -> None:
     """Add the mask of the device at position `own` for its pair with `peer`, in place; `peer` adds the opposite."""
-    (total.add if own < peer else total.subtract)(prg(seed, layout))
+    (total.add if own < peer else total.subtract)(expand_seed(seed, layout))
 
 
-def commitment(seed: bytes) -> bytes:
-    """A commitment to the device's own mask seed b, of 256 random bits, made before it is shared."""
+def make_commitment(seed: bytes) -> bytes:
+    """Return a commitment to the device's own mask seed b, 256 random bits, before it is shared."""
     return hashlib.sha256(b"fedge own mask" + seed).digest()
 
 
 class Sums(Struct, frozen=True, array_like=True):
-    """The sums of a run, by their devices: one bit for each, so that a sum of 10,000 takes 1,250 bytes.
+    """The sums of a run by their devices, a bit for each device: a sum of 10,000 takes 1,250 bytes.
 
     `devices`: of all sums, as they came. Bit k of a sum, from the lowest, is that of `devices[k]`; no zeros at the end.
     """
@@ -332,20 +334,20 @@ class Sums(Struct, frozen=True, array_like=True):
     devices: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
-        """The devices of each sum, ascending."""
+        """Yield the devices of each sum, ascending."""
         for each in self.sums:
             bits = np.unpackbits(np.frombuffer(each, np.uint8), bitorder="little")
             yield tuple(sorted(self.devices[k] for k in np.flatnonzero(bits)))
 
-    def including(self, summed: Iterable[str]) -> Sums:
-        """These and one more, unless it is there."""
+    def with_sum(self, summed: Iterable[str]) -> Sums:
+        """Return these sums and one more, unless it is there."""
         devices = frozenset(summed)
         known = (*self.devices, *sorted(devices.difference(self.devices)))
-        bits = _bits(devices, known)
+        bits = _encode_bits(devices, known)
         return self if bits in self.sums else Sums((*self.sums, bits), known)
 
-    def too_close(self, summed: Iterable[str], fewest: int) -> str:
-        """Why these devices may not be summed, given the sums so far; empty: they may.
+    def explain_too_close(self, summed: Iterable[str], fewest: int) -> str:
+        """Return why these devices may not be summed, given the sums so far, or "".
 
         A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
         difference of two sums is a sum, too. And whoever checks this must be able to remember it.
@@ -353,7 +355,7 @@ class Sums(Struct, frozen=True, array_like=True):
         devices = frozenset(summed)
         if len(devices) < fewest:
             return f"a sum of {len(devices)} devices, {fewest} are the fewest"
-        bits, n_new = _bits(devices, self.devices), len(devices.difference(self.devices))
+        bits, n_new = _encode_bits(devices, self.devices), len(devices.difference(self.devices))
         own = int.from_bytes(bits, "little")
         apart = {(own ^ int.from_bytes(each, "little")).bit_count() + n_new for each in self.sums}
         if (nearest := min(apart - {0}, default=fewest)) < fewest:
@@ -363,6 +365,6 @@ class Sums(Struct, frozen=True, array_like=True):
         return ""
 
 
-def _bits(devices: Collection[str], known: Sequence[str]) -> bytes:
-    """Which of the known devices are among these."""
+def _encode_bits(devices: Collection[str], known: Sequence[str]) -> bytes:
+    """Return which of the known devices are among these, as bits."""
     return np.packbits(np.array([i in devices for i in known], bool), bitorder="little").tobytes().rstrip(b"\0")

@@ -15,8 +15,8 @@ SECRET_BYTES: Final = 32
 SHARE_BYTES: Final = 33
 
 
-def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, bytes]:
-    """A share for each holder, with randomness from the operating system.
+def split_secret(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, bytes]:
+    """Split a secret into a share for each holder, with the system's randomness.
 
     Args:
         secret: 32 bytes.
@@ -32,24 +32,24 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
         )
     coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
 
-    def share(x: int) -> bytes:
+    def make_share(x: int) -> bytes:
         y = 0
         for coefficient in reversed(coefficients):
             y = (y * x + coefficient) % PRIME
         return y.to_bytes(SHARE_BYTES)
 
-    return {x: share(x) for x in holders}
+    return {x: make_share(x) for x in holders}
 
 
-def combine(shares: Mapping[int, bytes]) -> bytes:
+def combine_shares(shares: Mapping[int, bytes]) -> bytes:
     """Recover the secret from t shares, by holder. Too few or false shares give a wrong one: the caller checks it.
 
     Raises:
         ValueError: no valid secret.
 
     Example:
-        >>> shares = split(bytes(range(32)), 3, [1, 2, 3, 4, 5])
-        >>> combine({x: shares[x] for x in (5, 1, 3)}) == bytes(range(32))
+        >>> shares = split_secret(bytes(range(32)), 3, [1, 2, 3, 4, 5])
+        >>> combine_shares({x: shares[x] for x in (5, 1, 3)}) == bytes(range(32))
         True
     """
     secret = 0

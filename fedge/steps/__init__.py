@@ -1,16 +1,16 @@
 """Steps: what a device can be asked to do.
 
-`contract` defines actions and results; `training`, `mixture`, `masked` and `descriptions` hold one contract per module.
-Methods write actions, agents carry them out: the device half of `fedge.steps.training.train` is
+`contract` defines actions and results; `training`, `mixture`, `masked` and `descriptions` hold one contract per
+module. Methods write actions, agents carry them out: the device half of `fedge.steps.training.train` is
 `edge_agent.steps.training.train`. `public` lists what a step of one's own may use; its names are this room's, too.
 Begin with `training.train`.
 """
 
 from typing import TYPE_CHECKING
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
 if TYPE_CHECKING:
     from fedge.steps.public import *  # noqa: F403
 
-__getattr__ = names_of(__name__, "public", warns=False)
+__getattr__ = make_getattr(__name__, "public", warns=False)

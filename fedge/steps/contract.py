@@ -7,7 +7,7 @@ A step consists of an `Action` (the request, with bounds), its `Result`, and a d
     overlay(model, kept, layout) -> model            optional: combines what the step keeps with a model
 
 The wire carries the step's name, its version and the action as MessagePack. A device runs only steps that its owner has
-installed (`known_steps`); the network can only name them. Contracts are in `fedge/steps`, device halves in
+installed (`load_known_steps`); the network can only name them. Contracts are in `fedge/steps`, device halves in
 `edge_agent/steps`, under the same names.
 """
 
@@ -29,9 +29,10 @@ from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.settings import NAME
 from fedge.system.loading import load_object
+from fedge.system.moved import alias_members
 from fedge.system.text import Worded
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
+from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, are_all_finite, iterate_blobs
 
 T = TypeVar("T", bound=Struct)
 fields_of = cache(msgspec.structs.fields)
@@ -80,8 +81,8 @@ class Result(Struct, frozen=True, kw_only=True):
     REVEALS: ClassVar[Mapping[str, Reveals]] = {}
 
     @classmethod
-    def revealed(cls) -> dict[str, Reveals]:
-        """What each field reveals."""
+    def get_revealed(cls) -> dict[str, Reveals]:
+        """Return what each field reveals."""
         return {field: cls.REVEALS.get(field, Reveals.PRIVATE) for field in cls.__struct_fields__}
 
 
@@ -93,15 +94,15 @@ class Refusal(Result, frozen=True, kw_only=True):
 
 
 class Declined(Refusal, frozen=True, kw_only=True):
-    """The device will not do it now (RAM, temperature, battery, no data); not a fault."""
+    """The device's refusal for now (RAM, temperature, battery, no data), which is no fault."""
 
 
 class Failed(Refusal, frozen=True, kw_only=True):
-    """The device tried and could not (a missing blob, a model that does not fit, an exception)."""
+    """The result of work that went wrong (a missing blob, a model that does not fit, an exception)."""
 
 
 class Unsupported(Refusal, frozen=True, kw_only=True):
-    """The device does not know the step, or not in this version."""
+    """The result of an order whose step, or version of it, the device does not know."""
 
     why: Why = Why.UNKNOWN_STEP
 
@@ -109,6 +110,7 @@ class Unsupported(Refusal, frozen=True, kw_only=True):
 REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.UNSUPPORTED: Unsupported}
 
 
+@alias_members(sparing="without")
 class Action(Struct, frozen=True, kw_only=True):
     """A request to a device; each subclass is the contract of one step.
 
@@ -132,11 +134,11 @@ class Action(Struct, frozen=True, kw_only=True):
 
     @property
     def exports(self) -> bool:
-        """`EXPORTS`; of an order to a relay, whether any of its devices' actions does."""
+        """Whether the step exports a bundle; of an order to a relay, whether any of its actions does."""
         return self.EXPORTS
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Approximate cost in forward passes of one sample; the simulated clock and deadlines use it.
+        """Estimate the cost in forward passes of one sample, for simulated time and deadlines.
 
         n_shared, n_train, n_val: the device's non-sensitive, all training and validation samples.
         """
@@ -150,18 +152,18 @@ class Action(Struct, frozen=True, kw_only=True):
         """
 
     def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """The blobs of a result, each with the tensors it must hold. `layout`: of the task's network.
+        """Return the blobs of a result and the tensors of each; `layout` is that of the task's network.
 
         None: plain bytes, whose size this method has checked.
         """
         return {}
 
     def reveals(self) -> Mapping[str, Reveals]:
-        """What each field of this action's result reveals."""
-        return self.RESULT.revealed()
+        """Return what each field of this action's result reveals."""
+        return self.RESULT.get_revealed()
 
-    def sparing(self, withheld: Collection[str]) -> Self | None:
-        """The action for a device whose owner withholds these kinds; None if nothing useful would come back.
+    def without(self, withheld: Collection[str]) -> Self | None:
+        """Return the action for a device that withholds these kinds, or None if it would be useless.
 
         That is so if a field without default is withheld, or everything the result is about.
         """
@@ -172,9 +174,9 @@ class Action(Struct, frozen=True, kw_only=True):
         return self if needed.isdisjoint(withheld) and not empty else None
 
 
-def unaccounted(action: type[Action]) -> dict[str, Reveals]:
-    """The result fields that depend on samples without noise to protect them, with what each reveals."""
-    return {field: kind for field, kind in action.RESULT.revealed().items() if kind not in HARMLESS}
+def find_unaccounted(action: type[Action]) -> dict[str, Reveals]:
+    """Return the result fields that depend on samples without noise, and what each reveals."""
+    return {field: kind for field, kind in action.RESULT.get_revealed().items() if kind not in HARMLESS}
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -191,18 +193,18 @@ Steps = Mapping[str, type[Action]]
 
 
 @cache
-def installed_steps() -> Steps:
-    """The steps of all installed packages, by name."""
+def load_installed_steps() -> Steps:
+    """Return the steps of all installed packages, by name."""
     return {point.name: point.load() for point in entry_points(group=GROUP)}
 
 
-def known_steps(paths: Iterable[str] = ()) -> Steps:
-    """The steps of this device: the installed ones, and those its owner names as `package.module:Class`.
+def load_known_steps(paths: Iterable[str] = ()) -> Steps:
+    """Return this device's steps: the installed ones, and its owner's, as `package.module:Class`.
 
     Raises:
         ConfigError: a path names no step, or one that no device could carry out.
     """
-    known = dict(installed_steps())
+    known = dict(load_installed_steps())
     for path in paths:
         own = load_object(path)
         if not (isinstance(own, type) and issubclass(own, Action)):
@@ -237,7 +239,9 @@ def require_step(kind: type[Action]) -> None:
             f"{result.__name__}.REVEALS does not say what {', '.join(missing)} of step {kind.STEP} lets out of a "
             "device, so owners withhold it: name each field there, with a kind of fedge.steps.contract.Reveals"
         )
-    if kind.uploads is Action.uploads and (files := [f for f, hint in get_type_hints(result).items() if _names(hint)]):
+    if kind.uploads is Action.uploads and (
+        files := [f for f, hint in get_type_hints(result).items() if _may_name_tensors(hint)]
+    ):
         raise ConfigError(
             f"{', '.join(files)} of {result.__name__} refers to tensors that the coordinator would never fetch: let "
             f"{name}.uploads return each reference with the layout of its tensors"
@@ -245,14 +249,14 @@ def require_step(kind: type[Action]) -> None:
     _require_device_half(kind)
 
 
-def _names(hint: object) -> bool:
-    """Whether values of a type may refer to tensors."""
-    return hint is BlobRef or any(_names(each) for each in get_args(hint))
+def _may_name_tensors(hint: object) -> bool:
+    """Return whether values of a type may refer to tensors."""
+    return hint is BlobRef or any(_may_name_tensors(each) for each in get_args(hint))
 
 
 def _require_device_half(kind: type[Action]) -> None:
     """Refuse a step without a device half, as far as this machine can tell: it may be on devices alone."""
-    at = device_module(kind)
+    at = get_device_module(kind)
     if at in sys.modules:
         there = hasattr(sys.modules[at], "run")
     elif at.startswith("edge_agent.") and find_spec("edge_agent") is not None:
@@ -266,19 +270,19 @@ def _require_device_half(kind: type[Action]) -> None:
         )
 
 
-def device_module(action: type[Action]) -> str:
-    """Name of the module that carries out a step: `DEVICE`, or the twin of its contract among the agent's steps."""
+def get_device_module(action: type[Action]) -> str:
+    """Return the module that carries out a step: `DEVICE`, or the contract's twin in `edge_agent.steps`."""
     _, ours, place = action.__module__.rpartition("fedge.steps.")
     return action.DEVICE or f"edge_agent.steps.{place if ours else action.STEP}"
 
 
-def device_half(action: type[Action]) -> Any:
-    """The module that carries out a step.
+def load_device_half(action: type[Action]) -> Any:
+    """Import the module that carries out a step.
 
     Raises:
         ConfigError: there is none, or it lacks `run`.
     """
-    name = device_module(action)
+    name = get_device_module(action)
     try:
         half = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -293,19 +297,19 @@ def device_half(action: type[Action]) -> Any:
 # ------------------------------------------------------------------------------------------------------ on the wire
 
 
-def body_of(value: Action | Result) -> bytes:
+def encode_body(value: Action | Result) -> bytes:
     """Encode an action or a result; equal values give equal bytes.
 
     Raises:
         ValueError: it holds NaN or infinity (our own bug: never sent).
     """
-    if not all_finite(msgspec.to_builtins(value)):
+    if not are_all_finite(msgspec.to_builtins(value)):
         raise ValueError(f"{type(value).__name__} holds a number that is not finite")
     return msgspec.msgpack.encode(value)
 
 
-def read_action(order: Order, known: Steps) -> Action | Unsupported:
-    """The action of an order, if this device knows its step.
+def decode_action(order: Order, known: Steps) -> Action | Unsupported:
+    """Return the action of an order, or `Unsupported` if this device does not know it.
 
     Raises:
         ProtocolError: `malformed` or `not-finite`.
@@ -314,10 +318,10 @@ def read_action(order: Order, known: Steps) -> Action | Unsupported:
     if kind is None or order.version != kind.VERSION:
         have = f"version {kind.VERSION}" if kind else "none of that name"
         return Unsupported(reason=f"step {order.step} version {order.version}: this device has {have}")
-    return _read(order.body, kind)
+    return _decode(order.body, kind)
 
 
-def read_result(report: Report, action: Action) -> Result:
+def decode_result(report: Report, action: Action) -> Result:
     """Decode the result in a report against its schema; the caller runs `Action.check` and checks the blobs.
 
     Raises:
@@ -325,33 +329,33 @@ def read_result(report: Report, action: Action) -> Result:
     """
     if report.outcome is not Outcome.DONE:
         return REFUSALS[report.outcome](why=report.why or Why.OTHER)
-    return _read(report.body, action.RESULT)
+    return _decode(report.body, action.RESULT)
 
 
-def outcome_of(result: Result) -> Outcome:
-    """The outcome that a report of this result tells."""
+def get_outcome(result: Result) -> Outcome:
+    """Return the outcome that a report of this result tells."""
     return next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), Outcome.DONE)
 
 
-def report_of(order: Order, result: Result, seconds: float) -> Report:
-    """The report of an order."""
-    outcome = outcome_of(result)
+def make_report(order: Order, result: Result, seconds: float) -> Report:
+    """Make the report of an order."""
+    outcome = get_outcome(result)
     return Report(
         order_id=order.id,
         device_id=order.device_id,
         seconds=seconds,
         outcome=outcome,
         why=result.why if isinstance(result, Refusal) else None,
-        body=body_of(result) if outcome is Outcome.DONE else b"",
-        blobs=tuple(blobs_of(result)),
+        body=encode_body(result) if outcome is Outcome.DONE else b"",
+        blobs=tuple(iterate_blobs(result)),
     )
 
 
-def _read(body: bytes, kind: type[T]) -> T:
+def _decode(body: bytes, kind: type[T]) -> T:
     try:
         value = msgspec.msgpack.decode(body, type=kind)
     except MALFORMED as error:
         raise ProtocolError("malformed", f"{kind.__name__}: {error}") from error
-    if not all_finite(msgspec.to_builtins(value)):
+    if not are_all_finite(msgspec.to_builtins(value)):
         raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
     return value

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def divergence(s: ArrayLike, r: ArrayLike) -> NDArray[np.float64]:
-    """D_raw(s, r) = sum_c h(p_c, o_c) + mean_c h(s_c, r_c), with p and o the profiles divided by their sums.
+def compute_divergence(s: ArrayLike, r: ArrayLike) -> NDArray[np.float64]:
+    """Compute sum_c h(p_c, o_c) + mean_c h(s_c, r_c), D_raw(s, r); p, o are the normalised profiles.
 
     Only the second term sees the overall level of sparsity. D_raw is symmetric, 0 for equal profiles, and at most
     2 ln 2; its root obeys the triangle inequality.
@@ -28,18 +28,18 @@ def divergence(s: ArrayLike, r: ArrayLike) -> NDArray[np.float64]:
 
     Source: fedepc.md section 4.1, Eq. (3)-(4).
 
-    >>> round(float(divergence([1, 0], [0, 1])), 6)
+    >>> round(float(compute_divergence([1, 0], [0, 1])), 6)
     1.039721
     """
-    first, second = _profiles(s), _profiles(r)
+    first, second = _require_profiles(s), _require_profiles(r)
     if first.shape[-1] != second.shape[-1]:
         raise ValueError(f"profiles of {first.shape[-1]} and {second.shape[-1]} units cannot be compared")
-    pattern = _element(_distribution(first), _distribution(second)).sum(axis=-1)
-    level = _element(first, second).mean(axis=-1)
+    pattern = _compute_elements(_normalise(first), _normalise(second)).sum(axis=-1)
+    level = _compute_elements(first, second).mean(axis=-1)
     return np.asarray(pattern + level)
 
 
-def _profiles(values: ArrayLike) -> NDArray[np.float64]:
+def _require_profiles(values: ArrayLike) -> NDArray[np.float64]:
     profiles = np.asarray(values, dtype=np.float64)
     if profiles.ndim == 0 or profiles.shape[-1] == 0:
         raise ValueError("a profile needs at least one unit")
@@ -48,18 +48,18 @@ def _profiles(values: ArrayLike) -> NDArray[np.float64]:
     return profiles
 
 
-def _distribution(profiles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Profiles divided by their sums; an all-zero profile becomes uniform."""
+def _normalise(profiles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide profiles by their sums; an all-zero profile becomes uniform."""
     total = profiles.sum(axis=-1, keepdims=True)
     return np.where(total > 0, profiles / np.where(total > 0, total, 1.0), 1.0 / profiles.shape[-1])
 
 
-def _element(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """h(a, b), elementwise; rounding may push it below 0, hence the floor."""
-    return np.maximum(0.5 * (_weighted_log(a, a + b) + _weighted_log(b, a + b)), 0.0)
+def _compute_elements(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute h(a, b) elementwise; rounding may push it below 0, hence the floor."""
+    return np.maximum(0.5 * (_compute_weighted_log(a, a + b) + _compute_weighted_log(b, a + b)), 0.0)
 
 
-def _weighted_log(a: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
+def _compute_weighted_log(a: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
     positive = a > 0
     ratio = np.where(positive, 2.0 * a, 1.0) / np.where(positive, total, 1.0)
     return np.where(positive, a, 0.0) * np.log(ratio)

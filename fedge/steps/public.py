@@ -7,7 +7,7 @@ from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Declined, Failed, Result, Reveals, require
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.layers import Layers, cut, joined, layers_of, pasted
+from fedge.tensors.layers import Layers, cut, join, make_layers, paste
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, Model, Selector, TensorInfo, flatten, unflatten
 from fedge.wire.messages import BlobRef, Count, NonNegative, Share, Why
 
@@ -34,9 +34,9 @@ __all__ = [  # noqa: RUF022 - as one meets them
     "BASE",
     "Layers",
     "cut",
-    "pasted",
-    "joined",
-    "layers_of",
+    "paste",
+    "join",
+    "make_layers",
     "flatten",
     "unflatten",
     # fields of messages

@@ -6,12 +6,15 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from fedge.system.moved import alias_members
+
 TRAINING_PASSES: Final = 3
 """A step of training costs as much as so many forward passes: one forward, two backward."""
 
 
+@alias_members(steps_for="count_steps", passes="count_passes")
 class Sgd(Struct, frozen=True, kw_only=True):
-    """Local training: SGD with momentum (buffer reset at the start), mean cross-entropy."""
+    """Settings of local SGD: momentum (reset at the start), mean cross-entropy."""
 
     steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
     epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: passes over the samples, instead of `steps`
@@ -21,10 +24,10 @@ class Sgd(Struct, frozen=True, kw_only=True):
     proximal_mu: Annotated[float, Meta(ge=0)] = 0.0  # FedProx; 0 is plain SGD
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0  # times the weights, added to the gradient
 
-    def steps_for(self, n: int) -> int:
-        """Number of steps for n samples: `steps`, or what `epochs` passes need."""
+    def count_steps(self, n: int) -> int:
+        """Return the number of steps for n samples: `steps`, or what `epochs` passes need."""
         return -(-self.epochs * n // max(1, min(self.batch_size, n))) if self.epochs else self.steps
 
-    def passes(self, steps: int, n: int) -> float:
-        """Cost of these steps on n samples, in forward passes of one sample."""
+    def count_passes(self, steps: int, n: int) -> float:
+        """Return the cost of these steps on n samples, in forward passes of one sample."""
         return TRAINING_PASSES * steps * min(self.batch_size, n)

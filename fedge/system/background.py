@@ -29,7 +29,7 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
     """
     loop = asyncio.get_running_loop()
 
-    def interrupted(_number: int, _frame: object) -> None:
+    def handle_signal(_number: int, _frame: object) -> None:
         if within_s is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: os._exit(INTERRUPTED))
@@ -40,11 +40,11 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
             loop.call_soon_threadsafe(act)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupted)
+        signal.signal(number, handle_signal)
 
 
-async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
-    """Its result; None if SIGINT or SIGTERM cancelled it, which may take `STOP_S`."""
+async def run_until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
+    """Return a task's result, or None if SIGINT or SIGTERM cancelled it (within `STOP_S`)."""
     running = asyncio.ensure_future(work)
     on_signal(running.cancel, within_s=STOP_S)
     try:
@@ -53,7 +53,7 @@ async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
         return None
 
 
-def in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+def run_in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
     """Run blocking work in a thread for which neither the loop nor the process waits on exit.
 
     `orphaned`: is called, in that thread, if the loop has ended meanwhile.
@@ -76,7 +76,7 @@ def in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None
 
 
 class Background:
-    """Tasks kept until they end; `fail` receives the exception of one that fails (cancellation is not a failure)."""
+    """Tasks kept until they end; `fail` gets the exception of one that fails, not its cancellation."""
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ class Background:
         """Start a task."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
         return task
 
     def cancel(self) -> None:
@@ -94,15 +94,15 @@ class Background:
         for task in self.tasks:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
 
 @contextmanager
-def first_failure() -> Iterator[None]:
-    """Context that raises only the first failure of a task group, as if there were no group."""
+def raise_first_failure() -> Iterator[None]:
+    """Raise only the first failure of a task group within, as if there were no group."""
     try:
         yield
     except BaseExceptionGroup as group:

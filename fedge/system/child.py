@@ -24,7 +24,7 @@ from typing import Any, Final, Self, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from fedge.errors import MALFORMED, ConfigError, FedgeError, FruitlessError, StoreError, failing_as
+from fedge.errors import MALFORMED, ConfigError, FedgeError, FruitlessError, StoreError, raise_as
 from fedge.system import tether
 from fedge.system.loading import load_object
 from fedge.system.stopping import Stop, StoppedError, never
@@ -39,23 +39,23 @@ END_S: Final = 5.0
 """A child that has broken the connection has ended by then, or is killed."""
 
 
-def command(module: str, *words: str) -> list[str]:
-    """`python -m MODULE WORDS...`, without files in the present folder shadowing our modules."""
+def make_command(module: str, *words: str) -> list[str]:
+    """Return `python -m MODULE WORDS...`, which files in the present folder cannot shadow."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
-def tethered(*words: str) -> list[str]:
-    """A command that the kernel kills with the thread that starts it."""
+def make_tethered_command(*words: str) -> list[str]:
+    """Return a command that the kernel kills with the thread that starts it."""
     return [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *words]
 
 
-def environment() -> dict[str, str]:
-    """Our environment, in which a child finds the same modules, including the user's."""
+def make_environment() -> dict[str, str]:
+    """Return our environment, in which a child finds the same modules, the user's, too."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class DiedError(ConfigError):
-    """The child ended before it answered. `status`: its exit code, negative for a signal; None: it had to be killed."""
+    """The child ended before it answered; `status`: its exit code, below 0 for a signal, None if killed."""
 
     def __init__(self, status: int | None) -> None:
         if status is None:
@@ -82,8 +82,8 @@ class Child:
         self._wire, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                command("fedge.system.child", function, str(theirs.fileno()), str(os.getpid())),
-                env=environment(),
+                make_command("fedge.system.child", function, str(theirs.fileno()), str(os.getpid())),
+                env=make_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
@@ -97,7 +97,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the child."""
         return self._process.pid
 
     def close(self) -> None:
@@ -116,13 +116,13 @@ class Child:
         """
         try:
             if not self._imported:
-                self._next(stop, until)
+                self._receive(stop, until)
                 self._imported = True
                 if self._first:
                     self._send(self._first)
             if not self.loaded:
                 if self._first:
-                    self._next(stop, until)
+                    self._receive(stop, until)
                 self.loaded = True
         except StoppedError:
             raise
@@ -131,7 +131,7 @@ class Child:
             raise
 
     def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
-        """The function's result.
+        """Call the function in the child, and return its result.
 
         `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
         never.
@@ -147,9 +147,9 @@ class Child:
         try:
             self.load(stop, until)
             self._send(arguments)
-            data = self._next(stop, until)
-            with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
-                return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
+            data = self._receive(stop, until)
+            with raise_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
+                return msgspec.msgpack.decode(data, type=returns, dec_hook=_restore)
         except TimeoutError:
             self.close()
             raise TimeoutError(f"no answer within {timeout_s:g} s") from None
@@ -158,10 +158,10 @@ class Child:
             raise
 
     def _send(self, arguments: tuple[object, ...]) -> None:
-        self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
+        self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_simplify)))
 
-    def _next(self, stop: Stop, until: float) -> bytes:
-        """What the child tells next; what it logs meanwhile is logged here."""
+    def _receive(self, stop: Stop, until: float) -> bytes:
+        """Return what the child tells next; what it logs meanwhile is logged here."""
         while True:
             while not self._wire.poll(LOOK_S):
                 status = self._process.poll()  # a process of its own may hold the connection
@@ -188,8 +188,8 @@ class Child:
             raise DiedError(self._process.returncode) from error
 
 
-def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
-    """The result of a function in a separate process; raises as `Child.call`."""
+def call_once(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
+    """Call a function in a separate process; raises as `Child.call`."""
     with Child(function) as child:
         return child.call(*arguments, returns=returns, timeout_s=timeout_s)
 
@@ -205,7 +205,7 @@ class _Wire(logging.Handler):
         self._connection = connection
         self._telling = Lock()
 
-    def tell(self, kind: bytes, data: bytes) -> None:
+    def send(self, kind: bytes, data: bytes) -> None:
         with self._telling:
             self._connection.send_bytes(kind)
             self._connection.send_bytes(data)
@@ -219,7 +219,7 @@ class _Wire(logging.Handler):
                 (*values, logging.Formatter().formatException(record.exc_info)),
             )
         plain = [value if isinstance(value, bool | int | float) else str(value) for value in values]
-        self.tell(b"log", msgspec.msgpack.encode((record.name, record.levelno, template, plain)))
+        self.send(b"log", msgspec.msgpack.encode((record.name, record.levelno, template, plain)))
 
 
 def _serve(path: str, wire: Connection) -> None:
@@ -230,24 +230,24 @@ def _serve(path: str, wire: Connection) -> None:
     try:
         function = load_object(path)
         *kinds, _ = get_type_hints(function).values()
-        to_parent.tell(b"loaded", b"")
+        to_parent.send(b"loaded", b"")
         while True:
             given = msgspec.msgpack.decode(wire.recv_bytes(), type=list[msgspec.Raw])
             arguments = [
-                msgspec.msgpack.decode(g, type=kind, dec_hook=_rich) for g, kind in zip(given, kinds, strict=True)
+                msgspec.msgpack.decode(g, type=kind, dec_hook=_restore) for g, kind in zip(given, kinds, strict=True)
             ]
-            to_parent.tell(b"done", msgspec.msgpack.encode(function(*arguments), enc_hook=_plain))
+            to_parent.send(b"done", msgspec.msgpack.encode(function(*arguments), enc_hook=_simplify))
     except EOFError:
         return
     except Exception as error:  # noqa: BLE001 - the parent decides
         named = isinstance(error, FedgeError | ValueError)
         reason = str(error) if named else f"{type(error).__name__}: {error}"
         kind = next((kind for kind, raised in FAILURES.items() if isinstance(error, raised)), b"failed")
-        to_parent.tell(kind, (reason.splitlines() or [""])[-1].encode())
+        to_parent.send(kind, (reason.splitlines() or [""])[-1].encode())
 
 
-def _plain(value: object) -> object:
-    """An array or a path as MessagePack can hold it."""
+def _simplify(value: object) -> object:
+    """Return an array or a path as MessagePack can hold it."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Path):
@@ -255,8 +255,8 @@ def _plain(value: object) -> object:
     raise NotImplementedError(type(value).__name__)
 
 
-def _rich(kind: Any, value: Any) -> Any:
-    """The reverse of `_plain`."""
+def _restore(kind: Any, value: Any) -> Any:
+    """Reverse `_simplify`."""
     if issubclass(getattr(kind, "__origin__", kind), np.ndarray):
         dtype, shape, data = value
         return np.frombuffer(bytearray(data), dtype).reshape(shape)

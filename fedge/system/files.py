@@ -19,8 +19,8 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError, failing_as
-from fedge.system.text import nearest
+from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError, raise_as
+from fedge.system.text import suggest_nearest
 
 log = logging.getLogger("fedge")
 
@@ -37,15 +37,15 @@ _durable = ContextVar("durable", default=True)
 
 
 def give_to_owner(made: int | Path, folder: Path) -> None:
-    """Where we are root, let what was made, an open file or a path, belong to the folder's owner, such as a service."""
+    """As root, give what was made, an open file or a path, to the owner of its folder, such as a service."""
     if os.geteuid() == 0:
         owner = folder.stat()
         os.chown(made, owner.st_uid, owner.st_gid)
 
 
 @contextmanager
-def volatile() -> Iterator[None]:
-    """Context without fsync: for simulations, which start again after a power cut."""
+def skip_fsync() -> Iterator[None]:
+    """Leave out fsync within: for simulations, which start again after a power cut."""
     before = _durable.set(False)
     try:
         yield
@@ -64,14 +64,14 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
     Raises:
         StoreError: the disk is full or the folder cannot be written.
     """
-    with _replacing(path, public=public) as file:
+    with _replace_file(path, public=public) as file:
         file.writelines(data)
 
 
 @contextmanager
-def _replacing(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, as of `write_atomically`."""
-    with failing_as(StoreError, f"cannot write {path}"):
+def _replace_file(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` when the block ends well, for `write_atomically`."""
+    with raise_as(StoreError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
         try:
@@ -112,7 +112,7 @@ def copy_durably(source: Path, target: Path) -> str:
 
 
 def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """The content of a file that can be made anew; None: there is none, or it was damaged and is now put aside.
+    """Read a file that can be made anew, or None; a damaged one is put aside and counts as none.
 
     Raises:
         StoreError: it cannot be read, or a damaged one not be moved.
@@ -129,7 +129,7 @@ def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
 
 
 def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """The content of a file that cannot be made anew; None: there is none.
+    """Read a file that cannot be made anew, or None if there is none.
 
     Raises:
         DamagedError: it cannot be read.
@@ -142,8 +142,8 @@ def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
         raise DamagedError(f"{path} cannot be read: {error}") from error
 
 
-def cache_folder(name: str) -> Path:
-    """The user's folder for what can be made anew: $XDG_CACHE_HOME/fedge/NAME, or the same below ~/.cache."""
+def get_cache_folder(name: str) -> Path:
+    """Return the user's folder for what can be made anew, $XDG_CACHE_HOME/fedge/NAME or in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / name
 
 
@@ -165,8 +165,8 @@ def put_aside(path: Path, error: Exception) -> None:
         raise StoreError(f"{path} is damaged and cannot be moved: {failure}") from error
 
 
-def version_of(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes with each replacement of a file; None: no such file."""
+def get_version(path: Path) -> tuple[int, int, int] | None:
+    """Return a value that changes when a file is replaced, or None without a file."""
     try:
         found = path.stat()
     except OSError:
@@ -174,10 +174,10 @@ def version_of(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def versions_in(source: Path) -> frozenset[tuple[Path, tuple[int, int, int] | None]]:
-    """`version_of` a file, or of each file below a folder."""
+def get_versions(source: Path) -> frozenset[tuple[Path, tuple[int, int, int] | None]]:
+    """Return `get_version` a file, or of each file below a folder."""
     files = source.rglob("*") if source.is_dir() else [source]
-    return frozenset((file, version_of(file)) for file in files)
+    return frozenset((file, get_version(file)) for file in files)
 
 
 def require_writable(path: Path) -> None:
@@ -187,7 +187,7 @@ def require_writable(path: Path) -> None:
         StoreError: its folder cannot be made or written, or it is a folder itself.
     """
     make_folder(path.parent)
-    with failing_as(StoreError, f"cannot write {path}"):
+    with raise_as(StoreError, f"cannot write {path}"):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -205,7 +205,7 @@ def require_there(path: Path, what: str) -> None:
         at = path.absolute()
         if not at.parent.is_dir():
             raise ConfigError(f"there is no {what} at {at}: not even the folder {at.parent} exists") from error
-        hint = nearest(at.name, [each.name for each in at.parent.iterdir()])
+        hint = suggest_nearest(at.name, [each.name for each in at.parent.iterdir()])
         raise ConfigError(f"there is no {what} at {at}{hint}") from error
     except OSError:
         return  # reading it will say more
@@ -217,7 +217,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         StoreError: it cannot be made, or is a file.
     """
-    with failing_as(StoreError, f"cannot make folder {folder}"):
+    with raise_as(StoreError, f"cannot make folder {folder}"):
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for made in reversed(missing):
@@ -229,7 +229,7 @@ class InUseError(ConfigError):
 
 
 @contextmanager
-def locked(folder: Path, taken: str | None) -> Iterator[None]:
+def lock_folder(folder: Path, taken: str | None) -> Iterator[None]:
     """Lock FOLDER/lock for this process; the kernel releases it however the process ends.
 
     The file's owner is as of `write_atomically`.
@@ -241,7 +241,7 @@ def locked(folder: Path, taken: str | None) -> Iterator[None]:
         StoreError: the folder cannot be made or written.
     """
     make_folder(folder)
-    with failing_as(StoreError, f"cannot open {folder}"):
+    with raise_as(StoreError, f"cannot open {folder}"):
         # no other user may open it, since even a read-only handle can hold a lock
         file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
         give_to_owner(file.fileno(), folder)
@@ -277,11 +277,11 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
-    """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
+def fill_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
+    """Fill a folder beside `folder`, which takes its place durably when the block ends well.
 
-    It is locked for `reading` until then, so that nobody takes it for a leftover (`remove_unfinished`). Leftovers of
-    killed processes are removed after a day.
+    It is locked for `lock_for_reading` until then, so that nobody takes it for a leftover (`remove_unfinished`).
+    Leftovers of killed processes are removed after a day.
 
     `replace`: what is there by then; otherwise only an empty folder gives way.
 
@@ -296,10 +296,10 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
-        with reading(unfinished):
+        with lock_for_reading(unfinished):
             yield unfinished
             sync(unfinished)
-            old = _moved_aside(folder) if replace and folder.exists() else None
+            old = _move_aside(folder) if replace and folder.exists() else None
             try:
                 unfinished.rename(folder)
             except OSError as error:
@@ -314,22 +314,22 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove at once what killed processes have left of `whole_folder` in a folder, not what another one is filling."""
+    """Remove at once what killed processes have left of `fill_folder` in a folder, not what another one is filling."""
     for left in (*folder.glob(".unfinished-*"), *folder.glob(".replaced-*")):
-        with contextlib.suppress(BlockingIOError, FileNotFoundError), exclusive(left):
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), lock_exclusively(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _moved_aside(folder: Path) -> Path:
-    """The new place of a folder that is to be removed."""
+def _move_aside(folder: Path) -> Path:
+    """Move a folder that is to be removed, and return its new place."""
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-    with reading(old):
+    with lock_for_reading(old):
         folder.rename(old / "bundle")
     return old
 
 
 @contextmanager
-def _flocked(folder: Path, how: int) -> Iterator[None]:
+def _flock(folder: Path, how: int) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, how)
@@ -338,27 +338,27 @@ def _flocked(folder: Path, how: int) -> Iterator[None]:
         os.close(handle)
 
 
-def reading(folder: Path) -> AbstractContextManager[None]:
-    """Context that protects the folder from `remove_unread`; entering raises OSError if it does not exist."""
-    return _flocked(folder, fcntl.LOCK_SH)
+def lock_for_reading(folder: Path) -> AbstractContextManager[None]:
+    """Protect the folder from `remove_unread` within; entering raises OSError without a folder."""
+    return _flock(folder, fcntl.LOCK_SH)
 
 
-def exclusive(folder: Path) -> AbstractContextManager[None]:
-    """Context in which nobody else uses a folder; entering raises BlockingIOError if somebody does, or is `reading` it.
+def lock_exclusively(folder: Path) -> AbstractContextManager[None]:
+    """Keep others out of a folder within; entering raises BlockingIOError if somebody uses or reads it.
 
     Nothing is written for that, and the kernel ends it however the process ends.
     """
-    return _flocked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return _flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def remove_unread(folder: Path) -> None:
     """Remove a folder; it vanishes at once for readers, even if we are killed meanwhile.
 
     Raises:
-        OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
+        OSError: somebody is `lock_for_reading` it (BlockingIOError), or the disk is broken.
     """
-    with exclusive(folder):
-        old = _moved_aside(folder)
+    with lock_exclusively(folder):
+        old = _move_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -368,8 +368,8 @@ class _Slots(msgspec.Struct, frozen=True):
     highest_release: int = 0
 
 
-def highest_release(home: Path) -> int:
-    """The highest release of a bundle that a device has had, from any source; 0: none.
+def find_highest_release(home: Path) -> int:
+    """Return the highest release that a device has had from any source, or 0.
 
     HOME/bundles/N are its agent's; HOME/slots.json has the highest release ever in service (`deploy.updates.slots`).
     """
@@ -392,12 +392,12 @@ class BlobFolder:
             put_aside(folder, error)
             folder.mkdir()
 
-    def path(self, digest: str) -> Path:
-        """The blob's path, existing or not."""
+    def get_path(self, digest: str) -> Path:
+        """Return the blob's path, existing or not."""
         return self._folder / digest
 
     def __contains__(self, digest: str) -> bool:
-        return self.path(digest).exists()
+        return self.get_path(digest).exists()
 
     def __iter__(self) -> Iterator[str]:
         return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
@@ -408,7 +408,7 @@ class BlobFolder:
         Raises:
             StoreError: the disk is full or the folder cannot be written.
         """
-        digest = digest_of(*data)
+        digest = compute_digest(*data)
         self.put_as(digest, *data)
         return digest
 
@@ -419,7 +419,7 @@ class BlobFolder:
             StoreError: the disk is full or the folder cannot be written.
         """
         if digest not in self:
-            write_atomically(self.path(digest), *data)
+            write_atomically(self.get_path(digest), *data)
 
     def put_as_made(self, digest: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Store a blob whose pieces are made one after the other; each is used before the next is asked for.
@@ -431,7 +431,7 @@ class BlobFolder:
         import hashlib
 
         hasher = hashlib.sha256()
-        with _replacing(self.path(digest)) as file:
+        with _replace_file(self.get_path(digest)) as file:
             for piece in pieces:
                 hasher.update(piece)
                 file.write(piece)
@@ -444,16 +444,16 @@ class BlobFolder:
         Raises:
             StoreError: there is no such blob.
         """
-        with failing_as(StoreError, f"blob {digest} cannot be read"):
-            return self.path(digest).read_bytes()
+        with raise_as(StoreError, f"blob {digest} cannot be read"):
+            return self.get_path(digest).read_bytes()
 
     def remove(self, digest: str) -> None:
         """Delete a blob if it exists."""
-        self.path(digest).unlink(missing_ok=True)
+        self.get_path(digest).unlink(missing_ok=True)
 
 
-def digest_of(*data: bytes | bytearray | memoryview) -> str:
-    """SHA-256 of these pieces of bytes in hex, which is their name."""
+def compute_digest(*data: bytes | bytearray | memoryview) -> str:
+    """Return the SHA-256 of these pieces of bytes in hex, which is their name."""
     import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
     hasher = hashlib.sha256()

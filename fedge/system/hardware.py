@@ -9,7 +9,7 @@ from fedge.system.text import Heading
 
 
 class Processor(StrEnum):
-    """What runs the networks (`fedge.models.training.torch_device`)."""
+    """The processor that runs the networks (`fedge.models.training.get_torch_device`)."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -21,8 +21,8 @@ TrainOn = Annotated[
 """The setting of all commands that train."""
 
 
-def temperature_c() -> float | None:
-    """The hottest sensor, since it triggers throttling. None without sensors."""
+def measure_temperature_c() -> float | None:
+    """Return the hottest sensor in °C, since it throttles, or None without sensors."""
     import psutil  # only where somebody asks
 
     read = getattr(psutil, "sensors_temperatures", None)

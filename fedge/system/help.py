@@ -28,7 +28,7 @@ class Command(click.Command):
     """A command whose help lists its options under their headings."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """The option --help, described by a sentence."""
+        """Return the option --help, described by a sentence."""
         found = super().get_help_option(ctx)
         if found is not None:
             found.help = "The command shows this text and ends."
@@ -39,7 +39,7 @@ class Command(click.Command):
         rows: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in Heading}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
-                rows[heading_of(parameter)].append(record)
+                rows[find_heading(parameter)].append(record)
         widest = max(len(flag) for found in rows.values() for flag, _ in found)
         for heading, found in rows.items():
             if found:
@@ -58,28 +58,28 @@ WIDEST: Final = 28
 JSON_HELP: Final = "The command prints its result as JSON."
 
 
-def heading_of(parameter: click.Parameter) -> Heading:
-    """Where a parameter stands; those of click itself, such as --help, are general."""
+def find_heading(parameter: click.Parameter) -> Heading:
+    """Return where a parameter stands; click's own, such as --help, are general."""
     return parameter.heading if isinstance(parameter, Option) else Heading.GENERAL
 
 
 def option(*names: str, heading: Heading, **attributes: Any) -> Callable[[F], F]:
-    """Decorator of a command: an option that only the command line can give."""
+    """Decorate a command with an option that only the command line can give."""
     return click.option(*names, cls=Option, heading=heading, **attributes)
 
 
 def json_option(text: str = JSON_HELP) -> Callable[[F], F]:
-    """Decorator of a command: --json, which it gets as `as_json`."""
+    """Decorate a command with --json, which it gets as `as_json`."""
     return option("--json", "as_json", is_flag=True, heading=Heading.OUTPUT, help=text)
 
 
 def last_option(default: int) -> Callable[[F], F]:
-    """Decorator of a command: --last, for a list that grows."""
+    """Decorate a command with --last, for a list that grows."""
     text = "The command shows this many entries, the newest."
     kind = click.IntRange(min=1)
     return option("--last", heading=Heading.SELECTION, type=kind, default=default, show_default=True, help=text)
 
 
-def json_lines(each: str) -> Callable[[F], F]:
-    """Decorator of a command: --json for many results, such as one for each "event"."""
+def json_lines_option(each: str) -> Callable[[F], F]:
+    """Decorate a command with --json for many results, such as one for each "event"."""
     return json_option(f"The command prints a line of JSON per {each}.")

@@ -16,7 +16,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from fedge.errors import ConfigError
-from fedge.system.text import nearest
+from fedge.system.text import suggest_nearest
 
 HERE: Final = "here"
 """Stands for a module in the names of objects that this process alone has, such as a class of a notebook."""
@@ -35,24 +35,24 @@ _held: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def names_code(path: str) -> bool:
-    """Whether a text is `package.module:name`, the only form in which code of the user's is named."""
+def is_code_path(path: str) -> bool:
+    """Return whether a text is `package.module:name`, the only form that names a user's code."""
     module, colon, name = path.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def code_in(text: str) -> tuple[str, ...]:
-    """The code that a setting names: several with commas, a method with its options after a colon or +ft.
+def find_code(text: str) -> tuple[str, ...]:
+    """Return the code that a setting names: several with commas, also in a method's options.
 
     Example:
-        >>> code_in("mine.median:Own+ft:a=1,fedavg:selection=mine.rules:largest")
+        >>> find_code("mine.median:Own+ft:a=1,fedavg:selection=mine.rules:largest")
         ('mine.median:Own', 'mine.rules:largest')
     """
     paths = []
     for words in (part.strip().split(":") for part in text.split(",")):
         paths.append(":".join(words[:2]).removesuffix(FINE_TUNED))
         paths += [f"{word.partition('=')[2].strip()}:{name.strip()}" for word, name in itertools.pairwise(words)]
-    return tuple(dict.fromkeys(path for path in paths if names_code(path)))
+    return tuple(dict.fromkeys(path for path in paths if is_code_path(path)))
 
 
 def require_allowed(source: str, code: Iterable[str], allow: Container[str], how: str) -> None:
@@ -76,7 +76,7 @@ def require_allowed(source: str, code: Iterable[str], allow: Container[str], how
 
 
 def load_object(path: str) -> Any:
-    """Load the object at `package.module:name`, such as a task class or a network factory, or one named by `hold`.
+    """Load the object at `package.module:name`, such as a task class or a network factory, or of `register_object`.
 
     The path comes from this machine's command line or environment, never from the network, and from a file only if
     the command line allows it (`require_allowed`).
@@ -92,7 +92,7 @@ def load_object(path: str) -> Any:
         )
     module_name, _, name = path.partition(":")
     advice = "write package.module:name, of a package that is installed here or lies in a folder of PYTHONPATH"
-    if not names_code(path):
+    if not is_code_path(path):
         raise ConfigError(f"cannot load {path}: {advice}")
     try:
         return getattr(importlib.import_module(module_name), name)
@@ -103,8 +103,8 @@ def load_object(path: str) -> Any:
 
 
 @cache
-def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group, of all installed packages, by name; not imported yet."""
+def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group in all packages, by name; not imported yet."""
     return {point.name: point for point in sorted(entry_points(group=group))}
 
 
@@ -119,9 +119,9 @@ def load_named(name: str, group: str, what: str) -> Any:
     Raises:
         ConfigError: there is none (the text lists the installed ones), or its import fails.
     """
-    known = installed(group)
-    if name not in known and not names_code(name) and not is_held(name):
-        near = nearest(name, known) or f": it is one of {', '.join(known) or 'none'}, or package.module:name"
+    known = find_entry_points(group)
+    if name not in known and not is_code_path(name) and not is_registered(name):
+        near = suggest_nearest(name, known) or f": it is one of {', '.join(known) or 'none'}, or package.module:name"
         raise ConfigError(f"there is no {what} {name!r}{near}")
     return load_object(known[name].value if name in known else name)
 
@@ -137,40 +137,40 @@ def load_role(module: str, what: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise needs(error, what, extra) from error
+        raise make_missing_package_error(error, what, extra) from error
 
 
-def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
-    """The error to raise for a missing package, with installation advice; for our own modules, the error itself."""
+def make_missing_package_error(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
+    """Return the error for a missing package, with advice to install it; our own module's as it is."""
     package = (error.name or "").split(".")[0]
     if package in OURS:
         return error
     return ConfigError(f"{what} needs the package {package}: in fedge's clone, pip install '.[{extra}]'")
 
 
-def reason_of(error: BaseException) -> str:
-    r"""What a user's code, or a library that ran it, raised: kind, first line, and the user's line if one is involved.
+def describe_error(error: BaseException) -> str:
+    r"""Return what a user's code, or a library under it, raised: kind, first line, the user's line if any.
 
     Example:
-        >>> reason_of(ValueError("\x1b[96mno such shape\x1b[0m\nfor more, see ..."))
+        >>> describe_error(ValueError("\x1b[96mno such shape\x1b[0m\nfor more, see ..."))
         'ValueError: no such shape'
     """
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    told = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
-    own = [place for frame, line in traceback.walk_tb(error.__traceback__) if (place := users_line(frame, line))]
-    return f"{told} ({own[-1]})" if own else told
+    text = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+    own = [place for frame, line in traceback.walk_tb(error.__traceback__) if (place := find_user_line(frame, line))]
+    return f"{text} ({own[-1]})" if own else text
 
 
-def users_line(frame: FrameType, line: int) -> str:
-    """The file and line of a frame that runs a user's code; empty: it is Python's, an installed package's or ours."""
+def find_user_line(frame: FrameType, line: int) -> str:
+    """Return file and line of a frame that runs a user's code, or "" if it is Python's, a package's or ours."""
     path, package = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__")).split(".")[0]
     if package in OURS or package in sys.stdlib_module_names - {"__main__"} or "site-packages" in path.parts:
         return ""
     return f"{path.name}, line {line}"
 
 
-def hold(thing: object) -> str:
-    """A name under which `load_object` finds an object of this process while somebody else refers to it.
+def register_object(thing: object) -> str:
+    """Name an object so that `load_object` finds it here while somebody else refers to it.
 
     An object keeps its name. A different one, such as a redefined class, gets a new name, so that nothing made for the
     old one is used for it.
@@ -183,6 +183,6 @@ def hold(thing: object) -> str:
     return name
 
 
-def is_held(path: str | None) -> bool:
-    """Whether a name belongs to an object that exists only in this process."""
+def is_registered(path: str | None) -> bool:
+    """Return whether a name belongs to an object that exists only in this process."""
     return path is not None and path.startswith(f"{HERE}:")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Literal
 
-from fedge.system.text import printable
+from fedge.system.text import escape_controls
 
 Format = Literal["text", "json"]
 LINES_PER_MINUTE: Final = 60
@@ -35,7 +35,7 @@ def bind(**fields: object) -> None:
 
 
 @contextmanager
-def at_level(name: str, level: int) -> Iterator[None]:
+def set_level(name: str, level: int) -> Iterator[None]:
     """Raise or lower the level of a logger within; `name` empty: the root logger."""
     log = logging.getLogger(name)
     before = log.level
@@ -47,8 +47,8 @@ def at_level(name: str, level: int) -> Iterator[None]:
 
 
 @contextmanager
-def bound(**fields: object) -> Iterator[None]:
-    """`bind` within."""
+def bind_temporarily(**fields: object) -> Iterator[None]:
+    """Set the context of log lines within, as `bind` does."""
     before = {name: _bound.get(name) for name in fields}
     bind(**fields)
     try:
@@ -57,7 +57,7 @@ def bound(**fields: object) -> Iterator[None]:
         bind(**before)
 
 
-def note(log: logging.Logger, event: str, fields: Mapping[str, object], level: int = logging.INFO) -> None:
+def log_event(log: logging.Logger, event: str, fields: Mapping[str, object], level: int = logging.INFO) -> None:
     """Log an event whose names are known only at run time; they come from our own code."""
     template = "".join(f" {name}={'%r' if ' ' in str(value) else '%s'}" for name, value in fields.items())
     log.log(level, f"event=%s{template}", event, *fields.values())
@@ -70,8 +70,8 @@ class Lines:
         self._minute = 0
         self._counted: Counter[str] = Counter()
 
-    def untold(self, kind: str, now: float) -> int | None:
-        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
+    def count_suppressed(self, kind: str, now: float) -> int | None:
+        """Return how many lines were suppressed the minute before, or None to suppress this one; `now` in s."""
         untold = 0
         if int(now // 60) != self._minute:
             self._minute = int(now // 60)
@@ -85,14 +85,14 @@ class Lines:
         self.log(log, logging.WARNING, template, *args)
 
     def log(self, log: logging.Logger, level: int, template: str, *args: object, traceback: bool = False) -> None:
-        """The same at any level. `traceback`: with that of the present exception."""
-        if (untold := self.untold(template, time.monotonic())) is not None:
+        """Log a line at any level, as above; `traceback`: with that of the exception."""
+        if (untold := self.count_suppressed(template, time.monotonic())) is not None:
             counted = [untold] if untold else []
             log.log(level, f"{template} untold=%d" if untold else template, *args, *counted, exc_info=traceback)
 
 
-def fields_of(template: str) -> dict[str, str]:
-    """The names in a template with their placeholders; words after the last value are `detail`."""
+def parse_fields(template: str) -> dict[str, str]:
+    """Return a template's names with placeholders; words after the last are `detail`."""
     _, *parts = _NAME.split(template)
     found: dict[str, str] = {}
     for name, value in zip(parts[::2], parts[1::2], strict=True):
@@ -104,7 +104,7 @@ def fields_of(template: str) -> dict[str, str]:
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO event=... key=value`: one line per event, whatever a peer wrote into it."""
+    """Formats a line as `2026-01-31T12:00:00.123Z INFO event=... key=value`, whatever a peer wrote into it."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -114,44 +114,44 @@ class LineFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line, with control characters escaped: a peer's text cannot forge a second one."""
-        return printable(super().formatMessage(record))
+        """Format the line, control characters escaped: no peer's text forges a second one."""
+        return escape_controls(super().formatMessage(record))
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802 - logging's name
-        """The traceback, indented and escaped in the same way."""
-        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
+        """Format the traceback, indented and escaped in the same way."""
+        return "\n".join(f"  {escape_controls(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonFormatter(LineFormatter):
-    """The same as a JSON object: time, level, logger, what `bind` set, and the template's names."""
+    """Formats each line as a JSON object: time, level, logger, what `bind` set, the template's names."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of ASCII; line breaks and control characters are escaped."""
+        """Format one line of ASCII; line breaks and control characters are escaped."""
         line: dict[str, object] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             **_bound,
-            **_said(record),
+            **_collect_fields(record),
         }
         if record.exc_info:
             line["exception"] = logging.Formatter.formatException(self, record.exc_info)
         return json.dumps(line, default=str).replace("\x7f", r"\u007f")
 
 
-def _said(record: logging.LogRecord) -> dict[str, object]:
-    """The fields of our own records; of others, the message."""
+def _collect_fields(record: logging.LogRecord) -> dict[str, object]:
+    """Return the fields of our own records; of others, the message."""
     if not str(record.msg).startswith("event="):
         return {"message": record.getMessage()}
     arguments = iter(record.args if isinstance(record.args, tuple) else ())
     said: dict[str, object] = {}
-    for name, value in fields_of(str(record.msg)).items():
+    for name, value in parse_fields(str(record.msg)).items():
         given = tuple(next(arguments) for _ in _PLACE.findall(value))
-        said[name] = _value(given[0]) if _PLACE.fullmatch(value) else (value % given).strip("'")
+        said[name] = _simplify(given[0]) if _PLACE.fullmatch(value) else (value % given).strip("'")
     return said
 
 
-def _value(value: object) -> object:
+def _simplify(value: object) -> object:
     if isinstance(value, float):
         return value if abs(value) < float("inf") else str(value)
     return value if value is None or isinstance(value, bool | int) else str(value)
@@ -168,6 +168,6 @@ def configure(level: str, how: Format) -> None:
     logging.captureWarnings(how == "json")
 
 
-def in_json() -> bool:
-    """Whether log lines are JSON; then nothing else may be printed between them."""
+def is_json() -> bool:
+    """Return whether log lines are JSON; nothing else may be printed then."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

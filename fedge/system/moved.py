@@ -1,7 +1,8 @@
-"""Import paths of version 0.1: each leads to the module's new place, with a warning, until version 0.3.
+"""Names of version 0.1: each leads to what it is now, with a warning, until version 0.3.
 
-`fedge` installs `Finder` when it is imported; a room that was a module itself hands out that module's names with
-`names_of`. `python -m fedge.cli`, which units of systemd on devices have, works in the same way.
+For modules `fedge` installs `Finder` when it is imported; a room that was a module itself hands out that module's names
+with `make_getattr`. `python -m fedge.cli`, which units of systemd on devices have, works in the same way. `alias_names`
+and `alias_members` are for the functions and methods that documents named.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
-from typing import Any, Final, cast
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final, TypeVar, cast
+
+C = TypeVar("C")
 
 ROOMS: Final = """\
 coordinator.aggregation protection
@@ -70,7 +73,7 @@ fedge.wire.connection mqtt_client:paho reasons route
 in a dot says which room of that time had the modules after it."""
 
 
-def _places() -> Iterator[tuple[str, str]]:
+def _iterate_places() -> Iterator[tuple[str, str]]:
     for room, *words in map(str.split, ROOMS.splitlines()):
         before = f"{room.split('.')[0]}."
         for word in words:
@@ -81,20 +84,20 @@ def _places() -> Iterator[tuple[str, str]]:
                 yield before + old, f"{room}.{new or old}"
 
 
-NEW: Final = dict(_places())
+NEW: Final = dict(_iterate_places())
 """Old name of a module -> its new one."""
 
 
 def _warn(old: str, new: str, stacklevel: int) -> None:
-    text = f"{old} is {new} now: import it from there; the old name goes with version 0.3"
+    text = f"{old} is {new} now; the old name goes with version 0.3"
     warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
 
 class Finder:
-    """Finds the modules of version 0.1 by their old names (a MetaPathFinder; importing that class takes 10 ms)."""
+    """Finds the modules of version 0.1 by their old names (a MetaPathFinder, whose import takes 10 ms)."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Where an old name leads; None: it is none."""
+        """Return where an old name leads, or None if it is none."""
         return ModuleSpec(fullname, cast(Any, _Alias(NEW[fullname]))) if fullname in NEW else None
 
 
@@ -106,7 +109,7 @@ class _Alias:
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module itself: both names give the same classes."""
+        """Return the module itself: both names give the same classes."""
         _warn(spec.name, self._new, stacklevel=2)
         module = importlib.import_module(self._new)
         self._spec = module.__spec__
@@ -117,7 +120,7 @@ class _Alias:
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType:
-        """For `python -m` with the old name of a command."""
+        """Return the code for `python -m` with the old name of a command."""
         return compile(f"import sys\nfrom {self._new} import main\nsys.exit(main())\n", fullname, "exec")
 
 
@@ -127,8 +130,62 @@ def install() -> None:
         sys.meta_path.insert(0, cast(Any, Finder()))
 
 
-def names_of(room: str, *modules: str, warns: bool = True) -> Callable[[str], Any]:
-    """A room's `__getattr__`, where the room has the name of a module that is within it now.
+def alias_names(module: str, **names: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that finds what documents of version 0.1 named, by its name of today."""
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"{module}.{name}", f"{module}.{names[name]}", stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
+
+
+def alias_members(**names: str) -> Callable[[type[C]], type[C]]:
+    """Let whoever uses or overrides members of a class by their names of version 0.1 go on, with a warning."""
+
+    def decorate(cls: type[C]) -> type[C]:
+        inherited = vars(cls).get("__init_subclass__")
+
+        def init_subclass(sub: type[C], /, **options: Any) -> None:
+            for old in names.keys() & vars(sub).keys():
+                if isinstance(vars(sub)[old], FunctionType | classmethod | staticmethod):
+                    _warn(f"{sub.__qualname__}.{old}", names[old], stacklevel=2)
+                    setattr(sub, names[old], vars(sub)[old])
+            if inherited is None:
+                super(cls, sub).__init_subclass__(**options)  # type: ignore[misc]
+            else:
+                inherited.__func__(sub, **options)
+
+        for old, new in names.items():
+            setattr(cls, old, _OldMember(old, new))
+        cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+class _OldMember:
+    """A member by its old name: that of today, or what a class with the old name overrides."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old = old
+        self._new = new
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        _warn(f"{owner.__qualname__}.{self._old}", self._new, stacklevel=2)
+        overriding = [i for i, cls in enumerate(owner.__mro__) if vars(cls).get(self._old, self) is not self]
+        if not overriding:
+            return getattr(owner if instance is None else instance, self._new)
+        for cls in owner.__mro__[overriding[-1] + 1 :]:  # asked by super()
+            if self._new in vars(cls):
+                return vars(cls)[self._new].__get__(instance, owner)
+        raise AttributeError(f"{owner.__qualname__} has no attribute {self._new!r}")
+
+
+def make_getattr(room: str, *modules: str, warns: bool = True) -> Callable[[str], Any]:
+    """Return a room's `__getattr__`, where the room has the name of a module within it.
 
     Args:
         room: name of the room, such as "fedge.bundle".

@@ -18,11 +18,11 @@ class StoppedError(Exception):
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
+    """Return False: nobody asks to stop."""
     return False
 
 
-def hear_no_more() -> None:
+def ignore_signals() -> None:
     """Ignore both signals. For `atexit`: Python drops its handlers on exit, and a signal would change the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

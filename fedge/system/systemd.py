@@ -1,6 +1,6 @@
 """Systemd services: processes under their own user, who may read little and write only its own folders.
 
-`ready` tells systemd that a service is ready, and then that its loop is still running (sd_notify(3)).
+`notify_ready` tells systemd that a service is ready, and then that its loop is still running (sd_notify(3)).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from fedge.errors import ConfigError, StoreError, failing_as
+from fedge.errors import ConfigError, StoreError, raise_as
 from fedge.system.files import write_atomically
 
 log = logging.getLogger("fedge.notify")
@@ -99,8 +99,8 @@ StateDirectory=fedge-coordinator
 """
 
 
-def unit(what: str, role: str, arguments: str, name: str, writes: Path | None = None) -> str:
-    """A systemd unit that runs `fedge ARGUMENTS` as the user fedge.
+def format_unit(what: str, role: str, arguments: str, name: str, writes: Path | None = None) -> str:
+    """Return a systemd unit that runs `fedge ARGUMENTS` as the user fedge.
 
     Args:
         what: description.
@@ -118,7 +118,7 @@ Wants=network-online.target time-sync.target
 After=network-online.target time-sync.target mosquitto.service
 
 [Service]
-ExecStart={command(arguments)}
+ExecStart={format_command(arguments)}
 EnvironmentFile=-/etc/fedge/{name}.env
 {writable}{role}{_COMMON.format(user=USER)}
 [Install]
@@ -126,15 +126,15 @@ WantedBy=multi-user.target
 """
 
 
-def daily(what: str, arguments: str) -> tuple[str, str]:
-    """Unit and timer that run `fedge ARGUMENTS` as root once a day."""
-    service = f"[Unit]\nDescription=fedge {what}\n\n[Service]\nType=oneshot\nExecStart={command(arguments)}\n"
+def format_daily_units(what: str, arguments: str) -> tuple[str, str]:
+    """Return unit and timer that run `fedge ARGUMENTS` as root once a day."""
+    service = f"[Unit]\nDescription=fedge {what}\n\n[Service]\nType=oneshot\nExecStart={format_command(arguments)}\n"
     timer = f"[Unit]\nDescription=fedge {what}\n\n[Timer]\nOnCalendar=daily\nRandomizedDelaySec=1h\nPersistent=true\n"
     return service, f"{timer}\n[Install]\nWantedBy=timers.target\n"
 
 
-def command(arguments: str) -> str:
-    """The command line of a service, in this process's environment."""
+def format_command(arguments: str) -> str:
+    """Return the command line of a service, in this process's environment."""
     return f"{sys.executable} -m fedge {arguments}"
 
 
@@ -156,7 +156,7 @@ def make_user() -> pwd.struct_passwd:
         return pwd.getpwnam(USER)
 
 
-def give(folder: Path, owner: pwd.struct_passwd) -> None:
+def give_to(folder: Path, owner: pwd.struct_passwd) -> None:
     """Give a folder of ours and its plain files to another owner, readable by that owner alone.
 
     A folder that is already theirs is left alone: they could have put links to others' files into it, and what root
@@ -166,7 +166,7 @@ def give(folder: Path, owner: pwd.struct_passwd) -> None:
     Raises:
         StoreError: it is neither ours nor theirs, or cannot be given away.
     """
-    with failing_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
+    with raise_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
         holder = folder.stat().st_uid
         if holder == owner.pw_uid:
             return
@@ -216,7 +216,7 @@ def restart(name: str) -> bool:
     return there
 
 
-def ready() -> None:
+def notify_ready() -> None:
     """Tell systemd that we are ready, and feed its watchdog from this event loop from now on.
 
     Without systemd, or a second time, it does nothing; where nobody listens it says so in the log.
@@ -224,21 +224,21 @@ def ready() -> None:
     address = os.environ.pop("NOTIFY_SOCKET", "")
     if not address:
         return
-    told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-    told.setblocking(False)
+    service_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    service_socket.setblocking(False)
     try:
-        told.connect("\0" + address[1:] if address.startswith("@") else address)
-        told.send(b"READY=1")
+        service_socket.connect("\0" + address[1:] if address.startswith("@") else address)
+        service_socket.send(b"READY=1")
     except OSError as error:
         log.warning("event=not_notified path=%s reason=%r", address, str(error))
-        told.close()
+        service_socket.close()
         return
     limit_us = int(os.environ.get("WATCHDOG_USEC", "0"))
     if limit_us:
-        _feed(told, asyncio.get_running_loop(), limit_us / 3e6)
+        _feed_watchdog(service_socket, asyncio.get_running_loop(), limit_us / 3e6)
 
 
-def _feed(told: socket.socket, loop: asyncio.AbstractEventLoop, pause_s: float) -> None:
+def _feed_watchdog(service_socket: socket.socket, loop: asyncio.AbstractEventLoop, pause_s: float) -> None:
     with suppress(OSError):  # systemd itself is being restarted
-        told.send(b"WATCHDOG=1")
-    loop.call_later(pause_s, _feed, told, loop, pause_s)
+        service_socket.send(b"WATCHDOG=1")
+    loop.call_later(pause_s, _feed_watchdog, service_socket, loop, pause_s)

@@ -15,19 +15,19 @@ class Worded(StrEnum):
     words: str
 
     def __new__(cls, value: str, words: str = "") -> Self:
-        """The member of this value."""
+        """Make the member of this value."""
         member = str.__new__(cls, value)
         member._value_, member.words = value, words
         return member
 
 
-def printable(line: str) -> str:
-    """One line with control characters escaped: it can neither control a terminal nor forge a second line."""
+def escape_controls(line: str) -> str:
+    """Escape control characters, so that one line can neither control a terminal nor forge another."""
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8; JSON can hold no other."""
+    """Return whether a file's name is UTF-8; JSON can hold no other."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -35,19 +35,19 @@ def is_text(name: str) -> bool:
     return True
 
 
-def in_words(at: float) -> str:
-    """A time, seconds since the epoch: 2026-11-27 08:30:00 UTC."""
+def format_time(at: float) -> str:
+    """Format a time, in seconds since the epoch, as 2026-11-27 08:30:00 UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
-def nearest(word: str, right: Iterable[str]) -> str:
-    """A hint at the most similar word in `right`: " (did you mean X?)", or ""."""
+def suggest_nearest(word: str, right: Iterable[str]) -> str:
+    """Return a hint at the most similar word: " (did you mean X?)", or ""."""
     close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def host_and_port(host: str, port: int) -> str:
-    """As in a URL."""
+def format_address(host: str, port: int) -> str:
+    """Format host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

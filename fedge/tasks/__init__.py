@@ -1,12 +1,13 @@
 """Tasks: what is learned, a device's data, and partitions of data sets over simulated devices."""
 
+from fedge.system.moved import alias_names
 from fedge.tasks.data import DeviceData, UserTask
-from fedge.tasks.device import device_data, device_inputs, labelled
+from fedge.tasks.device import read_device_data, read_device_inputs, read_labelled
 from fedge.tasks.own import Task
-from fedge.tasks.partition import partition, set_apart
-from fedge.tasks.pool import Pool, pool
-from fedge.tasks.shares import Partitioning, Share, share_data, write_share
-from fedge.tasks.specs import task_spec, write_task
+from fedge.tasks.partition import partition_pool, set_apart
+from fedge.tasks.pool import Pool, load_pool
+from fedge.tasks.shares import Partitioning, Share, make_device_data, write_share
+from fedge.tasks.specs import load_task, write_task
 
 __all__ = [
     "DeviceData",
@@ -15,14 +16,17 @@ __all__ = [
     "Share",
     "Task",
     "UserTask",
-    "device_data",
-    "device_inputs",
-    "labelled",
-    "partition",
-    "pool",
+    "load_pool",
+    "load_task",
+    "make_device_data",
+    "partition_pool",
+    "read_device_data",
+    "read_device_inputs",
+    "read_labelled",
     "set_apart",
-    "share_data",
-    "task_spec",
     "write_share",
     "write_task",
 ]
+
+
+__getattr__ = alias_names(__name__, task_spec="load_task")

@@ -9,12 +9,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.labels import NUMBERING, class_numbers, whole_numbers
-from fedge.data.npz import load
-from fedge.data.scaling import unfit
+from fedge.data.labels import NUMBERING, require_class_numbers, require_whole_numbers
+from fedge.data.npz import load_arrays
+from fedge.data.scaling import explain_unfit
 from fedge.data.task import TEST
 from fedge.errors import ConfigError
-from fedge.system.text import nearest, printable
+from fedge.system.moved import alias_names
+from fedge.system.text import escape_controls, suggest_nearest
 
 Arrays = dict[str, NDArray[Any]]
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
@@ -22,28 +23,28 @@ MOST_UNNAMED: Final = 10_000
 """Classes without names; more labels than that are hardly classes."""
 
 
-def read(file: Path, *, labelled: bool = True) -> Arrays:
+def read_arrays(file: Path, *, labelled: bool = True) -> Arrays:
     """Read and check the arrays of a file. If not `labelled`, y may be missing.
 
-    Returns: as `checked`.
+    Returns: as `require_arrays`.
 
     Raises:
         ConfigError: the file cannot be read, x or y is missing, an array has a wrong shape, type or value, or a name is
             not in `KEYS` (a typo must not lose the marks).
     """
-    table = load(file)
+    table = load_arrays(file)
     if "x" not in table or ("y" not in table and labelled):
         raise ConfigError(f"{file} must hold the arrays x{' and y' if labelled else ''}")
     if unknown := sorted(table.keys() - set(KEYS)):
-        hint = nearest(unknown[0].lower(), KEYS)
+        hint = suggest_nearest(unknown[0].lower(), KEYS)
         raise ConfigError(
             f"{file} holds an array {unknown[0]!r}, which means nothing here{hint}: name it one of "
             f"{', '.join(KEYS)}, or leave it out"
         )
-    return checked(table, str(file))
+    return require_arrays(table, str(file))
 
 
-def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
+def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
@@ -57,20 +58,20 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     x = found["x"]
     if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
-    if fault := unfit(x):
+    if fault := explain_unfit(x):
         raise ConfigError(f"{where}: {fault}")
     if "y" in found:
-        found["y"] = class_numbers(found["y"], len(x), None, f"{where}: y")
+        found["y"] = require_class_numbers(found["y"], len(x), None, f"{where}: y")
     largest = {"split": TEST, "sensitive": 1, "user": len(x) - 1}
     for name in (name for name in largest if name in found):
-        found[name] = whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
+        found[name] = require_whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
     if "sensitive" in found:
         found["sensitive"] = found["sensitive"].astype(np.bool_)
     return found
 
 
-def find(data: Path, usual: str) -> Path:
-    """The file of a data set: `data` itself, or a file in the folder `data` under its usual path or name.
+def find_file(data: Path, usual: str) -> Path:
+    """Find a data set's file: `data` itself, or one in this folder under its usual path or name.
 
     Raises:
         ConfigError: no such file.
@@ -82,20 +83,20 @@ def find(data: Path, usual: str) -> Path:
     return found
 
 
-def columns(file: Path, names: tuple[str, ...]) -> Arrays:
+def read_columns(file: Path, names: tuple[str, ...]) -> Arrays:
     """Read the named arrays of a data set's file.
 
     Raises:
         ConfigError: the file cannot be read, or an array is missing.
     """
-    table = load(file, names)
+    table = load_arrays(file, names)
     if missing := [name for name in names if name not in table]:
         raise ConfigError(f"{file} must hold the arrays {', '.join(names)}; {', '.join(missing)} is missing")
     return table
 
 
-def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[str, ...]:
-    """The names in `classes`, or "0", "1", ... up to the largest label.
+def get_class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[str, ...]:
+    """Return the names in `classes`, or "0", "1", ... up to the largest label.
 
     Raises:
         ConfigError: fewer names than labels, labels with gaps and no names, only one class, or an unprintable name or
@@ -106,16 +107,21 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[st
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
     if names is None and len(there) <= largest:
         some = ", ".join(map(str, there[:5])) + ", ..." * (len(there) > 5)
-        told = f"the labels {some} are {len(there)} classes or {largest + 1}: {NUMBERING} numbers them without gaps"
-        raise ConfigError(f"{file}: {told}; or name all classes, those without samples, too (`classes`)")
+        problem = f"the labels {some} are {len(there)} classes or {largest + 1}: {NUMBERING} numbers them without gaps"
+        raise ConfigError(f"{file}: {problem}; or name all classes, those without samples, too (`classes`)")
     if largest >= (len(names) if names else MOST_UNNAMED):
-        told = f"the largest label is {largest}, with {len(names or ())} names in classes"
-        raise ConfigError(f"{file}: {told}: name 0..{largest}, or number the labels by their place among the names")
+        problem = f"the largest label is {largest}, with {len(names or ())} names in classes"
+        raise ConfigError(f"{file}: {problem}: name 0..{largest}, or number the labels by their place among the names")
     if len(names or there) < 2:
         what = "there is one name in classes" if names else "all labels are 0"
         raise ConfigError(f"{file}: {what}, and a task has two classes or more: name them all (`classes`)")
     if names and (twice := [name for name in names if names.count(name) > 1]):
-        raise ConfigError(f"{file}: the class {printable(twice[0])[:100]} stands twice in classes: name each once")
+        raise ConfigError(
+            f"{file}: the class {escape_controls(twice[0])[:100]} stands twice in classes: name each once"
+        )
     if odd := [name for name in names or () if not name.isprintable()]:
-        raise ConfigError(f"{file}: the class name {printable(odd[0])[:100]} holds control characters")
+        raise ConfigError(f"{file}: the class name {escape_controls(odd[0])[:100]} holds control characters")
     return names or tuple(str(number) for number in range(largest + 1))
+
+
+__getattr__ = alias_names(__name__, read="read_arrays")

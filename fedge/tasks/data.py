@@ -9,15 +9,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.labels import class_numbers, whole_numbers
-from fedge.data.scaling import are_inputs, unfit
+from fedge.data.labels import require_class_numbers, require_whole_numbers
+from fedge.data.scaling import are_inputs, explain_unfit
 from fedge.data.task import TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
-from fedge.system.files import digest_of
-from fedge.system.loading import FAILURES, load_object, reason_of
-from fedge.tasks.sampling import n_validation, spread
+from fedge.system.files import compute_digest
+from fedge.system.loading import FAILURES, describe_error, load_object
+from fedge.system.moved import alias_members
+from fedge.tasks.sampling import count_validation, draw_stratified
 
 
+@alias_members(of="from_samples", unlabelled="from_inputs", of_task="to_task_types")
 @dataclass(frozen=True, slots=True)
 class DeviceData:
     """Model inputs and labels. Test samples are left out: no step may see them.
@@ -43,23 +45,25 @@ class DeviceData:
     def _marks_val(self) -> NDArray[np.bool_]:
         return np.zeros(len(self.x_val), np.bool_) if self.sensitive_val is None else self.sensitive_val
 
-    def digest(self) -> str:
-        """SHA-256 in hex of all samples, labels and marks, in order; the same only for the same data and split."""
+    def compute_digest(self) -> str:
+        """Return the SHA-256 in hex of all samples, labels and marks in order; splits count, too."""
         arrays = (self.x_train, self.y_train, self.sensitive, self.x_val, self.y_val, self._marks_val)
-        return digest_of(*(part for a in arrays for part in (repr(a.shape).encode(), np.ascontiguousarray(a).data)))
+        return compute_digest(
+            *(part for a in arrays for part in (repr(a.shape).encode(), np.ascontiguousarray(a).data))
+        )
 
     @property
-    def any_sensitive(self) -> bool:
+    def has_sensitive(self) -> bool:
         """Whether any sample is marked."""
         return bool(self.sensitive.any() or self._marks_val.any())
 
     @classmethod
-    def unlabelled(cls, x: NDArray[np.float32]) -> DeviceData:
-        """Data of a device that does not train: model inputs only, (n, *input_shape)."""
+    def from_inputs(cls, x: NDArray[np.float32]) -> DeviceData:
+        """Make data of a device that does not train: inputs only, (n, *input_shape)."""
         return cls(x, np.zeros(len(x), np.int64), np.zeros(len(x), np.bool_), x[:0], np.zeros(0, np.int64))
 
     @classmethod
-    def of(
+    def from_samples(
         cls,
         x: NDArray[np.float32],
         y: NDArray[np.int64],
@@ -68,7 +72,7 @@ class DeviceData:
         split: NDArray[np.int64] | None = None,
         seed: int,
     ) -> DeviceData:
-        """Training and validation samples of one device.
+        """Make training and validation samples of one device.
 
         Args:
             x: model inputs, (n, *input_shape).
@@ -82,15 +86,15 @@ class DeviceData:
         train, validation = parts == TRAIN, parts == VALIDATION
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
-    def of_task(self, task: TaskSpec) -> DeviceData:
-        """The same in the types that training takes; a class of the user's own may return others.
+    def to_task_types(self, task: TaskSpec) -> DeviceData:
+        """Return the same in the types that training takes; a user's own class may return others.
 
         Raises:
             ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
                 label is not a class number of the task, or a mark is neither 0 nor 1.
         """
-        x_train, y_train, sensitive = _of_task(task, "training", self.x_train, self.y_train, self.sensitive)
-        x_val, y_val, marks = _of_task(task, "validation", self.x_val, self.y_val, self._marks_val)
+        x_train, y_train, sensitive = _convert_part(task, "training", self.x_train, self.y_train, self.sensitive)
+        x_val, y_val, marks = _convert_part(task, "validation", self.x_val, self.y_val, self._marks_val)
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
 
     @property
@@ -131,20 +135,20 @@ class DeviceData:
         """Inputs and labels of the training samples, then of the validation samples."""
         return np.concatenate([self.x_train, self.x_val]), np.concatenate([self.y_train, self.y_val])
 
-    def class_counts(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
-        """c_i, (C,): the number of training samples per class, optionally with validation samples."""
+    def count_classes(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
+        """Count the training samples per class, c_i, (C,), optionally validation samples, too."""
         labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train
         return np.bincount(labels, minlength=n_classes)
 
-    def shared_counts(self, n_classes: int) -> NDArray[np.int64]:
-        """The number of non-sensitive training samples per class, (C,)."""
+    def count_shared_classes(self, n_classes: int) -> NDArray[np.int64]:
+        """Count the non-sensitive training samples per class, (C,)."""
         return np.bincount(self.shared[1], minlength=n_classes)
 
 
-def _of_task(
+def _convert_part(
     task: TaskSpec, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Inputs, labels and marks of a part of the samples, checked."""
+    """Check inputs, labels and marks of a part of the samples."""
     n, what = len(x), f"of the {part} samples"
     if not n:
         return np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
@@ -152,10 +156,10 @@ def _of_task(
         raise ConfigError(f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}")
     if x.dtype.kind not in "buif":
         raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
-    if not are_inputs(x) and (fault := unfit(x, x)):
+    if not are_inputs(x) and (fault := explain_unfit(x, x)):
         raise ConfigError(f"{what}, {fault}")
-    y = class_numbers(y, n, task.n_classes, f"y {what}")
-    marks = whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
+    y = require_class_numbers(y, n, task.n_classes, f"y {what}")
+    marks = require_whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
     return x.astype(np.float32, copy=False), y, marks
 
 
@@ -165,7 +169,7 @@ def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> 
     for marked, stream in ((False, seed), (True, [seed, 1])):
         (own,) = np.nonzero(sensitive == marked)
         if len(own):
-            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
+            split[own[draw_stratified(y[own], count_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
     return split
 
 
@@ -179,8 +183,8 @@ class UserTask(Protocol):
         """Read the data of one device, as model inputs."""
 
 
-def user_task(path: str) -> UserTask:
-    """An instance of the user's task class.
+def load_user_task(path: str) -> UserTask:
+    """Make an instance of the user's task class.
 
     Raises:
         ConfigError: no such class, or it fails.
@@ -189,5 +193,5 @@ def user_task(path: str) -> UserTask:
     try:
         task: UserTask = make()
     except FAILURES as error:
-        raise ConfigError(f"{path} fails with {reason_of(error)}") from error
+        raise ConfigError(f"{path} fails with {describe_error(error)}") from error
     return task

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedge.errors import ConfigError
-from fedge.tasks.shares import Partitioning, Share, made_of
+from fedge.tasks.shares import Partitioning, Share, make_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,8 +23,8 @@ SHIFT: Final = 1
 _DEVICE = 3  # keeps these random numbers separate from other uses of the seed
 
 
-def device_names(n_devices: int) -> list[str]:
-    """`device-00`, `device-01`, ... in ascending order."""
+def make_device_names(n_devices: int) -> list[str]:
+    """Return `device-00`, `device-01`, ... in ascending order."""
     width = len(str(n_devices - 1))
     return [f"device-{i:0{width}}" for i in range(n_devices)]
 
@@ -49,7 +49,7 @@ class Generated(Mapping[str, Share]):
         if pool.x.ndim not in (3, 4):
             raise ConfigError(f"samples of shape {pool.x.shape[1:]} are not images: use --partition dirichlet")
         self._pool = pool
-        self._number = {name: number for number, name in enumerate(device_names(n_devices))}
+        self._number = {name: number for number, name in enumerate(make_device_names(n_devices))}
         self._how, self._seed = how, seed
         self._by_class = np.argsort(pool.y, kind="stable")
         self._of_class = np.bincount(pool.y, minlength=pool.spec.n_classes)
@@ -62,10 +62,10 @@ class Generated(Mapping[str, Share]):
         portions = rng.dirichlet(np.full(len(there), self._how.alpha))
         classes = rng.choice(there, self._how.min_samples, p=portions)
         first = np.cumsum(self._of_class) - self._of_class
-        own = self._pool.take(self._by_class[first[classes] + rng.integers(self._of_class[classes])])
-        own = dataclasses.replace(own, x=self._changed(own.x, rng), user=None, block=None)
+        own = self._pool.select(self._by_class[first[classes] + rng.integers(self._of_class[classes])])
+        own = dataclasses.replace(own, x=self._change(own.x, rng), user=None, block=None)
         group = number % self._how.n_groups
-        return made_of(own, group, group, self._how, rng)
+        return make_share(own, group, group, self._how, rng)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._number)
@@ -73,7 +73,7 @@ class Generated(Mapping[str, Share]):
     def __len__(self) -> int:
         return len(self._number)
 
-    def _changed(self, x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    def _change(self, x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
         low, high = self._range
         down, right = rng.integers(-SHIFT, SHIFT + 1, (2, len(x), 1))
         rows, columns = ((np.arange(n) - by) % n for n, by in zip(x.shape[1:3], (down, right), strict=True))

@@ -25,8 +25,8 @@ SILENCE: Final = 1e-6
 """Energy, in g^2 or (rad/s)^2, that is added before the logarithm: what a phone on a table shows."""
 
 
-def read(data: Path) -> arrays.Arrays:
-    """Features `x` (n, 108), labels `y` (n,), person `user` (n,) and bout `block` (n,), both numbered from 0.
+def read_har(data: Path) -> arrays.Arrays:
+    """Read features `x` (n, 108), labels `y` (n,), person `user` (n,), bout `block` (n,), numbered from 0.
 
     Args:
         data: the file, or a folder that holds it as uci_har.npz or uci-har/uci_har.npz.
@@ -34,18 +34,20 @@ def read(data: Path) -> arrays.Arrays:
     Raises:
         ConfigError: no such file, or not in this format.
     """
-    file = arrays.find(data, "uci-har/uci_har.npz")
-    table = arrays.columns(file, ("x", "y", "subject", "bout"))
+    file = arrays.find_file(data, "uci-har/uci_har.npz")
+    table = arrays.read_columns(file, ("x", "y", "subject", "bout"))
     x, y, subject, bout = (table[name] for name in ("x", "y", "subject", "bout"))
     if x.shape != (len(y), N_SIGNALS, N_READINGS) or subject.shape != y.shape or bout.shape != y.shape:
         raise ConfigError(f"{file}: x must be (n, {N_SIGNALS}, {N_READINGS}), with y, subject and bout of each window")
     _, user = np.unique(subject, return_inverse=True)
     _, block = np.unique(np.stack([user, bout]), axis=1, return_inverse=True)
-    return {"x": features(x)} | {n: v.ravel().astype(np.int64) for n, v in (("y", y), ("user", user), ("block", block))}
+    return {"x": compute_features(x)} | {
+        n: v.ravel().astype(np.int64) for n, v in (("y", y), ("user", user), ("block", block))
+    }
 
 
-def features(windows: NDArray[Any]) -> NDArray[np.float32]:
-    """Twelve features per signal, (n, 9, 128) -> (n, 108), of order 1; each window is scaled on its own.
+def compute_features(windows: NDArray[Any]) -> NDArray[np.float32]:
+    """Compute twelve features per signal, (n, 9, 128) -> (n, 108), of order 1, window by window.
 
     Mean, standard deviation, minimum, maximum, root mean square of the differences between neighbours, and the energies
     in seven frequency bands as (3 + log10(energy + 1e-6)) / 2.

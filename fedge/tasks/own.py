@@ -20,20 +20,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.models.choice import with_network
-from fedge.system.loading import FAILURES, hold
+from fedge.system.loading import FAILURES, register_object
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
-from fedge.tasks.pool import pool as read_pool
-from fedge.tasks.specs import spec_of_arrays
+from fedge.tasks.pool import load_pool as read_pool
+from fedge.tasks.specs import make_array_spec
 
 _CHANNELS = (1, 3)  # of an image: grey or colour
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is learned, with all samples. `network` is the `model` as given; holding it keeps its name valid."""
+    """A task with all samples; `network` is the `model` as given, and holding it keeps its name valid."""
 
     pool: Pool
     network: object = None
@@ -54,7 +54,7 @@ class Task:
         users: ArrayLike | None = None,
         name: str = "arrays",
     ) -> Self:
-        """A task from samples in memory.
+        """Make a task from samples in memory.
 
         Args:
             x: (n, ...) numbers in the shape that the network takes. Images may be channels-last; uint8 images may omit
@@ -72,26 +72,26 @@ class Task:
         Raises:
             ConfigError: an array has a wrong shape, type or value.
         """
-        given = {"x": _array(x, f"{name}: x"), "y": _array(y, f"{name}: y")}
+        given = {"x": _to_array(x, f"{name}: x"), "y": _to_array(y, f"{name}: y")}
         if classes is not None:
-            given["classes"] = _array(classes, f"{name}: classes")
-        table = arrays.checked(given, name)
+            given["classes"] = _to_array(classes, f"{name}: classes")
+        table = arrays.require_arrays(given, name)
         own_network = model is not None and not (isinstance(model, str) and ":" not in model)
-        images, mode = _channels_first(_pixels(table["x"], own_network))
-        classes = arrays.class_names(table, name)
-        with failing_as(ConfigError, name, on=ConfigError):
-            spec = spec_of_arrays(name, images, classes)
+        images, mode = _move_channels_first(_to_pixels(table["x"], own_network))
+        classes = arrays.get_class_names(table, name)
+        with raise_as(ConfigError, name, on=ConfigError):
+            spec = make_array_spec(name, images, classes)
         if mode is not None:
             how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
             spec = msgspec.structs.replace(spec, preprocessing=how)
         user = (
             None
             if users is None
-            else np.unique(_array(users, f"{name}: users"), return_inverse=True)[1].astype(np.int64)
+            else np.unique(_to_array(users, f"{name}: users"), return_inverse=True)[1].astype(np.int64)
         )
         if user is not None and user.shape != table["y"].shape:
             raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
-        return cls._made(Pool(images, table["y"], spec, user), model)
+        return cls._make(Pool(images, table["y"], spec, user), model)
 
     @classmethod
     def from_dataset(
@@ -112,7 +112,7 @@ class Task:
                 f"{name} is a dictionary of {', '.join(map(str, dataset))}: give its arrays to Task.from_arrays(x, y)"
             )
         samples = iter(samples)
-        first = _first(samples, name)
+        first = _take_first(samples, name)
         if isinstance(first, Mapping):
             keys = ", ".join(map(repr, first))
             raise ConfigError(
@@ -130,21 +130,21 @@ class Task:
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:
-        """Images in a folder or .zip, one folder per class, scaled to 32 x 32 pixels; `model` as in `from_arrays`.
+        """Make a task from images, a folder per class, scaled to 32 x 32; `model` as in `from_arrays`.
 
         Raises:
             ConfigError: no such images.
         """
-        return cls._made(read_pool("image-folder", Path(folder)), model)
+        return cls._make(read_pool("image-folder", Path(folder)), model)
 
     @classmethod
-    def _made(cls, pool: Pool, model: object) -> Self:
+    def _make(cls, pool: Pool, model: object) -> Self:
         if model is None:
             return cls(pool)
-        return cls(replace(pool, spec=with_network(pool.spec, name_of(model))), model)
+        return cls(replace(pool, spec=with_network(pool.spec, get_network_name(model))), model)
 
 
-def _first(samples: Iterator[Any], name: str) -> Any:
+def _take_first(samples: Iterator[Any], name: str) -> Any:
     try:
         return next(samples)
     except StopIteration:
@@ -153,8 +153,8 @@ def _first(samples: Iterator[Any], name: str) -> Any:
         raise ConfigError(f"{name} cannot give its first sample: {type(error).__name__}: {error}") from error
 
 
-def _array(values: ArrayLike, what: str) -> NDArray[Any]:
-    """Values in memory as an array.
+def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
+    """Return values in memory as an array.
 
     Raises:
         ConfigError: they are none; a tensor must be detached and on the CPU.
@@ -168,8 +168,8 @@ def _array(values: ArrayLike, what: str) -> NDArray[Any]:
         raise ConfigError(f"{what} cannot be made an array: {do} ({error})") from error
 
 
-def name_of(model: object) -> str:
-    """The network's name in the task: a name as given, or the name under which this process holds an object.
+def get_network_name(model: object) -> str:
+    """Return the network's name in the task: as given, or the one that holds an object here.
 
     Raises:
         ConfigError: it is neither a name, nor a module, nor callable.
@@ -178,18 +178,18 @@ def name_of(model: object) -> str:
         return model
     if not callable(model):
         raise ConfigError(f"a network is a name, a torch.nn.Module or what makes one, not {type(model).__name__}")
-    return hold(model)
+    return register_object(model)
 
 
-def _pixels(x: NDArray[Any], own_network: bool) -> NDArray[Any]:
-    """The same numbers as uint8 if they are an image's."""
+def _to_pixels(x: NDArray[Any], own_network: bool) -> NDArray[Any]:
+    """Return the same numbers as uint8 if they are an image's."""
     whole = x.dtype.kind in "iu" and x.dtype != np.uint8
     shaped = (x.ndim == 4 and not {x.shape[1], x.shape[-1]}.isdisjoint(_CHANNELS)) or (x.ndim == 3 and not own_network)
     return x.astype(np.uint8) if whole and shaped and x.min() >= 0 and x.max() <= 255 else x
 
 
-def _channels_first(x: NDArray[Any]) -> tuple[NDArray[Any], str | None]:
-    """Images as (n, channels, height, width), and the mode for reading image files if they are uint8."""
+def _move_channels_first(x: NDArray[Any]) -> tuple[NDArray[Any], str | None]:
+    """Return images as (n, channels, height, width), and the mode of their files if they are uint8."""
     if x.ndim == 3 and x.dtype == np.uint8:
         x = x[:, np.newaxis]
     elif x.ndim == 4 and x.shape[-1] in _CHANNELS and x.shape[1] not in _CHANNELS:

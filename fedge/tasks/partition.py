@@ -13,28 +13,30 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 from fedge.models.choice import with_network
 from fedge.tasks import partitioners
-from fedge.tasks.partitioners import FEWEST_BLOCKS, Ints, Milder, Units, units_of
-from fedge.tasks.pool import Pool, pool
-from fedge.tasks.shares import Groups, Partitioning, Share, made_of, mark, renamed, turn
+from fedge.tasks.partitioners import FEWEST_BLOCKS, Ints, Milder, Units, make_units
+from fedge.tasks.pool import Pool, load_pool
+from fedge.tasks.shares import Groups, Partitioning, Share, draw_marks, make_share, rename_classes, rotate_images
 
 _APART, _CODES = 1, 2  # separate random streams
 
 
-def samples_of(how: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
-    """The samples of a task with the requested network: those to partition, and a share set apart.
+def load_samples(how: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
+    """Return the samples of a task with this network: those to partition, and a share apart.
 
     The share set apart is turned like the groups' cameras. `limit`: the default number of samples.
 
     Raises:
         ConfigError: there are no such data.
     """
-    found = pool(how.task, how.data, seed=seed, limit=how.samples or limit)
+    found = load_pool(how.task, how.data, seed=seed, limit=how.samples or limit)
     found = dataclasses.replace(found, spec=with_network(found.spec, how.model, how.weights, how.adapt))
     turned = how.partition == "groups" and how.groups == "rotation"
     return set_apart(found, apart, seed=seed, turns=how.n_groups if turned else 1)
 
 
-def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milder: Milder | None = None) -> list[Share]:
+def partition_pool(
+    pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milder: Milder | None = None
+) -> list[Share]:
     """Partition samples over devices; equal arguments give equal shares.
 
     "dirichlet": `iid_share` of each class are dealt evenly, and the devices' shares of the rest are drawn from
@@ -73,39 +75,39 @@ def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milde
     if len(pool.y) < how.min_samples * n_devices:
         raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {how.min_samples}")
     rng = np.random.default_rng(seed)
-    units = units_of(pool.y, pool.block)
+    units = make_units(pool.y, pool.block)
     group_of = np.arange(n_devices) % n_groups
     if how.partition == "natural":
         if pool.user is None:
             raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
-        owners = partitioners.by_user(pool.user, n_devices, rng, least=how.min_samples)
+        owners = partitioners.partition_by_user(pool.user, n_devices, rng, least=how.min_samples)
         _require_blocks(units, owners, n_devices)
     else:
-        weights = partitioners.relative_sizes(n_devices, how.sizes, how.size_spread, rng)
+        weights = partitioners.draw_relative_sizes(n_devices, how.sizes, how.size_spread, rng)
         own_classes = False
         if how.partition == "shards":
-            owner_of_unit = partitioners.shards(units, n_devices, how.shards, how.iid_share, rng)
+            owner_of_unit = partitioners.partition_by_shards(units, n_devices, how.shards, how.iid_share, rng)
         elif how.partition == "iid":
-            owner_of_unit = partitioners.evenly(units, weights, rng)
+            owner_of_unit = partitioners.partition_evenly(units, weights, rng)
         else:
-            portions = _portions(group_of, weights, pool.spec.n_classes, how.groups)
+            portions = _compute_portions(group_of, weights, pool.spec.n_classes, how.groups)
             own_classes = bool((portions == 0).any())
             least = how.min_samples
-            owner_of_unit = partitioners.by_label(
+            owner_of_unit = partitioners.partition_by_label(
                 units, portions, group_of, weights, how.alpha, rng, milder, least=least, iid_share=how.iid_share
             )
-        owner_of_unit = partitioners.filled_up(
+        owner_of_unit = partitioners.fill_up(
             units, owner_of_unit, group_of, rng, milder, own_classes=own_classes, least=how.min_samples
         )
         owners = owner_of_unit[units.of_sample]
     turns = group_of if how.groups == "rotation" else np.zeros_like(group_of)
     shares = [
-        made_of(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), how, rng)
+        make_share(pool.select(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), how, rng)
         for device in range(n_devices)
     ]
     if how.partition == "groups" and how.groups == "codes":
         codes = np.random.default_rng((seed, _CODES))
-        return [renamed(s, codes.permutation(pool.spec.n_classes)) if s.group == 0 else s for s in shares]
+        return [rename_classes(s, codes.permutation(pool.spec.n_classes)) if s.group == 0 else s for s in shares]
     return shares
 
 
@@ -126,19 +128,19 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
     """
     if not 0 <= share < 1:
         raise ConfigError(f"the share of the samples that is set apart must be in [0, 1), not {share}")
-    units = units_of(pool.y, pool.block)
-    apart = mark(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
-    kept, taken = pool.take(np.flatnonzero(~apart)), pool.take(np.flatnonzero(apart))
+    units = make_units(pool.y, pool.block)
+    apart = draw_marks(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
+    kept, taken = pool.select(np.flatnonzero(~apart)), pool.select(np.flatnonzero(apart))
     if turns == 1 or not len(taken.y):
         return kept, taken
     x = taken.x.copy()
     for quarters in range(turns):
-        x[quarters::turns] = turn(pool, taken.x[quarters::turns], quarters)
+        x[quarters::turns] = rotate_images(pool, taken.x[quarters::turns], quarters)
     return kept, dataclasses.replace(taken, x=x)
 
 
 def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
-    """`owners`: device of each sample (n,)."""
+    """Require enough blocks on each device; `owners`: device of each sample (n,)."""
     fewest = min(len(np.unique(units.of_sample[owners == device])) for device in range(n_devices))
     if fewest < FEWEST_BLOCKS:
         raise ConfigError(
@@ -146,8 +148,10 @@ def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
         )
 
 
-def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups) -> NDArray[np.float64]:
-    """Part of each class that each group gets, (G, C): in proportion to its devices; or its own classes, all of them.
+def _compute_portions(
+    group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups
+) -> NDArray[np.float64]:
+    """Return the part of each class that each group gets, (G, C), by its devices, or all of its own classes.
 
     Ten classes in four groups: {0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9} (fedge.md 15.1).
     """

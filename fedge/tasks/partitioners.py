@@ -38,7 +38,7 @@ class Units:
     of_sample: Ints
 
 
-def units_of(y: Ints, block: Ints | None) -> Units:
+def make_units(y: Ints, block: Ints | None) -> Units:
     """Turn samples with labels (n,) into units: one each, or the blocks (n,), labelled by majority."""
     if block is None:
         return Units(y, np.ones(len(y), np.int64), np.arange(len(y)))
@@ -48,8 +48,8 @@ def units_of(y: Ints, block: Ints | None) -> Units:
     return Units(counts.argmax(axis=1), counts.sum(axis=1), of_sample)
 
 
-def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Generator) -> Floats:
-    """Quantity skew: each device's relative share of the samples, (N,), mean 1, in random order.
+def draw_relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Generator) -> Floats:
+    """Draw each device's relative share of the samples (quantity skew), (N,), mean 1.
 
     "log-normal": exp(spread z), z standard normal. "power-law": rank^(-spread), Zipf's law.
     """
@@ -65,13 +65,13 @@ def relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Gen
 
 @dataclass(slots=True)
 class Milder:
-    """What it took to give every device enough samples: draws of the partition, and samples moved after the last."""
+    """What it took to give every device enough samples: draws of the partition, then samples moved."""
 
     draws: int = 1
     moved: int = 0
 
 
-def by_label(
+def partition_by_label(
     units: Units,
     portions: Floats,
     group_of: Ints,
@@ -83,7 +83,7 @@ def by_label(
     least: int = MIN_SAMPLES,
     iid_share: float = 0.0,
 ) -> Ints:
-    """Label skew: each device's share of a class is drawn from Dirichlet(alpha w) within its group.
+    """Draw each device's share of a class from Dirichlet(alpha w) in its group (label skew).
 
     `iid_share` of each class are first dealt evenly over the group, in proportion to w: PM-MoE's S = 20 is 0.2, and its
     S = 0 is 0 (pm_moe.md section 13).
@@ -101,7 +101,7 @@ def by_label(
 
     Returns:
         (U,) device of each unit. A draw that leaves a device below `least` is repeated, up to 100 times, which changes
-        the skew and is logged; the last one may need to be `filled_up`.
+        the skew and is logged; the last one may need to be `fill_up`.
     """
 
     def draw() -> Ints:
@@ -122,8 +122,8 @@ def by_label(
     for number in range(1, _REDRAWS + 1):
         owners, milder.draws = draw(), number
         if (
-            _sizes(units, owners, len(group_of)).min() >= least
-            and _blocks(owners, len(group_of)).min() >= FEWEST_BLOCKS
+            _count_samples(units, owners, len(group_of)).min() >= least
+            and _count_units(owners, len(group_of)).min() >= FEWEST_BLOCKS
         ):
             if number > 1:
                 log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, least, _MILDER)
@@ -131,16 +131,18 @@ def by_label(
     return owners
 
 
-def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
-    """No label skew: a random order of all units, cut in proportion to the weights (N,)."""
+def partition_evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
+    """Cut a random order of all units in proportion to the weights (N,): no label skew."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
     return owners
 
 
-def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
-    """Pathological skew: units sorted by label and cut into equal shards, `per_device` for each device.
+def partition_by_shards(
+    units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator
+) -> Ints:
+    """Cut units, sorted by label, into equal shards, `per_device` each (pathological skew).
 
     `iid_share` of the units, drawn at random, are first dealt evenly.
 
@@ -165,8 +167,8 @@ def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng:
     return owners
 
 
-def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:
-    """Natural partition: one person per device, with all of the person's samples, (n,); -1 if not drawn.
+def partition_by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:
+    """Give each device one person with all samples, (n,), or -1 if not drawn (natural partition).
 
     Raises:
         ConfigError: too few people, or one has fewer than `least` samples.
@@ -183,7 +185,7 @@ def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int 
     return owners[user]
 
 
-def filled_up(
+def fill_up(
     units: Units,
     owners: Ints,
     group_of: Ints,
@@ -204,18 +206,18 @@ def filled_up(
         ConfigError: units are too large for moving to help, or a group has none.
     """
     owners, moved = owners.copy(), 0
-    sizes = _sizes(units, owners, len(group_of))
+    sizes = _count_samples(units, owners, len(group_of))
     too_few = ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
 
-    def giver(taker: int, amounts: Ints, need: int) -> int:
-        """The device with most in the taker's group, or of all if the whole group is short."""
+    def find_giver(taker: int, amounts: Ints, need: int) -> int:
+        """Return the device with most in the taker's group, or of all if the group is short."""
         group = group_of == group_of[taker]
         short = not own_classes and amounts[group].sum() < need * group.sum()
         return int(np.where(group | short, amounts, -1).argmax())
 
     while sizes.min() < least:
         smallest = int(sizes.argmin())
-        largest = giver(smallest, sizes, least)
+        largest = find_giver(smallest, sizes, least)
         if not sizes[largest]:
             raise ConfigError("a group gets no sample: use a smaller spread of sizes, or fewer groups")
         unit = rng.choice(np.flatnonzero(owners == largest))
@@ -224,9 +226,9 @@ def filled_up(
         owners[unit] = smallest
         sizes[[largest, smallest]] += (-units.size[unit], units.size[unit])
         moved += int(units.size[unit])
-    while (blocks := _blocks(owners, len(group_of))).min() < FEWEST_BLOCKS:
+    while (blocks := _count_units(owners, len(group_of))).min() < FEWEST_BLOCKS:
         taker = int(blocks.argmin())
-        most = giver(taker, blocks, FEWEST_BLOCKS)
+        most = find_giver(taker, blocks, FEWEST_BLOCKS)
         spare = np.flatnonzero((owners == most) & (sizes[most] - units.size >= least))
         if blocks[most] <= FEWEST_BLOCKS or not len(spare):
             raise too_few
@@ -241,14 +243,14 @@ def filled_up(
     return owners
 
 
-def _sizes(units: Units, owners: Ints, n_devices: int) -> Ints:
+def _count_samples(units: Units, owners: Ints, n_devices: int) -> Ints:
     return np.bincount(owners, weights=units.size, minlength=n_devices).astype(np.int64)
 
 
-def _blocks(owners: Ints, n_devices: int) -> Ints:
+def _count_units(owners: Ints, n_devices: int) -> Ints:
     return np.bincount(owners, minlength=n_devices)
 
 
 def _cut(things: Ints, shares: Floats) -> list[Ints]:
-    """Consecutive parts in these proportions; their sizes add up to the whole."""
+    """Cut into consecutive parts in these proportions; their sizes add up to the whole."""
     return np.split(things, np.rint(np.cumsum(shares)[:-1] * len(things)).astype(np.int64))

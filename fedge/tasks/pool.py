@@ -16,20 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, tables
-from fedge.data.labels import class_numbers
+from fedge.data.labels import require_class_numbers
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.task import Preprocessing, TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.system.loading import load_object
 from fedge.tasks import arrays, har, speech
-from fedge.tasks.device import device_data
-from fedge.tasks.specs import task_spec
+from fedge.tasks.device import read_device_data
+from fedge.tasks.specs import load_task
 
 _IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
 _READERS: Final[dict[str, Callable[[Path], arrays.Arrays]]] = {
-    "uci-har": har.read,
-    "spoken-digits": speech.read,
-    "arrays": arrays.read,
+    "uci-har": har.read_har,
+    "spoken-digits": speech.read_speech,
+    "arrays": arrays.read_arrays,
 }
 _IDX_PARTS: Final = ("train", "t10k")
 _IMAGES_MAGIC: Final = 0x00000803  # unsigned bytes, three dimensions
@@ -50,14 +50,14 @@ class Pool:
     user: NDArray[np.int64] | None = None
     block: NDArray[np.int64] | None = None
 
-    def take(self, chosen: NDArray[np.integer]) -> Pool:
-        """The samples at these positions."""
+    def select(self, chosen: NDArray[np.integer]) -> Pool:
+        """Return the samples at these positions."""
         user, block = (None if known is None else known[chosen] for known in (self.user, self.block))
         return Pool(self.x[chosen], self.y[chosen], self.spec, user, block)
 
 
-def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
-    """All samples of a task, training and test, in stored order.
+def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
+    """Load all samples of a task, training and test, in stored order.
 
     Args:
         task_name: digits (from scikit-learn), mnist or fashion-mnist (IDX files in `data`, `data/<task>` or
@@ -73,28 +73,28 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     """
     rng = np.random.default_rng(seed)
     if ":" in task_name:
-        found = _of_the_user(task_name, data, seed)
-        return found.take(_choice(len(found.y), rng, limit))
+        found = _load_user_pool(task_name, data, seed)
+        return found.select(_draw_positions(len(found.y), rng, limit))
     if task_name == "image-folder" and data is not None:
-        return _images(data, rng, limit)
-    spec = task_spec(task_name, data)  # refuses an unknown name
+        return _read_images(data, rng, limit)
+    spec = load_task(task_name, data)  # refuses an unknown name
     if task_name == "digits":
-        held = _digits()
+        held = _read_digits()
     elif task_name in _IDX_FOLDERS:
-        held = _idx(task_name, data)
+        held = _read_idx_parts(task_name, data)
     elif data is not None and task_name in _READERS:
         held = _READERS[task_name](data)
     elif data is not None and task_name.endswith(".toml"):
-        held = tables.read(tables.schema_of(spec), data)
+        held = tables.read_table(tables.get_schema(spec), data)
     else:
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
-    y = class_numbers(held["y"], len(held["x"]), spec.n_classes, f"{data or task_name}: y")
+    y = require_class_numbers(held["y"], len(held["x"]), spec.n_classes, f"{data or task_name}: y")
     found = Pool(held["x"], y, spec, held.get("user"), held.get("block"))
-    return found.take(_choice(len(found.y), rng, limit))
+    return found.select(_draw_positions(len(found.y), rng, limit))
 
 
-def _of_the_user(path: str, data: Path | None, seed: int) -> Pool:
-    """The samples of a task made in Python, or of a user-defined class that reads them as one device's data.
+def _load_user_pool(path: str, data: Path | None, seed: int) -> Pool:
+    """Load samples of a task made in Python, or of a user's class that reads one device's data.
 
     Such a class returns model inputs, with nothing left to preprocess; devices that get a share read plain arrays,
     hence the name without its module.
@@ -105,19 +105,19 @@ def _of_the_user(path: str, data: Path | None, seed: int) -> Pool:
         return own
     if data is None:
         raise ConfigError(f"task {path} reads its samples itself: say where they are (--data)")
-    spec = task_spec(path, data)
-    samples = device_data(spec, data, seed=seed)
+    spec = load_task(path, data)
+    samples = read_device_data(spec, data, seed=seed)
     x, y = samples.labelled
     name = path.rpartition(":")[2]
     return Pool(x, y, msgspec.structs.replace(spec, name=name, preprocessing=Preprocessing()))
 
 
-def _choice(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDArray[np.int64]:
+def _draw_positions(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDArray[np.int64]:
     return np.sort(rng.permutation(n_samples)[:limit])
 
 
-def _digits() -> arrays.Arrays:
-    """The file behind scikit-learn's `load_digits`, whose import takes longer than most runs on digits."""
+def _read_digits() -> arrays.Arrays:
+    """Read the file behind scikit-learn's `load_digits`, whose import is slower than most runs."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
@@ -125,17 +125,17 @@ def _digits() -> arrays.Arrays:
     return {"x": rows[:, :-1].reshape(-1, 8, 8).astype(np.uint8), "y": rows[:, -1].astype(np.int64)}
 
 
-def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
+def _read_images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
     """Decode only the chosen images."""
-    spec = task_spec("image-folder", data)
+    spec = load_task("image-folder", data)
     images.warn_of_unread(data)
-    names = images.names(data)
-    chosen = [names[i] for i in _choice(len(names), rng, limit)]
-    return Pool(images.load(spec, data, chosen), images.labels(chosen, spec.classes), spec)
+    names = images.list_images(data)
+    chosen = [names[i] for i in _draw_positions(len(names), rng, limit)]
+    return Pool(images.load_images(spec, data, chosen), images.get_labels(chosen, spec.classes), spec)
 
 
-def _idx(task_name: str, data: Path | None) -> arrays.Arrays:
-    """Both parts of a data set in IDX format (big-endian header, then bytes)."""
+def _read_idx_parts(task_name: str, data: Path | None) -> arrays.Arrays:
+    """Read both parts of a data set in IDX format (big-endian header, then bytes)."""
     if data is None:
         raise ConfigError(f"task {task_name} needs its four IDX files: say where they are")
     folders = [data, *(data / name for name in _IDX_FOLDERS[task_name])]
@@ -151,7 +151,7 @@ def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise ConfigError(f"{name}.gz is not in {', '.join(str(folder) for folder in folders)}")
-    broken = failing_as(ConfigError, f"{file} is not an IDX file", on=(OSError, EOFError, ValueError, zlib.error))
+    broken = raise_as(ConfigError, f"{file} is not an IDX file", on=(OSError, EOFError, ValueError, zlib.error))
     with broken, gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
         header = np.frombuffer(opened.read(4 * (1 + (magic & 0xFF))), dtype=">u4", count=1 + (magic & 0xFF))
         claimed = math.prod(header[1:].tolist())

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 VALIDATION_SHARE: Final = 0.2  # fedge.md section 3: 15-20 %
 
 
-def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Positions of `n_drawn` samples, stratified by class (systematic sampling).
+def draw_stratified(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw positions of `n_drawn` samples, stratified by class (systematic sampling).
 
     Samples are sorted by class, shuffled within each class, and drawn at equal distances from a random start: each
     class gets its share of the draw, give or take one.
@@ -29,7 +29,7 @@ def spread(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDAr
     return np.sort(order[np.minimum(places, len(y) - 1)])
 
 
-def n_validation(n_samples: int) -> int:
-    """Size of a device's hold-out: a fifth, at least 2 from 10 samples, at least 1 from 2."""
+def count_validation(n_samples: int) -> int:
+    """Return the size of a device's hold-out: a fifth, at least 2 of 10 samples, 1 of 2."""
     least = 2 if n_samples >= 10 else min(1, n_samples // 2)
     return max(least, round(VALIDATION_SHARE * n_samples))

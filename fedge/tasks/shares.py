@@ -18,9 +18,9 @@ from fedge.models.weights import Adapt, ModelName, Weights
 from fedge.settings import CODE, AtLeastOne
 from fedge.system.text import Heading
 from fedge.tasks.data import DeviceData
-from fedge.tasks.partitioners import FEWEST, MIN_SAMPLES, Ints, Sizes, Units, units_of
+from fedge.tasks.partitioners import FEWEST, MIN_SAMPLES, Ints, Sizes, Units, make_units
 from fedge.tasks.pool import Pool
-from fedge.tasks.sampling import n_validation, spread
+from fedge.tasks.sampling import count_validation, draw_stratified
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
 
@@ -71,7 +71,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=1),
         Heading.PARTITION,
-        "This share of the samples is spread evenly before, for shards and dirichlet.",
+        "This share of the samples is draw_stratified evenly before, for shards and dirichlet.",
     ] = 0.0
     sizes: Annotated[
         Sizes, Heading.PARTITION, "The quantities of samples have this skew, for dirichlet, groups and iid."
@@ -143,13 +143,13 @@ class Share:
     group: int
 
 
-def share_data(task: TaskSpec, share: Share) -> DeviceData:
-    """A share as its device's worker sees it, without writing a file."""
+def make_device_data(task: TaskSpec, share: Share) -> DeviceData:
+    """Return a share as its device's worker sees it, without writing a file."""
     return DeviceData(
-        x_train=preprocessing.apply(task, share.x_train),
+        x_train=preprocessing.preprocess(task, share.x_train),
         y_train=share.y_train,
         sensitive=share.sensitive,
-        x_val=preprocessing.apply(task, share.x_val),
+        x_val=preprocessing.preprocess(task, share.x_val),
         y_val=share.y_val,
         sensitive_val=share.sensitive_val,
     )
@@ -166,16 +166,16 @@ def write_share(share: Share, path: Path) -> None:
     np.savez(path, x=x, y=y, split=split, sensitive=marks)
 
 
-def made_of(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
-    """The samples of one device, in three parts; blocks stay whole. `turns`: of its camera, by 90 degrees."""
-    units = units_of(own.y, own.block)
-    is_test = mark(units, round(TEST_SHARE * len(units.y)), rng)
-    test, rest = own.take(np.flatnonzero(is_test)), own.take(np.flatnonzero(~is_test))
-    units = units_of(rest.y, rest.block)
-    is_val = mark(units, n_validation(len(units.y)), rng)
-    validation, train = rest.take(np.flatnonzero(is_val)), rest.take(np.flatnonzero(~is_val))
-    marked = _sensitive(train.y, how, rng)
-    x_train, x_val, x_test = (turn(own, part.x, turns) for part in (train, validation, test))
+def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
+    """Make one device's samples, in three parts; blocks stay whole. `turns`: its camera's, by 90 degrees."""
+    units = make_units(own.y, own.block)
+    is_test = draw_marks(units, round(TEST_SHARE * len(units.y)), rng)
+    test, rest = own.select(np.flatnonzero(is_test)), own.select(np.flatnonzero(~is_test))
+    units = make_units(rest.y, rest.block)
+    is_val = draw_marks(units, count_validation(len(units.y)), rng)
+    validation, train = rest.select(np.flatnonzero(is_val)), rest.select(np.flatnonzero(~is_val))
+    marked = _draw_sensitive(train.y, how, rng)
+    x_train, x_val, x_test = (rotate_images(own, part.x, turns) for part in (train, validation, test))
     return Share(
         x_train=x_train,
         y_train=train.y,
@@ -183,7 +183,7 @@ def made_of(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random
         x_val=x_val,
         y_val=validation.y,
         sensitive_val=(
-            _sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
+            _draw_sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
             if how.marks == "samples"
             else np.isin(validation.y, train.y[marked])
         ),
@@ -193,27 +193,27 @@ def made_of(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random
     )
 
 
-def _sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Training samples (n,) of so many, evenly over the classes, or all of so many classes, drawn by lot."""
+def _draw_sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark training samples (n,), drawn evenly over the classes, or all samples of some classes."""
     if how.marks == "samples":
-        return mark(units_of(y, None), round(how.sensitive * len(y)), rng)
+        return draw_marks(make_units(y, None), round(how.sensitive * len(y)), rng)
     classes = rng.permutation(np.unique(y))
     return np.isin(y, classes[: round(how.sensitive * len(classes))])
 
 
-def renamed(share: Share, code: Ints) -> Share:
-    """The device calls class c code[c], (C,), in all of its parts."""
+def rename_classes(share: Share, code: Ints) -> Share:
+    """Return the share whose device calls class c code[c], (C,), in all of its parts."""
     return dataclasses.replace(share, y_train=code[share.y_train], y_val=code[share.y_val], y_test=code[share.y_test])
 
 
-def mark(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Samples (n,) of so many units, drawn evenly over the classes."""
+def draw_marks(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark samples (n,) of so many units, drawn evenly over the classes."""
     marks = np.zeros(len(units.y), dtype=np.bool_)
-    marks[spread(units.y, n_marked, rng)] = True
+    marks[draw_stratified(units.y, n_marked, rng)] = True
     return marks[units.of_sample]
 
 
-def turn(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
+def rotate_images(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
     """Turn images by 90 degrees, counter-clockwise, so many times."""
     if quarters == 0:
         return x

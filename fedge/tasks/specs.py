@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images
-from fedge.data.scaling import told
+from fedge.data.scaling import describe_fault
 from fedge.data.tables import read_schema
 from fedge.data.task import Preprocessing, TaskSpec
-from fedge.errors import MALFORMED, ConfigError, failing_as
+from fedge.errors import MALFORMED, ConfigError, raise_as
 from fedge.system.files import write_atomically
-from fedge.system.loading import FAILURES, reason_of, require_allowed
-from fedge.system.text import nearest
+from fedge.system.loading import FAILURES, describe_error, require_allowed
+from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
-from fedge.tasks.data import user_task
+from fedge.tasks.data import load_user_task
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -67,8 +67,8 @@ BUILT_IN: Final = {
 }
 
 
-def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
-    """The task for a name, a .json file, a table's schema or a class.
+def load_task(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
+    """Return the task for a name, a .json file, a table's schema or a class.
 
     Args:
         name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json,
@@ -85,11 +85,11 @@ def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[s
     if name_or_file.endswith(".json"):
         return _read(Path(name_or_file), allow)
     if name_or_file.endswith(".toml"):
-        return _of_table(Path(name_or_file))
+        return _read_table_task(Path(name_or_file))
     if ":" in name_or_file:
-        return _of_class(name_or_file, data)
+        return _load_class_task(name_or_file, data)
     if name_or_file not in _DESCRIBED:
-        hint = nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
+        hint = suggest_nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
         raise ConfigError(
             f"unknown task {name_or_file}{hint}: use {', '.join((*BUILT_IN, *_DESCRIBED))}, a .json file that was "
             "written for a federation, a table's schema (.toml), or package.module:Class"
@@ -98,11 +98,11 @@ def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[s
         raise ConfigError(
             f"task {name_or_file} describes itself by its data: say where they are (--data), or give its .json file"
         )
-    return _of_images(data) if name_or_file == "image-folder" else _of_arrays(data)
+    return _read_image_task(data) if name_or_file == "image-folder" else _read_array_task(data)
 
 
 def write_task(task: TaskSpec, path: Path) -> None:
-    """Write a task for the other machines of the federation; `task_spec` reads it.
+    """Write a task for the other machines of the federation; `load_task` reads it.
 
     Raises:
         StoreError: the file cannot be written.
@@ -111,52 +111,52 @@ def write_task(task: TaskSpec, path: Path) -> None:
 
 
 def _read(path: Path, allow: Container[str]) -> TaskSpec:
-    with failing_as(ConfigError, f"{path} is not a task", on=(OSError, *MALFORMED)):
+    with raise_as(ConfigError, f"{path} is not a task", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
     require_allowed(str(path), task.code, allow, "--allow")
     return task
 
 
-def _of_class(path: str, data: Path | None) -> TaskSpec:
-    own = user_task(path)
+def _load_class_task(path: str, data: Path | None) -> TaskSpec:
+    own = load_user_task(path)
     try:
         task = own.spec(data)
     except ConfigError:
         raise
     except FAILURES as error:
-        raise ConfigError(f"{path}.spec fails with {reason_of(error)}") from error
+        raise ConfigError(f"{path}.spec fails with {describe_error(error)}") from error
     if not isinstance(task, TaskSpec):
         raise ConfigError(f"{path}.spec returned {type(task).__name__}, not a fedge.data.task.TaskSpec")
     return msgspec.structs.replace(task, name=path)
 
 
-def _of_table(file: Path) -> TaskSpec:
+def _read_table_task(file: Path) -> TaskSpec:
     schema = read_schema(file)
     how = Preprocessing(table=schema)
     return TaskSpec(name="table", classes=schema.classes, input_shape=(schema.width,), model="mlp", preprocessing=how)
 
 
-def _of_images(data: Path) -> TaskSpec:
+def _read_image_task(data: Path) -> TaskSpec:
     return TaskSpec(
         name="image-folder",
-        classes=tuple(sorted({images.class_of(image) for image in images.names(data)})),
+        classes=tuple(sorted({images.get_class(image) for image in images.list_images(data)})),
         input_shape=(3, _SIDE, _SIDE),
         model="cnn",
         preprocessing=Preprocessing(scale=255.0, mean=0.47, std=0.25, image_mode="RGB"),
     )
 
 
-def _of_arrays(data: Path) -> TaskSpec:
-    table = arrays.read(data)
-    classes = arrays.class_names(table, data)
-    with failing_as(ConfigError, str(data), on=ConfigError):
-        return spec_of_arrays("arrays", table["x"], classes)
+def _read_array_task(data: Path) -> TaskSpec:
+    table = arrays.read_arrays(data)
+    classes = arrays.get_class_names(table, data)
+    with raise_as(ConfigError, str(data), on=ConfigError):
+        return make_array_spec("arrays", table["x"], classes)
 
 
-def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
-    """A task of samples (n, *input_shape): a convolutional network for images of 16 pixels or more, else a perceptron.
+def make_array_spec(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
+    """Make the task of samples (n, *input_shape): a CNN for images of 16 pixels or more, else a perceptron.
 
-    Inputs are standardised (`_standardised`).
+    Inputs are standardised (`_make_preprocessing`).
 
     Raises:
         ConfigError: a number is so large that beside it the others would all be the same.
@@ -167,19 +167,19 @@ def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> Task
         classes=classes,
         input_shape=tuple(int(extent) for extent in shape),
         model="cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp",
-        preprocessing=_standardised(x),
+        preprocessing=_make_preprocessing(x),
     )
 
 
-def _standardised(x: NDArray[Any]) -> Preprocessing:
-    """Mean 0 and standard deviation 1 of each column of samples (n, columns), else over all values.
+def _make_preprocessing(x: NDArray[Any]) -> Preprocessing:
+    """Set mean 0 and deviation 1 for each column of samples (n, columns), else over all values.
 
     Samples (n, channels, ...) whose channels differ far more from one another than each varies get a scale for each
     channel: one scale for all would leave next to nothing of them.
     """
-    mean, std = own_mean, own_std = _moments(x, axis=(0, *range(2, x.ndim)))
+    mean, std = own_mean, own_std = _compute_moments(x, axis=(0, *range(2, x.ndim)))
     if x.ndim > 2 or x.shape[1] > MOST_SCALES:
-        mean, std = _moments(x)
+        mean, std = _compute_moments(x)
         if x.shape[1] <= MOST_SCALES and np.sqrt((own_std**2).mean()) < LITTLE * std:
             mean, std = own_mean, own_std
     _require_visible(x, std)
@@ -189,8 +189,10 @@ def _standardised(x: NDArray[Any]) -> Preprocessing:
     return Preprocessing(mean=legible if abs(legible - mean) < LITTLE * std else float(mean), std=float(f"{std:.4g}"))
 
 
-def _moments(x: NDArray[Any], axis: tuple[int, ...] | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation along these axes; 1 for the deviation of what is constant."""
+def _compute_moments(
+    x: NDArray[Any], axis: tuple[int, ...] | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Compute mean and standard deviation along these axes; 1 for that of a constant."""
     mean, std = x.mean(axis, dtype=np.float64), x.std(axis, dtype=np.float64)
     return np.asarray(mean), np.where(x.max(axis) > x.min(axis), std, 1.0)
 
@@ -210,4 +212,4 @@ def _require_visible(x: NDArray[Any], std: NDArray[np.float64]) -> None:
     lost = (spread > 0) & (spread < np.finfo(np.float32).eps * std.reshape(spread.shape))
     if lost.any():
         at = np.unravel_index(int(np.argmax(np.where(lost, distance, 0))), x.shape)
-        raise ConfigError(told(at, "so large that all others look the same beside it"))
+        raise ConfigError(describe_fault(at, "so large that all others look the same beside it"))

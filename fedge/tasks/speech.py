@@ -24,8 +24,8 @@ STEP_S: Final = 0.010
 LOWEST_HZ: Final = 80.0
 
 
-def read(data: Path) -> arrays.Arrays:
-    """Spectrograms `x` (n, 1, 16, 12), digits `y` (n,) and speakers `user` (n,), numbered from 0.
+def read_speech(data: Path) -> arrays.Arrays:
+    """Read spectrograms `x` (n, 1, 16, 12), digits `y` (n,), speakers `user` (n,), from 0.
 
     Args:
         data: the file, or a folder that holds it as fsdd.npz or fsdd/fsdd.npz.
@@ -33,8 +33,8 @@ def read(data: Path) -> arrays.Arrays:
     Raises:
         ConfigError: no such file, or not in this format.
     """
-    file = arrays.find(data, "fsdd/fsdd.npz")
-    table = arrays.columns(file, ("audio", "offset", "y", "speaker", "rate"))
+    file = arrays.find_file(data, "fsdd/fsdd.npz")
+    table = arrays.read_columns(file, ("audio", "offset", "y", "speaker", "rate"))
     audio, offset, y, speaker = (table[name] for name in ("audio", "offset", "y", "speaker"))
     if (
         offset.shape != (len(y) + 1,)
@@ -44,13 +44,13 @@ def read(data: Path) -> arrays.Arrays:
     ):
         raise ConfigError(f"{file}: offset must cut audio into one recording for each label")
     rate = float(table["rate"])
-    x = np.stack([picture(audio[a:b], rate) for a, b in pairwise(offset)])
+    x = np.stack([compute_spectrogram(audio[a:b], rate) for a, b in pairwise(offset)])
     _, user = np.unique(speaker, return_inverse=True)
     return {"x": x, "y": y.astype(np.int64), "user": user.astype(np.int64)}
 
 
-def picture(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
-    """A recording (samples,) of any length as (1, 16, 12): log energies by band and by twelfth of its duration.
+def compute_spectrogram(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
+    """Turn a recording (samples,) of any length into (1, 16, 12): log energies by band and time.
 
     Hann windows of 32 ms every 10 ms; triangular bands of equal width on the mel scale from 80 Hz to rate / 2; mean
     energy in each twelfth; logarithm; normalised to mean 0 and standard deviation 1 per recording, which removes
@@ -59,16 +59,16 @@ def picture(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
     window, step = round(WINDOW_S * rate), round(STEP_S * rate)
     padded = np.pad(wave.astype(np.float64), (0, max(0, window + (N_MOMENTS - 1) * step - len(wave))))
     frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::step] * np.hanning(window)
-    energies = np.abs(np.fft.rfft(frames, axis=1)) ** 2 @ mel_bands(window, rate).T
+    energies = np.abs(np.fft.rfft(frames, axis=1)) ** 2 @ compute_mel_bands(window, rate).T
     moments = np.stack([part.mean(axis=0) for part in np.array_split(energies, N_MOMENTS)], axis=1)
     found = np.log(moments + 1e-6 * moments.max() + np.finfo(np.float64).tiny)
     standardised = (found - found.mean()) / max(float(found.std()), 1e-6)
     return np.asarray(standardised[np.newaxis], np.float32)
 
 
-def mel_bands(window: int, rate: float) -> NDArray[np.float64]:
-    """Weights (16, window // 2 + 1) of the spectrum's bins in each band; mel = 2595 log10(1 + f / 700)."""
-    mel = np.linspace(_mel(LOWEST_HZ), _mel(rate / 2), N_BANDS + 2)
+def compute_mel_bands(window: int, rate: float) -> NDArray[np.float64]:
+    """Return weights (16, window // 2 + 1) of the spectrum's bins by band; mel = 2595 log10(1 + f / 700)."""
+    mel = np.linspace(_to_mel(LOWEST_HZ), _to_mel(rate / 2), N_BANDS + 2)
     edges = 700 * (10 ** (mel / 2595) - 1)
     bins = np.fft.rfftfreq(window, 1 / rate)
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
@@ -76,5 +76,5 @@ def mel_bands(window: int, rate: float) -> NDArray[np.float64]:
     return np.maximum(weights, 0)
 
 
-def _mel(hertz: float) -> float:
+def _to_mel(hertz: float) -> float:
     return 2595 * float(np.log10(1 + hertz / 700))

@@ -5,6 +5,6 @@
 with `layout`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "layout", "fedge.system.files")
+__getattr__ = make_getattr(__name__, "layout", "fedge.system.files")

@@ -31,18 +31,18 @@ from fedge.tensors.layout import (
     Place,
     TensorInfo,
     Tensors,
-    places_in,
+    read_places,
     to_pieces,
     unflatten,
-    views_of,
+    view_bytes,
 )
 from fedge.tensors.rounding import (
     BLOCK,
     LARGEST_BFLOAT16,
     NotFiniteError,
-    blockwise,
-    largest_of,
-    places_of_largest,
+    compute_largest,
+    find_largest,
+    map_blocks,
     round_into,
     scale_of,
     to_bfloat16,
@@ -73,11 +73,15 @@ def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Coll
         NotFiniteError: a tensor holds NaN or infinity.
         ValueError: a tensor has another type, or its name clashes with that of a scale.
     """
-    return b"".join(pieces(tensors)) if codec is Codec.FLOAT32 else packed(rounded(tensors, codec, exact))
+    return (
+        b"".join(encode_pieces(tensors))
+        if codec is Codec.FLOAT32
+        else pack_tensors(round_tensors(tensors, codec, exact))
+    )
 
 
-def rounded(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> Tensors:
-    """What `encode` packs, for codecs other than FLOAT32; raises as it does."""
+def round_tensors(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> Tensors:
+    """Round tensors as `encode` packs them, for codecs other than FLOAT32; raises alike."""
     beside = {name + suffix for name in tensors for suffix in (_SCALE, _GAPS)}
     if codec in _SCALED and (clash := beside & set(tensors)):
         raise ValueError(f"{sorted(clash)} are also the names of scales")
@@ -87,12 +91,12 @@ def rounded(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Col
         if tensor.dtype == np.int64 or name in exact:
             stored[name] = tensor
         else:
-            stored |= _stored(name, tensor.astype(np.float32, copy=False), codec)
+            stored |= _encode_tensor(name, tensor.astype(np.float32, copy=False), codec)
     return stored
 
 
-def packed(stored: Mapping[str, NDArray[np.generic]]) -> bytes:
-    """The result of `rounded` as the bytes of a blob.
+def pack_tensors(stored: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Pack the result of `round_tensors` as the bytes of a blob.
 
     The header is a block of its own, because text needs another code than numbers: 1.5 % less for 2,410 weights.
     """
@@ -102,8 +106,8 @@ def packed(stored: Mapping[str, NDArray[np.generic]]) -> bytes:
     return b"".join((head, *map(stream.compress, numbers), stream.flush()))
 
 
-def pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
-    """Pieces that joined equal `encode` in FLOAT32, so that a large model is stored without copying it first.
+def encode_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
+    """Return pieces that joined equal `encode` in FLOAT32, to store a large model without a copy.
 
     Raises:
         ValueError: as `encode`.
@@ -127,19 +131,19 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
         data: the blob.
         codec: how it is stored.
         layout: of what is stored.
-        again: `encode` made the blob here, or `check` passed it, so its numbers are known to be finite.
+        again: `encode` made the blob here, or `check_blob` passed it, so its numbers are known to be finite.
 
     Raises:
         ProtocolError: `oversized` (more than the layout can need), `malformed` (not the codec's format), `layout` (a
             tensor is missing, unknown, or has another shape or type) or `not-finite`.
     """
-    tensors = _tensors(data, codec, layout)
-    if not (again or all(_finite(tensors, info, codec) for info in layout.tensors)):
-        raise _not_finite()
+    tensors = _decode_tensors(data, codec, layout)
+    if not (again or all(_is_finite(tensors, info, codec) for info in layout.tensors)):
+        raise _make_not_finite_error()
     model = Model(
         params=np.empty(layout.n_params, np.float32),
-        buffers=np.empty(sum(t.size for t in layout.of_kind("buffer")), np.float32),
-        counters=np.empty(sum(t.size for t in layout.of_kind("counter")), np.int64),
+        buffers=np.empty(sum(t.size for t in layout.select_kind("buffer")), np.float32),
+        counters=np.empty(sum(t.size for t in layout.select_kind("counter")), np.int64),
     )
     views = unflatten(model, layout)
     for info in layout.tensors:
@@ -148,7 +152,7 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
 
 
 def apply_differences(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[bytes | memoryview]:
-    """The safetensors file of a model that equals another one plus differences in INT8, packed.
+    """Yield the safetensors file of a model that is another one plus INT8 differences, packed.
 
     It comes in pieces, each valid until the next one is asked for: beside the differences it needs no memory.
 
@@ -159,23 +163,23 @@ def apply_differences(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[
     Raises:
         ProtocolError: `malformed` or `oversized`: not tensors; `layout`: tensors of another model.
     """
-    places = places_in(base)
+    places = read_places(base)
     size, begin = base.seek(0, 2), min((place.start for place in places.values()), default=0)
-    steps = [views_of(_unpack(data, Codec.INT8, _bound(places, size))) for data in differences]
+    steps = [view_bytes(_unpack(data, Codec.INT8, _bound_bytes(places, size))) for data in differences]
     base.seek(0)
     yield base.read(begin)
     for name, place in places.items():
-        changes = [_change(name, place, tensors) for tensors in steps]
+        changes = [_decode_change(name, place, tensors) for tensors in steps]
         for start in range(0, place.size, BLOCK):
             part = slice(start, min(start + BLOCK, place.size))
             numbers = np.frombuffer(base.read((part.stop - part.start) * place.dtype.itemsize), place.dtype)
             for change, scale in changes:
-                numbers = change[part] if scale is None else _sum(numbers, change[part], scale)
+                numbers = change[part] if scale is None else _add_steps(numbers, change[part], scale)
             yield numbers.view(np.uint8).data
 
 
-def _change(name: str, place: Place, tensors: Tensors) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """What a difference says of a tensor: how many steps to add and how long they are; None: what takes its place."""
+def _decode_change(name: str, place: Place, tensors: Tensors) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Return the steps that a difference adds to a tensor and their scale, or its new numbers and None."""
     change, scale = tensors.get(name), tensors.get(name + _SCALE)
     if change is None or change.shape != place.shape:
         raise ProtocolError("layout", f"the difference has no {name} of {place.shape}")
@@ -187,16 +191,16 @@ def _change(name: str, place: Place, tensors: Tensors) -> tuple[NDArray[Any], ND
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
-def _sum(numbers: NDArray[Any], steps: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
+def _add_steps(numbers: NDArray[Any], steps: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
     total: NDArray[Any] = np.multiply(steps, scale)
     total += numbers
     return total
 
 
-def descended(
+def derive_tensor(
     name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors, after: NDArray[Any]
 ) -> tuple[Tensors, Callable[[], Tensors]]:
-    """A tensor as another one plus a difference in INT8. Uses all processors.
+    """Return a tensor's INT8 difference to a base, and what rounds its rest. Uses all processors.
 
     Args:
         name: its name.
@@ -206,8 +210,8 @@ def descended(
         after: is given the sum, as `apply_differences` makes it.
 
     Returns:
-        The difference, as `rounded` makes it; and a function that rounds what it leaves out in the same way, so that
-        the sum can be stored meanwhile.
+        The difference, as `round_tensors` makes it; and a function that rounds what it leaves out in the same way, so
+        that the sum can be stored meanwhile.
 
     Raises:
         NotFiniteError: a number is too large to be subtracted or rounded, or not finite.
@@ -215,26 +219,30 @@ def descended(
     numbers, others, total, held = tensor.reshape(-1), base.reshape(-1), after.reshape(-1), carried.get(name)
     steps = np.empty(numbers.size, np.int8)
 
-    def wanted(part: slice) -> Floats:
-        return numbers[part] if held is None else _sum(numbers[part], held.reshape(-1)[part], carried[name + _SCALE])
+    def compute_wanted(part: slice) -> Floats:
+        return (
+            numbers[part] if held is None else _add_steps(numbers[part], held.reshape(-1)[part], carried[name + _SCALE])
+        )
 
     def add(part: slice) -> np.float32:
-        aim = wanted(part)
+        aim = compute_wanted(part)
         round_into(aim - others[part], scale, steps[part])
-        total[part] = _sum(others[part], steps[part], scale)
-        return largest_of(aim - total[part])
+        total[part] = _add_steps(others[part], steps[part], scale)
+        return compute_largest(aim - total[part])
 
-    def left() -> Tensors:
+    def compute_rest() -> Tensors:
         kept = np.empty(numbers.size, np.int8)
-        blockwise(numbers.size, lambda part: round_into(wanted(part) - total[part], rest, kept[part]))
+        map_blocks(numbers.size, lambda part: round_into(compute_wanted(part) - total[part], rest, kept[part]))
         return {name: kept.reshape(tensor.shape), name + _SCALE: rest}
 
-    scale = scale_of(blockwise(numbers.size, lambda part: largest_of(wanted(part) - others[part]), threaded=True))
-    rest = scale_of(blockwise(numbers.size, add, threaded=True))
-    return {name: steps.reshape(tensor.shape), name + _SCALE: scale}, left
+    scale = scale_of(
+        map_blocks(numbers.size, lambda part: compute_largest(compute_wanted(part) - others[part]), threaded=True)
+    )
+    rest = scale_of(map_blocks(numbers.size, add, threaded=True))
+    return {name: steps.reshape(tensor.shape), name + _SCALE: scale}, compute_rest
 
 
-def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
+def check_blob(data: bytes, codec: Codec, layout: Layout) -> Norms:
     """Refuse what `decode` refuses, without the memory of a model; returns the model's norms.
 
     Cost: for 45 MB of weights, 17 ms of processor time in int8 and 5 ms in float32.
@@ -242,33 +250,33 @@ def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
     Raises:
         ProtocolError: as `decode`.
     """
-    tensors = _tensors(data, codec, layout)
+    tensors = _decode_tensors(data, codec, layout)
     squares = {"param": 0.0, "buffer": 0.0, "counter": 0.0}
     for info in layout.tensors:
-        squares[info.kind] += _square(tensors, info, codec) if info.kind != "counter" else 0.0
+        squares[info.kind] += _sum_stored_squares(tensors, info, codec) if info.kind != "counter" else 0.0
     if not all(map(math.isfinite, squares.values())):
-        raise _not_finite()
+        raise _make_not_finite_error()
     return math.sqrt(squares["param"]), math.sqrt(squares["buffer"])
 
 
-def norms_of(model: Model) -> Norms:
-    """L2 norms of parameters and of buffers; NaN or infinite if a number is."""
-    return math.sqrt(_sum_of_squares(model.params)), math.sqrt(_sum_of_squares(model.buffers))
+def compute_norms(model: Model) -> Norms:
+    """Compute the L2 norms of parameters and buffers; NaN or infinite if a number is."""
+    return math.sqrt(_sum_squares(model.params)), math.sqrt(_sum_squares(model.buffers))
 
 
-def _tensors(data: bytes, codec: Codec, layout: Layout) -> Tensors:
-    """The tensors in a blob, checked against this layout."""
-    tensors = views_of(_unpack(data, codec, _largest(layout)))
+def _decode_tensors(data: bytes, codec: Codec, layout: Layout) -> Tensors:
+    """Read the tensors in a blob, checked against this layout."""
+    tensors = view_bytes(_unpack(data, codec, _bound_layout_bytes(layout)))
     _check(tensors, layout, codec)
     return tensors
 
 
-def _not_finite() -> ProtocolError:
+def _make_not_finite_error() -> ProtocolError:
     return ProtocolError("not-finite", "a tensor holds NaN or infinity")
 
 
-def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
-    """Whether `_restore` makes finite numbers of a tensor."""
+def _is_finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
+    """Return whether `_restore` makes finite numbers of a tensor."""
     stored: NDArray[Any] = tensors[info.name]
     if info.kind == "param" and codec in _SCALED:
         extremes = np.array([np.min(stored, initial=0), np.max(stored, initial=0)], np.float32)
@@ -279,27 +287,27 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
     return bool(np.isfinite(stored).all())
 
 
-def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
-    """Sum of squares of what `_restore` makes of a tensor; NaN or infinite if a number is."""
+def _sum_stored_squares(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
+    """Sum the squares of what `_restore` makes of a tensor; NaN or infinite if one is."""
     stored = tensors[info.name]
     if info.kind == "param" and codec in _SCALED:
-        if not _finite(tensors, info, codec):  # a product may overflow float32 although its square fits here
+        if not _is_finite(tensors, info, codec):  # a product may overflow float32 although its square fits here
             return math.nan
-        return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
+        return _sum_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
     if info.kind == "param" and codec is Codec.BFLOAT16:
         bits = stored.reshape(-1)
         blocks = (bits[k : k + BLOCK].astype(np.uint32) << np.uint32(16) for k in range(0, bits.size, BLOCK))
-        return sum(_sum_of_squares(block.view(np.float32)) for block in blocks)
-    return _sum_of_squares(stored)
+        return sum(_sum_squares(block.view(np.float32)) for block in blocks)
+    return _sum_squares(stored)
 
 
-def _sum_of_squares(array: NDArray[Any]) -> float:
-    """To a relative 1e-5, block by block in the CPU cache; NaN or infinite if a number is."""
-    return _sum_of_blocks(array.reshape(-1)) if array.size else 0.0
+def _sum_squares(array: NDArray[Any]) -> float:
+    """Sum squares to a relative 1e-5, block by block in the CPU cache; NaN or infinite if one is."""
+    return _sum_block_squares(array.reshape(-1)) if array.size else 0.0
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _sum_of_blocks(numbers: NDArray[Any]) -> float:
+def _sum_block_squares(numbers: NDArray[Any]) -> float:
     total = 0.0
     for start in range(0, numbers.size, BLOCK):
         block = numbers[start : start + BLOCK].astype(np.float32, copy=False)
@@ -310,24 +318,24 @@ def _sum_of_blocks(numbers: NDArray[Any]) -> float:
     return total
 
 
-def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
-    """The stored tensors for one trainable tensor."""
+def _encode_tensor(name: str, tensor: Floats, codec: Codec) -> Tensors:
+    """Return the stored tensors for one trainable tensor."""
     match codec:
         case Codec.INT8:
             steps, scale = to_int8(tensor.reshape(-1))
             return {name: steps.reshape(tensor.shape), name + _SCALE: scale}
         case Codec.TOP:
             numbers = tensor.reshape(-1)
-            places = places_of_largest(numbers, _n_sent(numbers.size))
+            places = find_largest(numbers, _count_sent(numbers.size))
             gaps = np.diff(places, prepend=0).astype(np.uint32)
-            return {**_stored(name, numbers[places], Codec.INT8), name + _GAPS: gaps}
+            return {**_encode_tensor(name, numbers[places], Codec.INT8), name + _GAPS: gaps}
         case Codec.BFLOAT16:
             return {name: to_bfloat16(tensor)}
         case _:
             return {name: tensor}
 
 
-def _n_sent(n: int) -> int:
+def _count_sent(n: int) -> int:
     return -(-n // _ONE_IN)
 
 
@@ -353,12 +361,12 @@ def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
     param = {Codec.INT8: np.int8, Codec.TOP: np.int8, Codec.BFLOAT16: np.uint16}.get(codec, np.float32)
     dtypes = {"param": param, "buffer": np.float32, "counter": np.int64}
     expected: dict[str, tuple[tuple[int, ...], type]] = {t.name: (t.shape, dtypes[t.kind]) for t in layout.tensors}
-    params = layout.of_kind("param")
+    params = layout.select_kind("param")
     if codec in _SCALED:
         expected |= {t.name + _SCALE: ((), np.float32) for t in params}
     if codec is Codec.TOP:
-        expected |= {t.name: ((_n_sent(t.size),), np.int8) for t in params}
-        expected |= {t.name + _GAPS: ((_n_sent(t.size),), np.uint32) for t in params}
+        expected |= {t.name: ((_count_sent(t.size),), np.int8) for t in params}
+        expected |= {t.name + _GAPS: ((_count_sent(t.size),), np.uint32) for t in params}
     if set(tensors) != set(expected):
         raise ProtocolError("layout", f"tensors {sorted(set(tensors) ^ set(expected))} are missing or unknown")
     for name, (shape, dtype) in expected.items():
@@ -371,19 +379,19 @@ def _check(tensors: Tensors, layout: Layout, codec: Codec) -> None:
             raise ProtocolError("layout", f"{info.name}{_GAPS} does not lead to places of {info.size} numbers")
 
 
-def _largest(layout: Layout) -> int:
-    """An upper bound on the safetensors bytes of this layout, for any codec."""
+def _bound_layout_bytes(layout: Layout) -> int:
+    """Return an upper bound on this layout's safetensors bytes in any codec."""
     n_bytes = sum(t.size * (8 if t.kind == "counter" else 4) for t in layout.tensors)
-    return _bound([t.name for t in layout.tensors], n_bytes)
+    return _bound_bytes([t.name for t in layout.tensors], n_bytes)
 
 
-def _bound(names: Iterable[str], n_bytes: int) -> int:
+def _bound_bytes(names: Iterable[str], n_bytes: int) -> int:
     entries = sum(3 * (_ENTRY_BYTES + 6 * len(name)) for name in names)  # JSON may write a character as \uXXXX
     return _HEADER_BYTES + entries + n_bytes
 
 
 def _unpack(data: bytes, codec: Codec, largest: int) -> bytes:
-    """The safetensors file in a blob. The size that a zstd frame claims is checked first."""
+    """Return the safetensors file in a blob, once the size that zstd claims is checked."""
     if len(data) > largest + largest // 128 + 512:  # zstd adds at most this to incompressible data
         raise ProtocolError("oversized", f"{len(data)} bytes, the layout needs at most {largest}")
     if codec is Codec.FLOAT32:

@@ -35,8 +35,8 @@ class Ring:
     bits: int
     limit: float
 
-    def fraction_bits(self, cohort: int, heaviest: int) -> int:
-        """The exponent s of the scale; negative if no scale fits."""
+    def compute_fraction_bits(self, cohort: int, heaviest: int) -> int:
+        """Return the exponent s of the scale; negative if no scale fits."""
         return math.floor(math.log2((2 ** (self.bits - 1) - 1) / (cohort * (heaviest * self.limit + 0.5))))
 
 
@@ -46,7 +46,7 @@ OTHERS: Final = Ring(64, 2.0**20)
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """A device's contribution, a mask, or a sum of both: params (d,) uint32; others (b + c + 1,) uint64, n last."""
+    """A device's contribution, a mask, or their sum: params (d,) uint32, others (b + c + 1,) uint64, n last."""
 
     params: NDArray[np.uint32]
     others: NDArray[np.uint64]
@@ -62,18 +62,18 @@ class Summand:
         np.subtract(self.others, other.others, out=self.others)
 
     def to_bytes(self) -> bytes:
-        """Little-endian, concatenated: 4 d + 8 (b + c + 1) bytes."""
+        """Concatenate little-endian: 4 d + 8 (b + c + 1) bytes."""
         return self.params.astype("<u4").tobytes() + self.others.astype("<u8").tobytes()
 
 
-def sizes(layout: Layout) -> tuple[int, int]:
-    """The number of elements of such a summand in each ring."""
+def count_elements(layout: Layout) -> tuple[int, int]:
+    """Return the number of elements of such a summand in each ring."""
     return layout.n_params, sum(t.size for t in layout.tensors if t.kind != "param") + 1
 
 
-def n_bytes(layout: Layout) -> int:
-    """The size of a summand in bytes."""
-    params, others = sizes(layout)
+def count_bytes(layout: Layout) -> int:
+    """Return the size of a summand in bytes."""
+    params, others = count_elements(layout)
     return 4 * params + 8 * others
 
 
@@ -83,28 +83,28 @@ def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
     Raises:
         ProtocolError: `malformed`, wrong length.
     """
-    if len(data) != n_bytes(layout):
-        raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {n_bytes(layout)} are needed")
-    params, others = sizes(layout)
+    if len(data) != count_bytes(layout):
+        raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {count_bytes(layout)} are needed")
+    params, others = count_elements(layout)
     return Summand(
         np.frombuffer(data, "<u4", params).astype(np.uint32, copy=False),
         np.frombuffer(data, "<u8", others, 4 * params).astype(np.uint64, copy=False),
     )
 
 
-def zero(layout: Layout) -> Summand:
-    """The empty sum."""
-    params, others = sizes(layout)
+def make_zero(layout: Layout) -> Summand:
+    """Return the empty sum."""
+    params, others = count_elements(layout)
     return Summand(np.zeros(params, np.uint32), np.zeros(others, np.uint64))
 
 
-def heaviest_of(cohort: int) -> int:
-    """The largest weight for which a cohort of this size still has whole units of n * v."""
+def compute_heaviest(cohort: int) -> int:
+    """Return the largest weight at which a cohort of this size has whole units of n * v."""
     return int(((2 ** (PARAMS.bits - 1) - 1) / cohort - 0.5) / PARAMS.limit)
 
 
-def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
-    """A device's contribution for its model change (including changes of buffers and counters).
+def make_summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
+    """Make a device's contribution of its model change (with buffers and counters).
 
     Raises:
         ValueError: its weight is above `heaviest`, or 0, or the scale would be below 1.
@@ -113,13 +113,13 @@ def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
         raise ValueError(f"a weight of {weight}, {heaviest} at most")
     others = np.concatenate([change.buffers.astype(np.float64), change.counters.astype(np.float64)])
     return Summand(
-        _units(change.params, PARAMS, weight, cohort, heaviest).astype(np.uint32),
-        np.append(_units(others, OTHERS, weight, cohort, heaviest), weight).astype(np.uint64),
+        _scale_to_units(change.params, PARAMS, weight, cohort, heaviest).astype(np.uint32),
+        np.append(_scale_to_units(others, OTHERS, weight, cohort, heaviest), weight).astype(np.uint64),
     )
 
 
-def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
-    """The weighted mean of the changes in an unmasked sum. Counters are rounded.
+def compute_mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
+    """Return the weighted mean of the changes in an unmasked sum. Counters are rounded.
 
     Raises:
         ValueError: the weights sum to a value impossible for the cohort.
@@ -127,21 +127,21 @@ def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> M
     weights = int(total.others[-1])
     if not 0 < weights <= cohort * heaviest:
         raise ValueError(f"weights that sum to {weights}, {cohort} devices have at most {cohort * heaviest}")
-    n_buffers = sum(t.size for t in layout.of_kind("buffer"))
-    params = total.params.view(np.int32) / (weights * 2.0 ** _bits(PARAMS, cohort, heaviest))
-    others = total.others[:-1].view(np.int64) / (weights * 2.0 ** _bits(OTHERS, cohort, heaviest))
+    n_buffers = sum(t.size for t in layout.select_kind("buffer"))
+    params = total.params.view(np.int32) / (weights * 2.0 ** _compute_bits(PARAMS, cohort, heaviest))
+    others = total.others[:-1].view(np.int64) / (weights * 2.0 ** _compute_bits(OTHERS, cohort, heaviest))
     return Model(
         params.astype(np.float32), others[:n_buffers].astype(np.float32), np.rint(others[n_buffers:]).astype(np.int64)
     )
 
 
-def _units(values: NDArray[Any], ring: Ring, weight: int, cohort: int, heaviest: int) -> NDArray[np.int64]:
+def _scale_to_units(values: NDArray[Any], ring: Ring, weight: int, cohort: int, heaviest: int) -> NDArray[np.int64]:
     clipped = np.clip(values.astype(np.float64), -ring.limit, ring.limit)
-    return np.rint(clipped * (weight * 2.0 ** _bits(ring, cohort, heaviest))).astype(np.int64)
+    return np.rint(clipped * (weight * 2.0 ** _compute_bits(ring, cohort, heaviest))).astype(np.int64)
 
 
-def _bits(ring: Ring, cohort: int, heaviest: int) -> int:
-    bits = ring.fraction_bits(cohort, heaviest)
+def _compute_bits(ring: Ring, cohort: int, heaviest: int) -> int:
+    bits = ring.compute_fraction_bits(cohort, heaviest)
     if bits < 0:
         raise ValueError(f"weights up to {heaviest} of {cohort} devices do not fit into 2^{ring.bits}")
     return bits

@@ -47,18 +47,18 @@ class Layers:
     model: Model
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
-        return self.tensors()[name]
+        return self.get_tensors()[name]
 
     def keys(self) -> KeysView[str]:
         """The names of the tensors."""
-        return self.tensors().keys()
+        return self.get_tensors().keys()
 
-    def tensors(self) -> Tensors:
+    def get_tensors(self) -> Tensors:
         """All by name, views where possible: for files and messages."""
         return unflatten(self.model, self.layout)
 
 
-def layers_of(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Layers:
+def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Layers:
     """Named tensors, as read from a file, as vectors. `layout`: of the network; others stand beside it.
 
     Raises:
@@ -79,15 +79,15 @@ def cut(model: Model, layout: Layout, part: Layout) -> Model:
     """
     if part == layout:
         return model
-    spans = _spans_of(layout, part)
+    spans = _find_spans(layout, part)
     return Model(
-        params=_taken(model.params, spans.params),
-        buffers=_taken(model.buffers, spans.buffers),
-        counters=_taken(model.counters, spans.counters),
+        params=_take(model.params, spans.params),
+        buffers=_take(model.buffers, spans.buffers),
+        counters=_take(model.counters, spans.counters),
     )
 
 
-def pasted(model: Model, layers: Layers, layout: Layout) -> Model:
+def paste(model: Model, layers: Layers, layout: Layout) -> Model:
     """The model with some of its layers replaced; those of `layers` themselves if they are all of it.
 
     Raises:
@@ -96,15 +96,15 @@ def pasted(model: Model, layers: Layers, layout: Layout) -> Model:
     own = layers.model
     if layers.layout == layout:
         return own
-    spans = _spans_of(layout, layers.layout)
+    spans = _find_spans(layout, layers.layout)
     return Model(
-        params=_replaced(model.params, own.params, spans.params),
-        buffers=_replaced(model.buffers, own.buffers, spans.buffers),
-        counters=_replaced(model.counters, own.counters, spans.counters),
+        params=_replace(model.params, own.params, spans.params),
+        buffers=_replace(model.buffers, own.buffers, spans.buffers),
+        counters=_replace(model.counters, own.counters, spans.counters),
     )
 
 
-def joined(parts: Sequence[Layers], layout: Layout) -> Model:
+def join(parts: Sequence[Layers], layout: Layout) -> Model:
     """The model that some layers make up together.
 
     Raises:
@@ -112,21 +112,21 @@ def joined(parts: Sequence[Layers], layout: Layout) -> Model:
     """
     if missing := set(layout.tensors).difference(*(part.layout.tensors for part in parts)):
         raise ProtocolError("layout", f"tensors {sorted(info.name for info in missing)} are missing")
-    sizes = (sum(info.size for info in layout.of_kind(kind)) for kind in ("param", "buffer", "counter"))
+    sizes = (sum(info.size for info in layout.select_kind(kind)) for kind in ("param", "buffer", "counter"))
     model = Model(*map(np.empty, sizes, (np.float32, np.float32, np.int64)))
     for part in parts:
-        spans = _spans_of(layout, part.layout)
+        spans = _find_spans(layout, part.layout)
         _fill(model.params, part.model.params, spans.params)
         _fill(model.buffers, part.model.buffers, spans.buffers)
         _fill(model.counters, part.model.counters, spans.counters)
     return model
 
 
-def _taken(whole: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
+def _take(whole: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
     return np.concatenate([whole[:0], *(whole[span.whole] for span in spans)])
 
 
-def _replaced(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
+def _replace(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
     after = whole.copy()
     _fill(after, part, spans)
     return after
@@ -138,12 +138,17 @@ def _fill(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> None
 
 
 @lru_cache(maxsize=64)
-def _spans_of(layout: Layout, part: Layout) -> _Spans:
+def _find_spans(layout: Layout, part: Layout) -> _Spans:
     """Where a part is in a model of a layout."""
-    return _Spans(*(_spans(layout.of_kind(kind), part.of_kind(kind)) for kind in ("param", "buffer", "counter")))
+    return _Spans(
+        *(
+            _find_spans_of_kind(layout.select_kind(kind), part.select_kind(kind))
+            for kind in ("param", "buffer", "counter")
+        )
+    )
 
 
-def _spans(whole: tuple[TensorInfo, ...], part: tuple[TensorInfo, ...]) -> tuple[_Span, ...]:
+def _find_spans_of_kind(whole: tuple[TensorInfo, ...], part: tuple[TensorInfo, ...]) -> tuple[_Span, ...]:
     """The spans of tensors of one kind, in the part's order; neighbours are one span."""
     starts = dict(zip(whole, itertools.accumulate((info.size for info in whole), initial=0), strict=False))
     spans: list[_Span] = []

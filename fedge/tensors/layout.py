@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError, ProtocolError
+from fedge.system.moved import alias_names
 
 N = TypeVar("N", bound=np.generic)
 
@@ -77,24 +78,24 @@ class TensorInfo(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape)
 
     def matches(self, pattern: str) -> bool:
-        """Whether a pattern without "!" matches this tensor."""
+        """Return whether a pattern without "!" matches this tensor."""
         return pattern == self.layer or fnmatchcase(self.name, pattern)
 
 
 class Layout(Struct, frozen=True, kw_only=True):
     """Names, shapes and order of all tensors of a model; equal on all machines of a federation.
 
-    The head (`fedge.models.network.head_name`), if any, comes last among the parameters: weight (C, D), bias (C).
+    The head (`fedge.models.network.find_head_name`), if any, comes last among the parameters: weight (C, D), bias (C).
     """
 
     tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
 
-    def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
-        """The tensors of one kind, in order."""
+    def select_kind(self, kind: str) -> tuple[TensorInfo, ...]:
+        """Return the tensors of one kind, in order."""
         return tuple(t for t in self.tensors if t.kind == kind)
 
     def select(self, selector: Selector) -> Layout:
-        """The tensors that a selector matches, in order; at least one.
+        """Return the tensors that a selector matches, in order, at least one.
 
         Raises:
             ConfigError: a pattern matches nothing in this network.
@@ -103,14 +104,14 @@ class Layout(Struct, frozen=True, kw_only=True):
             raise ConfigError(f"a selector is a tuple: write ({selector!r},)")
         for pattern in {p.removeprefix("!") for p in selector}:
             if not any(t.matches(pattern) for t in self.tensors):
-                raise ConfigError(_missing(pattern))
-        chosen = _chosen(self.tensors, selector)
+                raise ConfigError(_describe_missing(pattern))
+        chosen = _select(self.tensors, selector)
         if not chosen:
             raise ConfigError(f"{','.join(selector)} selects no tensor of the network")
         return Layout(tensors=chosen)
 
     def without(self, selector: Selector) -> Layout:
-        """All other tensors, in order; at least one.
+        """Return all other tensors, in order, at least one.
 
         Raises:
             ConfigError: a pattern matches nothing in this network, or the selector matches everything.
@@ -126,7 +127,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     @property
     def n_params(self) -> int:
         """d, the number of trainable parameters."""
-        return sum(t.size for t in self.of_kind("param"))
+        return sum(t.size for t in self.select_kind("param"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class Model:
     counters: NDArray[np.int64]
 
 
-def _chosen(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorInfo, ...]:
+def _select(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorInfo, ...]:
     wanted = [pattern for pattern in selector if not pattern.startswith("!")]
     left_out = [pattern[1:] for pattern in selector if pattern.startswith("!")]
     return tuple(
@@ -148,7 +149,7 @@ def _chosen(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorIn
     )
 
 
-def _missing(pattern: str) -> str:
+def _describe_missing(pattern: str) -> str:
     if pattern == "head":
         return (
             "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
@@ -161,7 +162,7 @@ def _missing(pattern: str) -> str:
 
 
 def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
-    """Named tensors -> vectors.
+    """Turn named tensors into vectors.
 
     Raises:
         ProtocolError: `layout` (a tensor is missing, unknown, or has another shape or type) or `not-finite`.
@@ -177,9 +178,9 @@ def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model
                 "layout", f"{info.name} is {array.dtype}{array.shape}, expected {np.dtype(dtype)}{info.shape}"
             )
     model = Model(
-        params=_join([tensors[t.name] for t in layout.of_kind("param")], np.float32),
-        buffers=_join([tensors[t.name] for t in layout.of_kind("buffer")], np.float32),
-        counters=_join([tensors[t.name] for t in layout.of_kind("counter")], np.int64),
+        params=_join([tensors[t.name] for t in layout.select_kind("param")], np.float32),
+        buffers=_join([tensors[t.name] for t in layout.select_kind("buffer")], np.float32),
+        counters=_join([tensors[t.name] for t in layout.select_kind("counter")], np.int64),
     )
     if not (np.isfinite(model.params).all() and np.isfinite(model.buffers).all()):
         raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
@@ -187,7 +188,7 @@ def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model
 
 
 def unflatten(model: Model, layout: Layout) -> Tensors:
-    """Vectors -> named tensors (views where possible)."""
+    """Turn vectors into named tensors (views where possible)."""
     vectors: dict[str, NDArray[Any]] = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
     offsets = dict.fromkeys(vectors, 0)
     tensors: Tensors = {}
@@ -198,8 +199,8 @@ def unflatten(model: Model, layout: Layout) -> Tensors:
     return tensors
 
 
-def overlaid(model: Model, tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
-    """The model with some of its tensors replaced.
+def overlay_tensors(model: Model, tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
+    """Return the model with some of its tensors replaced.
 
     Raises:
         ProtocolError: `layout` or `not-finite`: not tensors of such a model.
@@ -213,7 +214,7 @@ def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
 
 
 def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
-    """Safetensors without metadata, the largest types first, then by name: equal tensors give equal bytes.
+    """Serialise as safetensors, largest types first, then by name; equal tensors give equal bytes.
 
     Same bytes as `safetensors.numpy.save`, whose copies took 6 to 18 ms for the 6.6 MB of a CNN, against 0.2 ms here.
 
@@ -224,7 +225,7 @@ def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
 
 
 def to_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
-    """The pieces that `to_bytes` joins: the header and each tensor's memory, uncopied.
+    """Return the pieces that `to_bytes` joins: header and each tensor's memory, uncopied.
 
     Raises:
         ValueError: an array's type is not in `_TYPES`.
@@ -269,23 +270,23 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
-def places_in(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
-    """The tensors of a safetensors file by name, in byte order; together they cover all of the data.
+def read_places(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
+    """Return a safetensors file's tensors by name, in byte order; they cover all of its data.
 
     Raises:
         ProtocolError: `malformed`, also for metadata that is not permitted.
     """
     try:
-        return _places(file, metadata=metadata)
+        return _read_places(file, metadata=metadata)
     except (msgspec.DecodeError, ValueError, KeyError, OverflowError, RecursionError) as error:
         raise ProtocolError("malformed", f"not safetensors: {error}") from error
 
 
-def _places(file: BinaryIO, *, metadata: bool) -> dict[str, Place]:
+def _read_places(file: BinaryIO, *, metadata: bool) -> dict[str, Place]:
     size, _ = file.seek(0, 2), file.seek(0)
     n = int.from_bytes(file.read(8), "little")
     if not 0 < n <= min(size - 8, MAX_HEADER_BYTES):
@@ -314,10 +315,10 @@ def from_bytes(data: bytes) -> Tensors:
     Raises:
         ProtocolError: `malformed`.
     """
-    return {name: tensor.copy() for name, tensor in views_of(data).items()}
+    return {name: tensor.copy() for name, tensor in view_bytes(data).items()}
 
 
-def views_of(data: bytes) -> Tensors:
+def view_bytes(data: bytes) -> Tensors:
     """Parse untrusted safetensors into read-only views of the bytes.
 
     `safetensors.numpy.load` copies all tensors: 15 ms for a model of 45 MB.
@@ -326,7 +327,7 @@ def views_of(data: bytes) -> Tensors:
         ProtocolError: `malformed`.
     """
     tensors: Tensors = {}
-    for name, (dtype, shape, start, stop) in places_in(io.BytesIO(data)).items():
+    for name, (dtype, shape, start, stop) in read_places(io.BytesIO(data)).items():
         array = np.frombuffer(data, dtype, math.prod(shape), start) if stop > start else np.empty(0, dtype)
         tensors[name] = (array if array.flags.aligned else array.copy()).reshape(shape)
     return tensors
@@ -340,3 +341,6 @@ class Codec(StrEnum):
     BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
     INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
     TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the device keeps the rest for later
+
+
+__getattr__ = alias_names(__name__, overlaid="overlay_tensors")

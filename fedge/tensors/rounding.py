@@ -27,7 +27,7 @@ class NotFiniteError(ValueError):
     """A tensor to be stored holds NaN or infinity."""
 
 
-def places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
+def find_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
     """Ascending positions of the k numbers of largest magnitude; on ties, the first."""
     magnitudes = np.abs(numbers)
     least = np.partition(magnitudes, -k)[-k] if k else np.inf
@@ -37,13 +37,13 @@ def places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
 
 def to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
     """A vector in steps of a scale, and the scale, shape ()."""
-    scale = scale_of(blockwise(numbers.size, lambda part: largest_of(numbers[part])))
+    scale = scale_of(map_blocks(numbers.size, lambda part: compute_largest(numbers[part])))
     steps = np.empty(numbers.size, np.int8)
-    blockwise(numbers.size, lambda part: round_into(numbers[part], scale, steps[part]))
+    map_blocks(numbers.size, lambda part: round_into(numbers[part], scale, steps[part]))
     return steps, scale
 
 
-def largest_of(block: Floats) -> np.float32:
+def compute_largest(block: Floats) -> np.float32:
     """The largest magnitude; NaN if there is one."""
     return np.float32(np.maximum(np.max(block), -np.min(block)))
 
@@ -67,24 +67,24 @@ def round_into(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
     steps[:] = quotient
 
 
-def blockwise(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
+def map_blocks(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
     """Apply `work` to each block of a vector, in order; if `threaded`, each processor has a share of the blocks."""
 
     @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused
-    def quietly(share: list[slice]) -> list[Found]:
+    def map_share(share: list[slice]) -> list[Found]:
         return [work(part) for part in share]
 
     parts = [slice(start, start + BLOCK) for start in range(0, size, BLOCK)]
     n = min(len(os.sched_getaffinity(0)), len(parts)) if threaded else 1
     if n <= 1:
-        return quietly(parts)
+        return map_share(parts)
     bounds = [len(parts) * k // n for k in range(n + 1)]
-    return list(chain.from_iterable(threads().map(quietly, [parts[a:b] for a, b in pairwise(bounds)])))
+    return list(chain.from_iterable(get_threads().map(map_share, [parts[a:b] for a, b in pairwise(bounds)])))
 
 
 @functools.cache
-def threads() -> ThreadPoolExecutor:
-    """Threads for long vectors; numpy lets them work in parallel."""
+def get_threads() -> ThreadPoolExecutor:
+    """Return threads for long vectors; numpy lets them work in parallel."""
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="fedge-vectors")

@@ -1,9 +1,9 @@
 """The messages on the wire: typed, versioned, schema-checked (MessagePack by msgspec).
 
-A message is an envelope `[version, body]`; `body` is one of the structs below, identified by its `type` field. `decode`
-refuses unknown types, wrong types and values out of range. Tensors are never part of a message: a `BlobRef` names them
-by SHA-256, and `fedge.wire.transfer` moves the bytes. Requests to devices are not listed here: an order names a step,
-whose contract is in `fedge.steps`.
+A message is an envelope `[version, body]`; `body` is one of the structs below, identified by its `type` field.
+`decode_message` refuses unknown types, wrong types and values out of range. Tensors are never part of a message: a
+`BlobRef` names them by SHA-256, and `fedge.wire.transfer` moves the bytes. Requests to devices are not listed here: an
+order names a step, whose contract is in `fedge.steps`.
 
 Topics: `fedge.wire.topics`. What each message reveals: docs/privacy.md.
 """
@@ -90,7 +90,7 @@ class FileRef(BlobRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Presence(StrEnum):
-    """Whether a device is there, as its retained status says."""
+    """A device's presence, as its retained status says."""
 
     ONLINE = "online"
     SLEEPING = "sleeping"  # said goodbye, will come back
@@ -109,7 +109,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class Status(_Message2, frozen=True, kw_only=True, tag="status"):
-    """Birth certificate, death certificate and last will, retained. `incarnation` is new at each start of the agent."""
+    """Birth certificate, death certificate and last will, retained; `incarnation` is new at each start."""
 
     device_id: Id
     incarnation: Id
@@ -125,7 +125,7 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
-    """What is measured on a device now; None if it has no such sensor, or the rate of its link is not known yet."""
+    """What is measured on a device now; None without such a sensor, or before the link's rate is known."""
 
     device_id: Id
     at: float | None = None  # seconds since the epoch, device clock
@@ -185,7 +185,7 @@ class Order(_Message2, frozen=True, kw_only=True, tag="order"):
 
 
 class Outcome(StrEnum):
-    """How an order ended on its device."""
+    """The end of an order on its device."""
 
     DONE = "done"
     DECLINED = "declined"  # not now: RAM, temperature, battery, no data
@@ -286,10 +286,10 @@ class RolloutState(StrEnum):
 
 
 class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
-    """Which part of the fleet should run which release. The signed metadata, not this, prove the release genuine.
+    """Which part of the fleet should run which release; the signed metadata prove the release genuine.
 
-    A device takes part if it is one of `canaries`, or if its place (`fedge.wire.rollout.place`, in [0, 1)) is below
-    `share`. `version` increases with every announcement, across rollouts.
+    A device takes part if it is one of `canaries`, or if its place (`fedge.wire.rollout.compute_place`, in [0, 1)) is
+    below `share`. `version` increases with every announcement, across rollouts.
     """
 
     id: Id
@@ -305,8 +305,8 @@ class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
 class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
     """A published, retained rollout, signed by the repository's role `timestamp`.
 
-    rollout: an encoded `Rollout`; signatures: hex, by key, of `fedge.wire.rollout.signed_bytes`; roots: the newest of
-    the repository, by name; they define that key.
+    rollout: an encoded `Rollout`; signatures: hex, by key, of `fedge.wire.rollout.make_signed_bytes`; roots: the newest
+    of the repository, by name; they define that key.
     """
 
     rollout: bytes
@@ -370,7 +370,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Serialise a message.
 
     Raises:
@@ -379,12 +379,12 @@ def encode(message: Message) -> bytes:
     data = _encoder.encode((message.VERSION, message))
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    if not all_finite(msgspec.to_builtins(message)):
+    if not are_all_finite(msgspec.to_builtins(message)):
         raise ValueError(f"{type(message).__name__} holds a number that is not finite")
     return data
 
 
-def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
+def decode_message(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
     """Parse untrusted bytes into a message of the kind that belongs on the topic.
 
     Raises:
@@ -404,13 +404,13 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
         raise ProtocolError("malformed", str(error)) from error
     if not isinstance(message, kind):
         raise ProtocolError("unexpected-type", f"{type(message).__name__} where {kind.__name__} belongs")
-    if not all_finite(msgspec.to_builtins(message)):
+    if not are_all_finite(msgspec.to_builtins(message)):
         raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
     return message
 
 
 def is_outdated(data: bytes | bytearray | memoryview) -> bool:
-    """Whether these bytes are an agent or coordinator message of an older version."""
+    """Return whether bytes are an agent's or coordinator's message of an older version."""
     try:
         version, _ = _decoder.decode(data)
     except MALFORMED:
@@ -418,19 +418,19 @@ def is_outdated(data: bytes | bytearray | memoryview) -> bool:
     return 0 < version < Status.VERSION
 
 
-def all_finite(value: object) -> bool:
-    """Whether no number in a value of plain containers is NaN or infinite."""
+def are_all_finite(value: object) -> bool:
+    """Return whether no number in a value of plain containers is NaN or infinite."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
-        return all(all_finite(item) for item in value.values())
+        return all(are_all_finite(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(all_finite(item) for item in value)
+        return all(are_all_finite(item) for item in value)
     return True
 
 
-def blobs_of(value: object) -> Iterator[BlobRef]:
-    """All tensors named in a message, or in any other value made of structs and containers."""
+def iterate_blobs(value: object) -> Iterator[BlobRef]:
+    """Yield all tensors named in a message, or in any other value of structs and containers."""
     if isinstance(value, BlobRef):
         yield value
         return
@@ -443,14 +443,14 @@ def blobs_of(value: object) -> Iterator[BlobRef]:
         held = value
     for item in held:
         if not isinstance(item, _PLAIN):  # a large state consists mostly of these: avoid a generator for each
-            yield from blobs_of(item)
+            yield from iterate_blobs(item)
 
 
 _PLAIN: Final = (int, float, str, bytes, NoneType)
 
 
-def back_from(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[tuple[str, Difference]]:
-    """The chain of differences that leads to a model, last first, while it is smaller than the model itself.
+def iterate_differences(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[tuple[str, Difference]]:
+    """Yield the chain of differences to a model, last first, while smaller than the model itself.
 
     Each comes with the digest of the model it leads to.
     """
@@ -460,20 +460,20 @@ def back_from(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[t
         digest = found.base
 
 
-def way_to(
+def find_way(
     ref: BlobRef, differences: Mapping[str, Difference], held: Container[str]
 ) -> tuple[str, tuple[BlobRef, ...]] | None:
-    """How to reach a model from one that is held: its digest, and the differences in order; None: no way."""
+    """Return the digest of a model that is held and the differences from it in order, or None."""
     steps: tuple[BlobRef, ...] = ()
-    for _, difference in back_from(ref, differences):
+    for _, difference in iterate_differences(ref, differences):
         steps = (difference.blob, *steps)
         if difference.base in held:
             return difference.base, steps
     return None
 
 
-def shared_bases(refs: Iterable[BlobRef], differences: Mapping[str, Difference]) -> list[BlobRef]:
-    """Models from which two or more of these derive: fetched first, the differences that lead to them come once."""
+def find_shared_bases(refs: Iterable[BlobRef], differences: Mapping[str, Difference]) -> list[BlobRef]:
+    """Return models from which several of these derive: fetched first, shared differences come once."""
     found: dict[str, set[BlobRef]] = {}
     for ref in refs:
         if (known := differences.get(ref.digest)) is not None:

@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 
-def family(
+def make_metric(
     kind: str, name: str, about: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
 ) -> Metric:
-    """A metric, "gauge" or "counter", with a value per set of labels; None: left out."""
+    """Make a metric, "gauge" or "counter", with a value per set of labels; None is left out."""
     made = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, about, labels=labels)
     for values, value in rows:
         if value is not None:
@@ -20,7 +20,7 @@ def family(
     return made
 
 
-def exposition(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """The text in a format that the client accepts, and its content type."""
+def format_metrics(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
+    """Return the text in a format that the client accepts, and its content type."""
     encode, content_type = choose_encoder(accept)
     return encode(SimpleNamespace(collect=lambda: metrics)), content_type

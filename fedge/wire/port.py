@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fedge.errors import TransportError
 from fedge.system.logs import Lines
-from fedge.system.text import host_and_port
+from fedge.system.text import format_address
 
 log = logging.getLogger("fedge.port")
 
@@ -76,7 +76,7 @@ class Port:
         self._listener: asyncio.Server | None = None
 
     async def open(self, app: web.Application, *, drain_s: float) -> None:
-        """Serve an application whose first middleware is `watched`. `drain_s`: for pending requests at the end.
+        """Serve an application whose first middleware is `watch_request`. `drain_s`: for pending requests at the end.
 
         Raises:
             TransportError: the port is taken, or the host is not an address of this machine.
@@ -121,10 +121,10 @@ class Port:
         assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{host_and_port(host, port)}"
+        return f"{scheme}://{format_address(host, port)}"
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
-        """The protocol for a new client: aiohttp if there is a place, else health only."""
+        """Return the protocol for a new client: aiohttp if there is a place, else health only."""
         if len(self.connections) >= self._places:
             self._make_room()
         if len(self.connections) < self._places:
@@ -132,14 +132,14 @@ class Port:
             server = self._runner.server
             assert server is not None
             self.connections.add(connection)
-            connection.limit(HEAD_TIMEOUT_S, connection.abort)
+            connection.set_limit(HEAD_TIMEOUT_S, connection.abort)
             return server()
         self.turned_away += 1
         if len(self._health_alone) >= MAX_HEALTH_CONNECTIONS:
             oldest = next(iter(self._health_alone))
             self._health_alone.pop(oldest).turn_away()
         talker = self._health_alone[connection] = _HealthAlone(connection, self.health)
-        connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
+        connection.set_limit(HEALTH_TIMEOUT_S, talker.turn_away)
         return talker
 
     def forget(self, connection: _Connection) -> None:
@@ -157,26 +157,26 @@ class Port:
                 return
 
     @web.middleware
-    async def watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The outermost middleware: notes what each connection does."""
-        self._enter(_Phase.BODY if request.can_read_body else _Phase.WORK, request)
+    async def watch_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Note what each connection does, as the outermost middleware."""
+        self._enter_phase(_Phase.BODY if request.can_read_body else _Phase.WORK, request)
         try:
             return await handler(request)
         finally:
-            self._enter(_Phase.WAITING, request)
+            self._enter_phase(_Phase.WAITING, request)
 
-    def work(self, request: web.Request) -> None:
+    def record_body(self, request: web.Request) -> None:
         """Note that the body has been received: the client is not slow."""
-        self._enter(_Phase.WORK, request)
+        self._enter_phase(_Phase.WORK, request)
 
-    def _enter(self, phase: _Phase, request: web.Request) -> None:
+    def _enter_phase(self, phase: _Phase, request: web.Request) -> None:
         known = None if request.transport is None else request.transport.get_protocol()
         if isinstance(known, _Connection):
             known.enter(phase)
 
 
 class _Phase(Enum):
-    """What a connection does."""
+    """The phase of a connection."""
 
     WAITING = auto()  # for a request
     BODY = auto()  # receiving the body
@@ -197,21 +197,21 @@ class _Connection(asyncio.Protocol):
         self._securing: asyncio.Task[None] | None = None
         self._early: list[bytes] | None = []  # what came before the talker was connected; None: it is
 
-    def limit(self, seconds: float, then: Callable[[], None]) -> None:
+    def set_limit(self, seconds: float, then: Callable[[], None]) -> None:
         """Set the time limit for a first request, and what happens when it expires."""
         self._deadline = self._loop.call_later(seconds, then)
 
     def enter(self, phase: _Phase) -> None:
         """Enter a phase: request received, body received, or answered."""
         self.phase, self.since = phase, self._loop.time()
-        self._no_deadline()
+        self._clear_deadline()
 
     def abort(self) -> None:
         """End the connection at once."""
-        self._end()
+        self._release()
         self._tcp.abort()
 
-    def last_words(self, words: bytes) -> None:
+    def send_last_words(self, words: bytes) -> None:
         """Say this and end the connection; nothing is said before TLS is there."""
         if self._early is not None:
             self.abort()
@@ -219,13 +219,13 @@ class _Connection(asyncio.Protocol):
             self._transport.write(words)
             self._transport.close()
 
-    def _end(self) -> None:
-        self._no_deadline()
+    def _release(self) -> None:
+        self._clear_deadline()
         self._port.forget(self)
         if self._securing is not None:
             self._securing.cancel()
 
-    def _no_deadline(self) -> None:
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
             self._talker.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
+        self._release()
         if self._early is None:
             self._talker.connection_lost(exc)
 
@@ -286,8 +286,8 @@ class _Connection(asyncio.Protocol):
             self._talker.resume_writing()
 
 
-def _last_words(status: bytes, content: Mapping[str, Any]) -> bytes:
-    """A final response, after which the connection closes."""
+def _encode_last_words(status: bytes, content: Mapping[str, Any]) -> bytes:
+    """Return a final response, after which the connection closes."""
     body = msgspec.json.encode(content)
     return (
         b"HTTP/1.1 %b\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -295,11 +295,13 @@ def _last_words(status: bytes, content: Mapping[str, Any]) -> bytes:
     )
 
 
-TOO_MANY: Final = _last_words(b"503 Service Unavailable", {"error": "too many connections; try again in a second"})
+TOO_MANY: Final = _encode_last_words(
+    b"503 Service Unavailable", {"error": "too many connections; try again in a second"}
+)
 
 
 class _HealthAlone(asyncio.Protocol):
-    """On a place reserved for health: answers one request, by its first line."""
+    """The protocol on a place reserved for health, which answers one request by its first line."""
 
     def __init__(self, connection: _Connection, health: Health) -> None:
         self._connection, self._health = connection, health
@@ -311,17 +313,17 @@ class _HealthAlone(asyncio.Protocol):
             return
         method, _, rest = self._line.partition(b" ")
         health = self._health.get(rest.partition(b" ")[0].decode("latin-1")) if method == b"GET" else None
-        self._connection.last_words(TOO_MANY if health is None else _last_words(b"200 OK", health))
+        self._connection.send_last_words(TOO_MANY if health is None else _encode_last_words(b"200 OK", health))
 
     def turn_away(self) -> None:
-        self._connection.last_words(TOO_MANY)
+        self._connection.send_last_words(TOO_MANY)
 
 
 # --------------------------------------------------------------------------------------------------- what is no HTTP
 
 
 class _Told(logging.LoggerAdapter[logging.Logger]):
-    """Makes a line of aiohttp's traceback for bytes that are not HTTP and clients that leave, and few lines of many."""
+    """An adapter that logs a line in place of aiohttp's traceback of bytes that are not HTTP, and few of many."""
 
     def __init__(self) -> None:
         super().__init__(log)

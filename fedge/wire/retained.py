@@ -19,10 +19,10 @@ QUIET_S: Final = 1.0
 
 
 @contextlib.asynccontextmanager
-async def retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIterator[dict[str, bytes]]:
+async def collect_retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIterator[dict[str, bytes]]:
     """Connect, and collect what the devices have left on a topic; the transport is connected inside.
 
-    `transport`: not yet entered. `leaf`: last level of the topic (`Topics.agent`).
+    `transport`: not yet entered. `leaf`: last level of the topic (`Topics.make_agent_topic`).
 
     Returns:
         The payload by device, without cleared ones.
@@ -33,20 +33,20 @@ async def retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIter
     said: dict[str, bytes] = {}
     news = asyncio.Event()
 
-    async def note(inbound: Inbound) -> None:
-        device = topics.parts(inbound.topic)[1]
+    async def record(inbound: Inbound) -> None:
+        device = topics.split(inbound.topic)[1]
         if inbound.payload and device not in said:  # one that speaks without end holds nobody up
             news.set()
         if inbound.payload:
             said[device] = inbound.payload
 
-    await transport.subscribe(topics.agent("+", leaf), note)
+    await transport.subscribe(topics.make_agent_topic("+", leaf), record)
     async with contextlib.AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(REACH_S):
                 await stack.enter_async_context(transport)
         except TimeoutError:
-            raise TransportError(_out_of_reach(transport)) from None
+            raise TransportError(_explain_unreachable(transport)) from None
         with contextlib.suppress(TimeoutError):
             while True:  # retained messages come at once after the subscription
                 async with asyncio.timeout(QUIET_S):
@@ -55,8 +55,8 @@ async def retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIter
         yield said
 
 
-def _out_of_reach(transport: Transport) -> str:
-    """Why we are not let in: a broker that rejects our certificate just closes the connection."""
+def _explain_unreachable(transport: Transport) -> str:
+    """Return why we are not let in; a broker that rejects our certificate just closes."""
     broker = transport.settings
     where = f"the broker at {broker.host}:{broker.port} cannot be reached"
     return where if broker.ca_file is None else f"{where}, or it does not accept our certificate (cert_file)"

@@ -11,17 +11,17 @@ MAX_METADATA_BYTES: Final = 1 << 20
 """Limit of one file of signed metadata; devices fetch no larger one."""
 
 
-def place(rollout_id: str, device_id: str) -> float:
-    """A device's place in the order of a rollout, in [0, 1): uniform over devices, different for each rollout."""
+def compute_place(rollout_id: str, device_id: str) -> float:
+    """Return a device's place in [0, 1) in a rollout's order, uniform and new for each rollout."""
     digest = hashlib.sha256(f"{rollout_id}/{device_id}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
-def signed_bytes(federation: str, rollout: bytes) -> bytes:
-    """The signed form of an encoded `Rollout`, specific to one federation and distinct from repository metadata."""
+def make_signed_bytes(federation: str, rollout: bytes) -> bytes:
+    """Return what is signed of an encoded `Rollout`, bound to its federation and unlike TUF metadata."""
     return f"fedge rollout {federation}\n".encode() + rollout
 
 
 def takes_part(rollout: Rollout, device_id: str) -> bool:
-    """Whether the device belongs to the rollout's present stage."""
-    return device_id in rollout.canaries or place(rollout.id, device_id) < rollout.share
+    """Return whether the device belongs to the rollout's present stage."""
+    return device_id in rollout.canaries or compute_place(rollout.id, device_id) < rollout.share

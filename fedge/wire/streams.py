@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection for the block.
+async def open_connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a connection for the block.
 
     Raises:
         OSError: nobody listens there.
@@ -18,10 +18,10 @@ async def connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.Stream
     try:
         yield reader, writer
     finally:
-        await close(writer)
+        await close_writer(writer)
 
 
-async def close(writer: asyncio.StreamWriter) -> None:
+async def close_writer(writer: asyncio.StreamWriter) -> None:
     """Close a connection and wait for it: a loop that ends before would leave the socket open."""
     writer.close()
     try:

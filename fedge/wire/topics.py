@@ -55,12 +55,12 @@ class Topics:
         """Common start of all topics, without the final slash."""
         return f"{ROOT}/{self.federation}"
 
-    def agent(self, device_id: str, leaf: str) -> str:
-        """A topic of one device; `leaf`: the last level in the list above."""
+    def make_agent_topic(self, device_id: str, leaf: str) -> str:
+        """Return a topic of one device; `leaf`: the last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
 
-    def shared(self, group: str, secret: str, topic_filter: str) -> str:
-        """The shared-subscription filter for dispatcher, intakes and model servers, which share incoming messages.
+    def make_shared_filter(self, group: str, secret: str, topic_filter: str) -> str:
+        """Return the shared filter by which dispatcher, intakes or model servers divide messages.
 
         `secret`: known to them alone. A broker hands each message to one member of a group before it looks whether that
         member may read it, so whoever can name the group can make messages vanish.
@@ -69,65 +69,65 @@ class Topics:
 
     @property
     def rollout(self) -> str:
-        """Announces the fleet's rollout."""
+        """The topic that announces the fleet's rollout."""
         return f"{self.prefix}/rollout"
 
     @property
     def revocations(self) -> str:
-        """Certificates revoked by the federation's authority (CRL, DER)."""
+        """The topic of certificates that the federation's authority revoked (CRL, DER)."""
         return f"{self.prefix}/revocations"
 
     @property
     def beacon(self) -> str:
-        """The coordinator's time and version."""
+        """The topic of the coordinator's time and version."""
         return f"{self.prefix}/coordinator/beacon"
 
     @property
     def claims(self) -> str:
-        """Where coordinators hear of each other."""
+        """The topic where coordinators hear of each other."""
         return f"{self.prefix}/coordinator/claims"
 
-    def coordinator_wants(self, device_id: str) -> str:
-        """The coordinator's requests to a device for the bytes of an update."""
+    def make_wants_topic(self, device_id: str) -> str:
+        """Return the topic of the coordinator's requests to a device for an update's bytes."""
         return f"{self.prefix}/coordinator/wants/{device_id}"
 
-    def model_chunk(self, digest: str, offset: int | str = "+") -> str:
-        """Bytes of a model on the way down, one copy for all receivers."""
+    def make_model_topic(self, digest: str, offset: int | str = "+") -> str:
+        """Return the topic of a model's bytes on the way down, one copy for all receivers."""
         return f"{self.prefix}/blobs/{digest}/{offset}"
 
-    def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
-        """Bytes of an update on the way up."""
+    def make_update_topic(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
+        """Return the topic of an update's bytes on the way up."""
         return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
 
-    def client_id(self, role: ClientRole, name: str = "") -> str:
-        """A process's client id at the broker, where two with the same id keep disconnecting each other.
+    def make_client_id(self, role: ClientRole, name: str = "") -> str:
+        """Return a process's client id; two processes with one id keep disconnecting each other.
 
         Names hold no colon, so ids are unique by role, federation and name; long ones end in their SHA-256.
         """
         full = ":".join((role, self.federation, name) if name else (role, self.federation))
         return full if len(full) <= MAX_CLIENT_ID else f"{role}:{hashlib.sha256(full.encode()).hexdigest()}"
 
-    def parts(self, topic: str) -> tuple[str, ...]:
-        """The levels below the prefix, or () for a foreign topic."""
+    def split(self, topic: str) -> tuple[str, ...]:
+        """Return the levels below the prefix, or () for a foreign topic."""
         head = self.prefix + "/"
         return tuple(topic[len(head) :].split("/")) if topic.startswith(head) else ()
 
 
-def unshared(topic_filter: str) -> str:
-    """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
+def strip_share(topic_filter: str) -> str:
+    """Return the plain filter of a shared one ($share/GROUP/FILTER), others as they are."""
     return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
 
 
-def below(prefix: str, topic: str) -> str:
-    """A topic or filter as it is called at a broker where all of ours are below `prefix` (empty: none)."""
+def add_prefix(prefix: str, topic: str) -> str:
+    """Return a topic or filter as named at a broker with all of ours below `prefix`, perhaps ""."""
     if not prefix:
         return topic
-    plain = unshared(topic)
+    plain = strip_share(topic)
     return f"{topic.removesuffix(plain)}{prefix}/{plain}"
 
 
-def without(prefix: str, topic: str) -> str:
-    """Undo `below`; a topic elsewhere gets `OUTSIDE`."""
+def remove_prefix(prefix: str, topic: str) -> str:
+    """Undo `add_prefix`; a topic elsewhere gets `OUTSIDE`."""
     if not prefix:
         return topic
     return topic.removeprefix(f"{prefix}/") if topic.startswith(f"{prefix}/") else f"{OUTSIDE}{topic}"

@@ -23,17 +23,17 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.errors import TooLargeError, TransportError
-from fedge.system.background import first_failure
+from fedge.system.background import raise_first_failure
 from fedge.system.malloc import tune_malloc
 from fedge.wire.connection.broker import BrokerSettings, Caller, Handler, Inbound, Will
 from fedge.wire.connection.connection import Connection
-from fedge.wire.connection.connector import BACKOFF_CAP_S, Connector, backoff_s
+from fedge.wire.connection.connector import BACKOFF_CAP_S, Connector, compute_backoff_s
 from fedge.wire.connection.packet_limits import PacketLimits
-from fedge.wire.connection.reasons import AGAIN, TOO_LARGE, in_words
-from fedge.wire.connection.refusals import Ending, why_thrown_off
+from fedge.wire.connection.reasons import AGAIN, TOO_LARGE, describe_reason
+from fedge.wire.connection.refusals import Ending, explain_endings
 from fedge.wire.connection.subscription import Subscription, Subscriptions
 from fedge.wire.connection.window import OUT_WINDOW, Publish, Window
-from fedge.wire.topics import below, unshared
+from fedge.wire.topics import add_prefix, strip_share
 
 log = logging.getLogger("fedge.transport")
 
@@ -82,7 +82,7 @@ class Transport:
         self._supervisor: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[None] | None = None
 
-    def speak_as(self, other: Transport) -> None:
+    def adopt_protocol(self, other: Transport) -> None:
         """Begin with the protocol that another transport to this broker has found; before entering."""
         self._connector.protocols = other._connector.protocols
 
@@ -92,27 +92,27 @@ class Transport:
 
     @property
     def bytes_received(self) -> int:
-        """Of all payloads so far."""
+        """The number of bytes of all payloads so far."""
         return self._subscriptions.bytes_received
 
     @property
     def messages_dropped(self) -> int:
-        """Messages whose handlers were too far behind."""
+        """The number of messages whose handlers were too far behind."""
         return self._subscriptions.messages_dropped
 
     @property
     def connected(self) -> bool:
-        """The broker has let us in and all subscriptions are in place."""
+        """Whether the broker has let us in and all subscriptions are in place."""
         return self._online.is_set()
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk payload size for this broker. It is halved when a chunk is refused, and grows back slowly."""
+        """The chunk payload size, which is halved when a chunk is refused and grows back slowly."""
         return self._limits.chunk_bytes
 
     @property
     def max_packet_bytes(self) -> int | None:
-        """Largest packet that the broker takes; None: it announced nothing."""
+        """The largest packet that the broker takes, or None if it announced nothing."""
         return self._limits.max_packet_bytes
 
     @property
@@ -122,7 +122,7 @@ class Transport:
 
     @property
     def protocol(self) -> str:
-        """Of the current or last connection: "5" or "3.1.1"."""
+        """The protocol of the current or last connection: "5" or "3.1.1"."""
         return self._connector.protocol
 
     def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
@@ -159,7 +159,7 @@ class Transport:
             if task is not None:
                 task.cancel()
         try:
-            with first_failure():
+            with raise_first_failure():
                 await self._tasks.__aexit__(*error)
         finally:
             self._online.clear()
@@ -182,8 +182,8 @@ class Transport:
             ending = await asyncio.shield(connection.closed)
             self._online.clear()
             unanswered = self._window.in_flight
-            self._limits.learn(ending, unanswered)
-            self._window.lost()
+            self._limits.record_ending(ending, unanswered)
+            self._window.record_lost()
             log.warning("event=disconnected client=%s reason=%r", self.client_id, ending.reason)
             # A connection that broke at once (a client id used twice) must not be retried at full speed.
             attempt = 0 if loop.time() - began > BACKOFF_CAP_S else attempt + 1
@@ -192,8 +192,8 @@ class Transport:
                     f"the broker at {self._caller.broker} disconnects us: {self._limits.unfit or ending.reason}"
                 )
             if attempt == THROWN_OFF:
-                log.error("event=thrown_off client=%s check=%r", self.client_id, why_thrown_off(ending, unanswered))
-            await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
+                log.error("event=thrown_off client=%s check=%r", self.client_id, explain_endings(ending, unanswered))
+            await asyncio.sleep(compute_backoff_s(attempt, random.SystemRandom().random()))
             connection = await self._connect(patient=True)
 
     async def _take_into_service(self, connection: Connection) -> None:
@@ -261,7 +261,7 @@ class Transport:
         if self._caller.door is not None:
             self._caller.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
-        name = below(self.settings.topic_prefix, topic)
+        name = add_prefix(self.settings.topic_prefix, topic)
         self._n_published += 1
         publish = Publish(name, payload, retain, expires_in_s, correlation, done, chunk, self._n_published)
         self._limits.check(publish)
@@ -272,7 +272,7 @@ class Transport:
 
     def _pump(self) -> None:
         while self._online.is_set() and self._connection is not None:
-            publish = self._window.next()
+            publish = self._window.take_next()
             if publish is None:
                 return
             try:
@@ -285,33 +285,35 @@ class Transport:
                 continue
             if publish.retain:
                 self._retained[publish.topic] = publish.number
-            self._window.sent(self._connection.send(publish), publish)
+            self._window.record_sent(self._connection.send(publish), publish)
 
-    def acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
+    def on_acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
         """Handle a PUBACK (internal)."""
-        publish = self._window.acknowledged(packet_id)
+        publish = self._window.take_acknowledged(packet_id)
         if publish is not None and not publish.done.done():
             if not reason.is_failure:
-                self._limits.take(publish)
+                self._limits.record_taken(publish)
                 publish.done.set_result(None)
             elif reason.value in AGAIN:
-                log.warning("event=publish_again topic=%s reason=%r", publish.topic, in_words(reason, properties))
+                log.warning(
+                    "event=publish_again topic=%s reason=%r", publish.topic, describe_reason(reason, properties)
+                )
                 asyncio.get_running_loop().call_later(AGAIN_S, self._publish_again, publish)
             else:
-                self._refused(publish, reason, in_words(reason, properties))
+                self._handle_refused(publish, reason, describe_reason(reason, properties))
         self._pump()
 
-    def _refused(self, publish: Publish, reason: ReasonCode, words: str) -> None:
+    def _handle_refused(self, publish: Publish, reason: ReasonCode, words: str) -> None:
         if reason.value != TOO_LARGE:
             publish.done.set_exception(TransportError(f"{publish.topic}: {words}"))
             return
         publish.done.set_exception(TooLargeError(f"{publish.topic}, packet of {publish.packet_bytes} bytes: {words}"))
-        self._limits.refuse(publish, words)
+        self._limits.record_refused(publish, words)
         if self._limits.unfit and self._connection is not None:
             self._connection.close(Ending(words))
 
     def _publish_again(self, publish: Publish) -> None:
-        self._window.again(publish)
+        self._window.repeat(publish)
         self._pump()
 
     # ----------------------------------------------------------------------------------------------- inwards
@@ -338,12 +340,12 @@ class Transport:
             return
         self._serve(subscription)
         try:
-            await self._granted(topic_filter)
+            await self._wait_for_grant(topic_filter)
         except TransportError:
             await self.unsubscribe(topic_filter)
             raise
 
-    async def _granted(self, topic_filter: str) -> None:
+    async def _wait_for_grant(self, topic_filter: str) -> None:
         """Wait until the filter is granted, on a later connection if this one breaks."""
         await self._online.wait()
         connection = self._connection
@@ -369,7 +371,9 @@ class Transport:
         """
         serving = subscription.serve()
         try:
-            subscription.task = self._tasks.create_task(serving, name=f"handler {unshared(subscription.topic_filter)}")
+            subscription.task = self._tasks.create_task(
+                serving, name=f"handler {strip_share(subscription.topic_filter)}"
+            )
         except RuntimeError as error:
             serving.close()
             raise asyncio.CancelledError from error

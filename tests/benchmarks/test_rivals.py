@@ -11,8 +11,8 @@ from benchmarks.rivals import fedala
 from benchmarks.rivals.fedala import FedAla
 from benchmarks.rivals.fedpac import FedPac, global_means, shares, statistics
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
-from fedge.tensors.layers import layers_of
+from coordinator.simulation.rounds import run_rounds
+from fedge.tensors.layers import make_layers
 from fedge.tensors.layout import HEAD
 from tests.support.orders import INITIAL, LAYOUT
 from tests.support.simulation import digits, predicted
@@ -48,11 +48,11 @@ def test_fedpac_means_are_weighted_by_counts() -> None:
 def test_fedala_mixes_heads_number_by_number() -> None:
     n = LAYOUT.select(HEAD).n_params
     own, mix = np.zeros(n, np.float32), np.linspace(0, 1, n, dtype=np.float32)
-    mixed = fedala.overlay(INITIAL, layers_of({fedala.OWN: own, fedala.MIX: mix}, LAYOUT), LAYOUT).params
+    mixed = fedala.overlay(INITIAL, make_layers({fedala.OWN: own, fedala.MIX: mix}, LAYOUT), LAYOUT).params
     np.testing.assert_array_equal(mixed[:-n], INITIAL.params[:-n])
     np.testing.assert_allclose(mixed[-n:], INITIAL.params[-n:] * mix)
     fresh = np.full(n, fedala.FRESH, np.float32)
-    kept = layers_of({fedala.OWN: own, fedala.MIX: fresh}, LAYOUT)
+    kept = make_layers({fedala.OWN: own, fedala.MIX: fresh}, LAYOUT)
     assert not fedala.overlay(INITIAL, kept, LAYOUT).params[-n:].any()
 
 
@@ -60,7 +60,7 @@ def test_fedala_mixes_heads_number_by_number() -> None:
 async def test_a_run_leaves_each_device_a_model_of_its_own_that_has_learned(tmp_path: Path, kind: type) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, how="dirichlet", limit=320, sensitive=0.0)
     method = kind(MethodSettings(rounds=6, participation=0.75))
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.installed.keys() == fleet.workers.keys()
     data = [worker.data for worker in fleet.workers.values()]
     own = [predicted(worker, own.x_train) for worker, own in zip(fleet.workers.values(), data, strict=True)]

@@ -1,7 +1,7 @@
 """Every script of `benchmarks` runs as a process on its smallest inputs: rows are named and figures are finite.
 
 What the figures say is no matter here. Scripts that take long however little they are given only print their help,
-which still needs all that they import.
+which still needs all that they import. `make test-all` runs a few scripts, `make figures` all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from coordinator.methods.options import check, method_and_options
+from coordinator.methods.options import parse_method, require_method_options
 from coordinator.methods.papers.cfic import Cfic
 from coordinator.methods.settings import MethodSettings
 from fedge.tensors.layout import Layout, TensorInfo
@@ -134,6 +134,9 @@ LONG = (
 """Their smallest inputs take 7 to 25 seconds of a processor, or minutes."""
 
 
+SMOKE = ("clustering.py", "house.py", "round_overhead.py", "serving.py", "store.py", "papers/cfic.py")
+"""Run by `make test-all`: one of each kind."""
+
 RIVALS = ("flower_deployed.py", "flower_simulation.py", "pfl_simulation.py")
 """Run by frameworks.py in environments of their own, with packages that the project does not have."""
 
@@ -179,7 +182,9 @@ def test_each_script_is_run() -> None:
     assert scripts == {*SCRIPTS, *LONG, *RIVALS}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMOKE else [pytest.mark.figures]) for name in SCRIPTS]
+)
 def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -213,10 +218,11 @@ def test_a_script_that_takes_long_prints_its_help(
 def test_each_row_of_the_ablation_is_a_configuration() -> None:
     script = runpy.run_path(str(BENCHMARKS / "default_method.py"))
     for method, (_, published) in script["ABLATION"].items():
-        check(*method_and_options(method))
+        require_method_options(*parse_method(method))
         assert len(published.split()) == len(script["ABLATED"])
 
 
+@pytest.mark.figures
 def test_the_ablation_gives_differences_to_the_default_in_points_beside_the_published_ones(tmp_path: Path) -> None:
     methods = "fedge,benchmarks.default_method:PrivateAlone"
     chosen = ("--table", "ablation", "--settings", "digits, alpha 1", "--methods", methods)
@@ -239,13 +245,15 @@ def of_cfic(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Cfic]]:
 
 
 def test_the_relative_length_is_that_of_the_clusters_changes(of_cfic: dict[str, type[Cfic]]) -> None:
-    found = of_cfic["Relative"](MethodSettings()).direction([np.array([3.0, 4]), np.array([0.0, 2])], [10, 30], LAYOUT)
+    found = of_cfic["Relative"](MethodSettings()).compute_direction(
+        [np.array([3.0, 4]), np.array([0.0, 2])], [10, 30], LAYOUT
+    )
     np.testing.assert_allclose(found, (0.25 * 5 + 0.75 * 2) * np.array([0.15, 0.95]))
 
 
 def test_a_norm_for_each_tensor(of_cfic: dict[str, type[Cfic]]) -> None:
     changes = [np.array([3.0, 4, 7]), np.array([0.0, 2, -1])]
-    found = of_cfic["PerTensor"](MethodSettings()).direction(changes, [10, 30], LAYOUT)
+    found = of_cfic["PerTensor"](MethodSettings()).compute_direction(changes, [10, 30], LAYOUT)
     np.testing.assert_allclose(found, [0.15, 0.95, 0.25 - 0.75])
 
 
@@ -259,4 +267,4 @@ def test_every_row_of_the_papers_tables_is_a_method(monkeypatch: pytest.MonkeyPa
     rows += [stage.format(base) for stage in pm_moe["STAGES"].values() for base in pm_moe["BASES"]]
     assert len(rows) > 60
     for row in rows:
-        check(*method_and_options(row))
+        require_method_options(*parse_method(row))

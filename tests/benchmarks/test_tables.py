@@ -119,9 +119,15 @@ CELLS = (
     Cell("fedge.md", ("digits, alpha 0.5",), "fedge", of_fedge, 0.5),
 )
 
+SMOKE = "fedge.md"
+"""The page of which `make test-all` makes a cell; `make figures` makes one of each."""
+
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.page)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=cell.page, marks=[] if cell.page == SMOKE else [pytest.mark.figures]) for cell in CELLS],
+)
 def test_a_cell_of_each_page_is_what_its_command_gives(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

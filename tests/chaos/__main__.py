@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import click
 
-from fedge.commands.broker import mosquitto_path
+from fedge.commands.broker import find_mosquitto
 from tests.chaos.programs import FAKETIME, preload
 from tests.chaos.rounds import Weather
 
@@ -43,7 +43,7 @@ async def _run(minutes: float, seed: int, rounds: int, every_s: float) -> int:
     began, rng = time.monotonic(), random.Random(seed)
     while time.monotonic() - began < 60 * minutes:
         folder = Path(tempfile.mkdtemp(prefix="fedge-chaos-"))
-        rough, signed = rng.random() < 0.25, rng.random() < 0.33 and mosquitto_path() is not None
+        rough, signed = rng.random() < 0.25, rng.random() < 0.33 and find_mosquitto() is not None
         weather = Weather(folder, rng, rounds=rounds, rough=rough, signed=signed, every_s=every_s)
         at = time.monotonic()
         await weather.run()

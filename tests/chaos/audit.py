@@ -14,7 +14,7 @@ import msgspec
 from coordinator.store.records import Device
 from edge_agent.agent.outbox import Outbox
 from fedge.steps.contract import REFUSALS, Refusal
-from fedge.wire.messages import Ack, Order, Outcome, Report, Why, decode, encode
+from fedge.wire.messages import Ack, Order, Outcome, Report, Why, decode_message, encode_message
 from tests.support.federation import Federation
 
 Rows = dict[str, tuple[str, bytes | None]]
@@ -88,12 +88,12 @@ def history(federation: Federation) -> dict[str, Any]:
 def _spoken(found: Rows, said: Mapping[str, set[bytes]]) -> list[str]:
     """Orders, reports and acknowledgements as they were seen at the broker."""
     wrong = []
-    orders = {encode(_timeless(decode(data, Order))) for data in said["orders"]}
-    if len(orders) > len({decode(order, Order).id for order in orders}):
+    orders = {encode_message(_timeless(decode_message(data, Order))) for data in said["orders"]}
+    if len(orders) > len({decode_message(order, Order).id for order in orders}):
         wrong.append("an order was sent in two versions")
     reports: dict[str, set[Report]] = defaultdict(set)
     for data in said["reports"]:
-        report = decode(data, Report)
+        report = decode_message(data, Report)
         reports[report.order_id].add(msgspec.structs.replace(report, again=0))  # each copy counts the earlier ones
     for order_id, versions in reports.items():
         status, body = found.get(order_id, ("unknown", None))
@@ -103,7 +103,7 @@ def _spoken(found: Rows, said: Mapping[str, set[bytes]]) -> list[str]:
             wrong.append(f"{order_id} was accepted with a report that its device did not send")
     wrong += [f"{report} of an order that nobody wrote" for report in reports if report not in found]
     for data in said["acks"]:
-        ack = decode(data, Ack)
+        ack = decode_message(data, Ack)
         if ack.accepted and found.get(ack.order_id, ("unknown",))[0] != "accepted":
             wrong.append(f"{ack.order_id} was acknowledged and is {found.get(ack.order_id, ('unknown',))[0]}")
     return wrong

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from fedge.errors import TransportError
-from fedge.membership.signed_messages import unsealed
+from fedge.membership.signed_messages import open_unverified
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
@@ -35,8 +35,8 @@ class Echo:
 
     async def __aenter__(self) -> Self:
         for leaf in LEAVES:
-            await self._transport.subscribe(self._topics.agent("+", leaf), self._hear)
-        await self._transport.subscribe(self._topics.coordinator_wants("+"), self._hear)
+            await self._transport.subscribe(self._topics.make_agent_topic("+", leaf), self._hear)
+        await self._transport.subscribe(self._topics.make_wants_topic("+"), self._hear)
         await self._transport.__aenter__()
         self._repeating = asyncio.create_task(self._repeat())
         return self
@@ -54,7 +54,7 @@ class Echo:
         if inbound.payload in self._heard:
             return
         self._heard.add(inbound.payload)
-        self.said[inbound.topic.rpartition("/")[2]].add(unsealed(inbound.payload))
+        self.said[inbound.topic.rpartition("/")[2]].add(open_unverified(inbound.payload))
         self._old = [*self._old[-KEPT:], (inbound.topic, inbound.payload)]
 
     async def _repeat(self) -> None:

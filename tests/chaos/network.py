@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from tests.deploy.tcp import TcpServer
 
 PIECE: Final = 16 * 1024
@@ -28,7 +28,7 @@ class Network(TcpServer):
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if not self.refusing:
-                async with connection(*self._to) as (far_reader, far_writer):
+                async with open_connection(*self._to) as (far_reader, far_writer):
                     await self._pass_both_ways((reader, far_writer), (far_reader, writer))
         finally:
             writer.transport.abort()

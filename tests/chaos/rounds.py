@@ -308,13 +308,13 @@ class Replay(SimulatedFleet):
         super().__init__(*given, **named)
         self._there_at, self._refused = there, refused
 
-    def _present(self) -> dict[str, Worker]:
+    def _find_present(self) -> dict[str, Worker]:
         return {i: worker for i, worker in self.workers.items() if i in self._there_at.get(self.round, self.workers)}
 
-    def _ask(self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None) -> Any:
+    def _make_orders(self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None) -> Any:
         without = {i: (self.round, label, i) for i in actions if (self.round, label, i) in self._refused}
         others = {i: action for i, action in actions.items() if i not in without}
-        orders, answers, asked = super()._ask(label, others, deadline_s)
+        orders, answers, asked = super()._make_orders(label, others, deadline_s)
         answers |= {i: Answer(i, self._refused[key], 0.0, self.round) for i, key in without.items()}
         return orders, answers, {**actions, **asked}
 

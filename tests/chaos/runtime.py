@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from deploy.commands.install import install_in
-from deploy.updates.slots import owned
-from fedge.bundle.manifest import read
-from fedge.commands.broker import free_port
+from deploy.commands.install import install_bundle
+from deploy.updates.slots import lock_slots
+from fedge.bundle.manifest import read_bundle
+from fedge.commands.broker import find_free_port
 from tests.chaos.programs import Program
 from tests.deploy.bundles import variant
 from tests.deploy.served import body, golden
@@ -44,10 +44,10 @@ class Runtime:
         self._home = home
         self._programs = programs
         self._n = n
-        self._port = free_port("127.0.0.1")
+        self._port = find_free_port("127.0.0.1")
         self._known: set[str] = set()
-        with owned(self._home) as slots:
-            install_in(self._home, slots, read(self._bundle(release)))
+        with lock_slots(self._home) as slots:
+            install_bundle(self._home, slots, read_bundle(self._bundle(release)))
 
     @property
     def words(self) -> list[object]:
@@ -56,7 +56,7 @@ class Runtime:
 
     def _bundle(self, release: int) -> Path:
         folder = variant(self._folder / f"{self._home.name}-release-{release}", release=release)
-        self._known.add(read(folder).digest)
+        self._known.add(read_bundle(folder).digest)
         return folder
 
     async def install(self) -> None:

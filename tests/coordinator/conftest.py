@@ -21,7 +21,7 @@ def checked_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first model without the seconds that its child needs for torch: the seed of each that was made.
 
-    `coordinator.service.checks.first_model` has its own tests.
+    `coordinator.service.checks.make_first_model` has its own tests.
     """
     seeds: list[int] = []
 
@@ -29,5 +29,5 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seeds.append(seed)
         return first_model(task, seed, *rest)
 
-    monkeypatch.setattr(beginning, "first_model", made)
+    monkeypatch.setattr(beginning, "make_first_model", made)
     return seeds

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 import deploy
 from deploy.inference.engines import ENGINES
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.int8 import Int8Limits, quantise
-from export.parity import expected
-from fedge.bundle.manifest import read
-from fedge.data.preprocessing import apply
+from export.int8 import Int8Limits, quantise_bundle
+from export.parity import compute_expected
+from fedge.bundle.manifest import read_bundle
+from fedge.data.preprocessing import preprocess
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.data.validation import Validation
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
@@ -46,12 +46,12 @@ CONVOLUTIONS = replace(TASK, model="cnn", model_options={"channels": 4, "hidden"
 def make(folder: Path) -> None:
     """Write folder/bundle and folder/expected.npz."""
     rng = np.random.default_rng(7)
-    layout, _ = initial(TASK, 0)
+    layout, _ = make_initial_model(TASK, 0)
     candidates = tuple(
         Candidate(
             role=role,
             name=f"{role.value}-{k}" if role is Role.EXPERT else role.value,
-            model=initial(TASK, k)[1],
+            model=make_initial_model(TASK, k)[1],
             temperature=1.4,
             kappa=0.3 * k,
             energy_mean=2.3,
@@ -63,12 +63,12 @@ def make(folder: Path) -> None:
     gate = GateWeights(*(rng.normal(size=shape) * 0.3 for shape in ((16, 64), (16,), (5, 16), (5,))))
     mixture = Mixture(candidates, np.log(rng.dirichlet(np.ones(10) * 5)), 0.5, gate, Guard(1, 1.0, 0.5))
     raw = rng.integers(0, 17, size=(12, 8, 8)).astype(np.uint8)
-    x = apply(TASK, raw)
+    x = preprocess(TASK, raw)
     write_bundle(
         folder / "bundle",
         task=TASK, layout=layout, mixture=mixture, validation=x, release=3, method="fedge", metrics={"accuracy": 0.5},
     )  # fmt: skip
-    p, weights, energies = expected(TASK, layout, mixture, x)
+    p, weights, energies = compute_expected(TASK, layout, mixture, x)
     np.savez(folder / "expected.npz", x=raw, y=p.argmax(axis=1), probabilities=p, weights=weights, energies=energies)
 
 
@@ -81,7 +81,7 @@ def make_engines(folder: Path) -> None:
 
     raw, y = load_digits(return_X_y=True)
     raw = raw.reshape(-1, 8, 8).astype(np.uint8)
-    x = apply(CONVOLUTIONS, raw)
+    x = preprocess(CONVOLUTIONS, raw)
     network = Network(CONVOLUTIONS)
     roles = (Role.PRIVATE, Role.EXPERT, Role.EXPERT, Role.EXPERT)
     candidates = tuple(
@@ -95,7 +95,7 @@ def make_engines(folder: Path) -> None:
         )
         for k, role in enumerate(roles)
     )
-    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.untrained((1, 8, 8), len(roles)))
+    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.make_untrained((1, 8, 8), len(roles)))
     with tempfile.TemporaryDirectory() as scratch:
         float32 = Path(scratch, "bundle")
         write_bundle(
@@ -103,8 +103,8 @@ def make_engines(folder: Path) -> None:
             task=CONVOLUTIONS, layout=network.layout, mixture=mixture, validation=x[1200:1400], release=1,
             method="fedge", metrics={},
         )  # fmt: skip
-        quantise(
-            read(float32),
+        quantise_bundle(
+            read_bundle(float32),
             Validation(x[1200:1400], y[1200:1400].astype(np.int64)),
             folder / "bundle",
             Int8Limits(
@@ -124,7 +124,7 @@ def _trained(network: Network, x: np.ndarray, y: np.ndarray, seed: int) -> Model
     """Parameters after 60 steps on all samples."""
     import torch
 
-    network.load(initial(CONVOLUTIONS, seed)[1])
+    network.load(make_initial_model(CONVOLUTIONS, seed)[1])
     optimizer = torch.optim.Adam(network.module.parameters(), 0.01)
     for _ in range(60):
         optimizer.zero_grad()

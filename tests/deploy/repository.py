@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
-from fedge.wire.messages import Announcement, encode
-from fedge.wire.rollout import signed_bytes
+from fedge.wire.messages import Announcement, encode_message
+from fedge.wire.rollout import make_signed_bytes
 
 TOP = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
 LATER = datetime.now(UTC).replace(microsecond=0) + timedelta(days=30)
@@ -56,8 +56,8 @@ class Simulator:
 
     def announce(self, rollout, federation, role="timestamp"):
         """A rollout as devices are told of it, signed by this role's keys."""
-        data = encode(rollout)
-        signatures = [signer.sign(signed_bytes(federation, data)) for signer in self.signers[role]]
+        data = encode_message(rollout)
+        signatures = [signer.sign(make_signed_bytes(federation, data)) for signer in self.signers[role]]
         roots = {name: file for name, file in self.files.items() if name.endswith(".root.json")}
         return Announcement(rollout=data, signatures={s.keyid: s.signature for s in signatures}, roots=roots)
 

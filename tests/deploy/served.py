@@ -8,7 +8,7 @@ import numpy as np
 
 from deploy.inference.runtime import load
 from deploy.serving.batching import Batcher
-from deploy.serving.endpoints import Fixed, Served
+from deploy.serving.endpoints import FixedModel, ServedModel
 
 from .bundles import GOLDEN
 
@@ -42,6 +42,6 @@ def outputs(response):
 @asynccontextmanager
 async def served(model=None, name="digits", **batching):
     """A model under its name, with a pool of its own."""
-    model = model or Fixed(load(GOLDEN))
+    model = model or FixedModel(load(GOLDEN))
     with ThreadPoolExecutor(1) as graph, ThreadPoolExecutor(1) as pictures:
-        yield Served(name, model, Batcher(model.answer, graph, **batching), pictures)
+        yield ServedModel(name, model, Batcher(model.answer, graph, **batching), pictures)

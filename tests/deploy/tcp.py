@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
-from fedge.wire.streams import close, connection
+from fedge.wire.streams import close_writer, open_connection
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -59,7 +59,7 @@ class TcpServer:
         except (OSError, EOFError):  # the client has gone
             pass
         finally:
-            await close(writer)
+            await close_writer(writer)
 
     def _forget(self, one: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
@@ -74,7 +74,7 @@ async def connections(
 ) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
     """Many connections for the block."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(connection(host, port)) for _ in range(n)]
+        yield [await stack.enter_async_context(open_connection(host, port)) for _ in range(n)]
 
 
 def answering(connack: bytes):

@@ -81,9 +81,9 @@ def init(home: Path, root: Path) -> None:
 def refresh(home: Path) -> None:
     """Verify the newest metadata."""
     client = trust.Trust(home)
-    client._check_clock()
-    with client._judging():
-        client._updater({}).refresh()
+    client._require_clock()
+    with client._translate_errors():
+        client._make_updater({}).refresh()
 
 
 @main.command()
@@ -92,7 +92,7 @@ def download(context: click.Context) -> None:
     """Verify targets, and keep them."""
     given = context.parent.params if context.parent else {}
     for name in given["targets"]:
-        data = trust.Trust(context.obj).manifest({}, name)
+        data = trust.Trust(context.obj).verify_manifest({}, name)
         (given["target_dir"] / quote(name, "")).write_bytes(data)
 
 

@@ -12,8 +12,8 @@ import pytest
 from methods.fedasync import FedAsync, FedAsyncState
 
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import encode_state
+from coordinator.simulation.rounds import run_rounds
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import ROOT, Federation, same, settings
 from tests.support.simulation import digits
@@ -46,14 +46,14 @@ async def test_every_answer_is_a_step(tmp_path: Path) -> None:
         }
         method = FedAsync(MethodSettings(rounds=12))
         late = []
-        state = await run(
+        state = await run_rounds(
             method, method.init(layout, first), fleet, lambda state, late=late: late.append(state.staleness)
         )
         assert [line.answered for line in state.history] == [1] * 12
         assert [line.asked for line in state.history] == [4] + [1] * 11
         assert max(late) > 1
         assert state.installed.keys() == fleet.workers.keys()
-        ends.append(dump(state))
+        ends.append(encode_state(state))
     assert ends[0] == ends[1]
 
 

@@ -12,17 +12,17 @@ from methods.fedbn import write_cameras
 
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
-from edge_agent.device.device import PERSONAL, Kept, decoded
-from edge_agent.device.files import newest
-from fedge.bundle.manifest import read
+from edge_agent.device.device import PERSONAL, KeptTensors, decode_kept
+from edge_agent.device.files import read_newest
+from fedge.bundle.manifest import read_bundle
 from fedge.commands.broker import LocalBroker
 from fedge.models import build
-from fedge.steps.contract import installed_steps, read_action, read_result
-from fedge.tasks import task_spec
+from fedge.steps.contract import decode_action, decode_result, load_installed_steps
+from fedge.tasks import load_task
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, TensorInfo, Tensors, from_bytes
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Order, Report, blobs_of, decode
+from fedge.wire.messages import Order, Report, decode_message, iterate_blobs
 from fedge.wire.topics import Topics
 from tests.support.broker import transport
 from tests.support.federation import NAME, ROOT, Federation
@@ -58,13 +58,13 @@ class Spy:
         self._chunks: dict[str, dict[int, bytes]] = defaultdict(dict)
 
     async def note(self, inbound: Inbound) -> None:
-        match Topics(NAME).parts(inbound.topic):
+        match Topics(NAME).split(inbound.topic):
             case (*_, "blobs", digest, offset):
                 self._chunks[digest][int(offset)] = inbound.payload
             case (_, _, "orders"):
-                self.orders.append(decode(inbound.payload, Order))
+                self.orders.append(decode_message(inbound.payload, Order))
             case (_, _, "reports"):
-                self.reports.append(decode(inbound.payload, Report))
+                self.reports.append(decode_message(inbound.payload, Report))
 
     @property
     def blobs(self) -> dict[str, bytes]:
@@ -79,8 +79,8 @@ async def test_no_byte_of_a_normalisation_travels(
     devices = ("cam0", "cam1", "cam2")
     federation = Federation(mosquitto, tmp_path, devices=devices)
     write_cameras(tmp_path, len(devices), limit=300)
-    task = task_spec(str(tmp_path / "task.json"), allow=[NETWORK])
-    layout, _ = build.initial(task, 0)
+    task = load_task(str(tmp_path / "task.json"), allow=[NETWORK])
+    layout, _ = build.make_initial_model(task, 0)
     spy, everything = Spy(), transport(mosquitto, "spy")
     await everything.subscribe(f"{Topics(NAME).prefix}/#", spy.note)
     async with everything, federation:
@@ -104,20 +104,20 @@ def _named_by(spy: Spy) -> dict[str, Codec]:
 
     Their actions and results hold no other bytes of tensors.
     """
-    actions = {order.id: read_action(order, installed_steps()) for order in spy.orders}
-    results = [read_result(report, actions[report.order_id]) for report in spy.reports]
-    referred = {ref.digest: ref.codec for message in (*actions.values(), *results) for ref in blobs_of(message)}
+    actions = {order.id: decode_action(order, load_installed_steps()) for order in spy.orders}
+    results = [decode_result(report, actions[report.order_id]) for report in spy.reports]
+    referred = {ref.digest: ref.codec for message in (*actions.values(), *results) for ref in iterate_blobs(message)}
     return referred | {way.blob.digest: Codec.INT8 for order in spy.orders for way in order.differences.values()}
 
 
 def _normalisation(home: Path, shared: Iterable[TensorInfo]) -> Tensors:
     """What normalises in a device's bundle; it is what the device kept."""
     folder = home / "bundles" / "1"
-    (candidate,) = read(folder).manifest.candidates
+    (candidate,) = read_bundle(folder).manifest.candidates
     tensors = from_bytes((folder / candidate.part.file_name).read_bytes())
     own = {name: tensors[name] for name in tensors.keys() - {info.name for info in shared}}
     (run,) = (home / "kept").iterdir()
-    kept = from_bytes(decoded(newest(run / PERSONAL), Kept).tensors)
+    kept = from_bytes(decode_kept(read_newest(run / PERSONAL), KeptTensors).tensors)
     assert {name: t.tobytes() for name, t in own.items()} == {name: t.tobytes() for name, t in kept.items()}
     return own
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods.catalogue import method_class
-from coordinator.methods.options import check, method_and_options
-from fedge.steps.contract import known_steps
+from coordinator.methods.catalogue import load_method_class
+from coordinator.methods.options import parse_method, require_method_options
+from fedge.steps.contract import load_known_steps
 from tests.support.cli_reference import commands
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "methods").glob("*.py"))
@@ -33,9 +33,9 @@ def test_its_commands(file: Path) -> None:
         given = dict(itertools.pairwise(words))
         for method in ",".join(given.get(flag, "") for flag in ("--method", "--methods")).split(","):
             if method:
-                check(*method_and_options(method))
-        known_steps(path for path in given.get("--steps", "").split(",") if path)
-    assert method_class(f"methods.{file.stem}:{own_class(text)}").name == file.stem
+                require_method_options(*parse_method(method))
+        load_known_steps(path for path in given.get("--steps", "").split(",") if path)
+    assert load_method_class(f"methods.{file.stem}:{own_class(text)}").name == file.stem
 
 
 def own_class(text: str) -> str:

@@ -11,11 +11,11 @@ from methods.pfedme import PFedMe
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.models.training import Network
-from fedge.steps.contract import installed_steps, known_steps
+from fedge.steps.contract import load_installed_steps, load_known_steps
 from fedge.tensors.layout import Model, unflatten
 from tests.support.federation import ROOT, Federation
 from tests.support.simulation import digits, predicted
@@ -26,7 +26,7 @@ PFEDME = "methods.pfedme:PFedMe"
 
 def accuracy(network: Network, model: Model, worker: Worker) -> float:
     x, y = worker.data.validation
-    return float((network.logits(model, x).argmax(axis=1) == y).mean())
+    return float((network.compute_logits(model, x).argmax(axis=1) == y).mean())
 
 
 @pytest.mark.statistical
@@ -34,14 +34,14 @@ async def test_personal_models_ahead_of_the_global_one(tmp_path: Path) -> None:
     """Dirichlet 0.1, 20 devices, 30 rounds, seed 0, on test samples: 96.0 against 91.2 per cent."""
     fleet, layout, first, _ = digits(tmp_path, n=12, how="dirichlet", alpha=0.1, sensitive=0.0)
     method = PFedMe(MethodSettings(rounds=10))
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert len(state.installed) == 12
     network, w = Network(fleet.task), fleet.get(state.model, layout)
     shared = np.mean([accuracy(network, w, worker) for worker in fleet.workers.values()])
-    personal = np.mean([accuracy(network, worker.personal(w), worker) for worker in fleet.workers.values()])
+    personal = np.mean([accuracy(network, worker.make_personal_model(w), worker) for worker in fleet.workers.values()])
     assert personal > shared + 0.02
     worker = fleet.workers["d00"]
-    own = network.logits(worker.personal(w), worker.data.x_val)
+    own = network.compute_logits(worker.make_personal_model(w), worker.data.x_val)
     installed = predicted(worker, worker.data.x_val)
     assert (own.argmax(axis=1) == installed.argmax(axis=1)).all(), "the bundle predicts with theta"
 
@@ -51,21 +51,21 @@ async def test_those_that_lack_the_step_end_with_a_bundle_too(tmp_path: Path) ->
     fleet, layout, first, _ = digits(tmp_path, n=12, how="dirichlet", limit=600)
     lacking = {"d01", "d05", "d11"}
     workers = {
-        i: Worker(i, w.task, w.data, w.home, steps=installed_steps() if i in lacking else known_steps([OWN]))
+        i: Worker(i, w.task, w.data, w.home, steps=load_installed_steps() if i in lacking else load_known_steps([OWN]))
         for i, w in fleet.workers.items()
     }
     mixed = SimulatedFleet(fleet.task, layout, workers, seed=0)
     method = PFedMe(MethodSettings(rounds=2))
-    state = await run(method, method.init(layout, mixed.put(unflatten(fleet.get(first, layout), layout))), mixed)
+    state = await run_rounds(method, method.init(layout, mixed.put(unflatten(fleet.get(first, layout), layout))), mixed)
     assert state.participations.keys() == workers.keys() - lacking
     assert state.installed.keys() == workers.keys()
     w, network = mixed.get(state.model, layout), Network(mixed.task)
-    shared = {i: network.logits(w, worker.data.x_val).argmax(axis=1) for i, worker in workers.items()}
+    shared = {i: network.compute_logits(w, worker.data.x_val).argmax(axis=1) for i, worker in workers.items()}
     own = {i: predicted(worker, worker.data.x_val).argmax(axis=1) for i, worker in workers.items()}
     assert all(np.array_equal(own[i], shared[i]) for i in lacking), "they run what the others learned"
     assert not all(np.array_equal(own[i], shared[i]) for i in workers)
-    order = method.order(state)
-    assert {device.id for device in mixed.devices() if not device.knows(order)} == lacking
+    order = method.make_order(state)
+    assert {device.id for device in mixed.get_devices() if not device.knows(order)} == lacking
 
 
 async def test_over_mqtt_with_agents_that_lack_the_step(

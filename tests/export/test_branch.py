@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import export.branch as branch_module
-from export.branch import branch
-from export.graph import single
-from export.parity import run
-from fedge.bundle.manifest import slot
+from export.branch import export_branch
+from export.graph import encode_branch
+from export.parity import run_graph
+from fedge.bundle.manifest import format_slot
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.build import initial
-from fedge.system.files import cache_folder
-from fedge.system.loading import hold
+from fedge.models.build import make_initial_model
+from fedge.system.files import get_cache_folder
+from fedge.system.loading import register_object
 from fedge.tensors.layout import to_bytes, unflatten
 
 
@@ -62,19 +62,19 @@ def weights(model):
 
 
 def test_mlp_keeps_its_names():
-    model = branch(task("mlp"))
+    model = export_branch(task("mlp"))
     assert kinds(model) == ["Reshape", "Gemm", "Relu", "Gemm"]
     assert weights(model) == {"1.weight": (32, 64), "1.bias": (32,), "3.weight": (3, 32), "3.bias": (3,)}
 
 
 def test_cnn_is_small_and_complete():
-    model = branch(task("cnn"))
+    model = export_branch(task("cnn"))
     assert kinds(model) == ["Conv", "Relu", "MaxPool"] * 2 + ["Reshape", "Gemm", "Relu", "Gemm"]
     assert len(weights(model)) == 8
 
 
 def test_batch_normalisation_is_left_for_onnx_runtime_to_fold():
-    model = branch(task(f"{__name__}:with_batch_norm"))
+    model = export_branch(task(f"{__name__}:with_batch_norm"))
     assert "BatchNormalization" in kinds(model)
     assert set(weights(model)) == {
         "0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "4.weight", "4.bias",
@@ -82,7 +82,7 @@ def test_batch_normalisation_is_left_for_onnx_runtime_to_fold():
 
 
 def test_nothing_stands_between_a_convolution_and_its_batch_normalisation():
-    model = branch(task(f"{__name__}:without_bias"))
+    model = export_branch(task(f"{__name__}:without_bias"))
     assert kinds(model) == ["Conv", "BatchNormalization", "Relu", "Reshape", "Gemm"]
     assert "0.bias" not in weights(model)
     assert len(weights(model)) == 7
@@ -93,17 +93,17 @@ def test_the_older_exporter_serves_where_the_newer_fails(monkeypatch, network):
     def broken(*_args, **_options):
         raise RuntimeError("no onnxscript here")
 
-    expected = set(weights(branch(task(network))))
+    expected = set(weights(export_branch(task(network))))
     monkeypatch.setattr(branch_module, "_dynamo", broken)
     branch_module._known.clear()
-    (cached,) = cache_folder("graphs").glob("*.onnx")
+    (cached,) = get_cache_folder("graphs").glob("*.onnx")
     cached.unlink()
-    assert set(weights(branch(task(network)))) == expected
+    assert set(weights(export_branch(task(network)))) == expected
 
 
 def test_what_cannot_be_exported_is_named():
     with pytest.raises(ConfigError, match="network of task t cannot be exported to ONNX"):
-        branch(task(f"{__name__}:untraceable"))
+        export_branch(task(f"{__name__}:untraceable"))
 
 
 class _Svd(nn.Module):
@@ -119,10 +119,10 @@ class _ByValue(nn.Module):
 
 def test_an_exporter_that_fails_says_why_in_a_line_and_prints_nothing(capfd):
     with pytest.raises(ConfigError) as refused:
-        branch(task(hold(net := _Svd())))
+        export_branch(task(register_object(net := _Svd())))
     assert "No ONNX function found for <OpOverload(op='aten._linalg_svd'" in str(refused.value)
     assert not {"\n", "\x1b"} & set(str(refused.value))
-    branch(task(hold(net := _ByValue())))
+    export_branch(task(register_object(net := _ByValue())))
     assert isinstance(net, _ByValue)
     assert capfd.readouterr() == ("", "")
 
@@ -140,7 +140,7 @@ class _Named(nn.Module):
 @pytest.mark.parametrize("name", ["gate", "probabilities", "n", "matmul", "val_0", "view", "scale"])
 def test_names_that_a_graph_uses_within_do_no_harm(name):
     net = _Named(name)
-    assert weights(branch(task(hold(net)))) == {name: (64, 3)}
+    assert weights(export_branch(task(register_object(net)))) == {name: (64, 3)}
 
 
 class _Shared(nn.Module):
@@ -160,16 +160,16 @@ class _Shared(nn.Module):
 
 def test_a_tensor_of_two_names_is_in_the_graph_under_the_one_that_models_have(tmp_path):
     net = _Shared()
-    spec = task(hold(net))
-    model = branch(spec)
+    spec = task(register_object(net))
+    model = export_branch(spec)
     block = {f"block.{name}": (64,) for name in ("0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")}
     one = {"first.weight": (64, 64), "first.bias": (64,), "second.bias": (64,), "block.0.weight": (64, 64)}
     assert weights(model) == one | block | {"last.weight": (3, 64), "last.bias": (3,)}
-    layout, first = initial(spec, 0)
+    layout, first = make_initial_model(spec, 0)
     part = to_bytes(unflatten(first, layout))
-    (tmp_path / slot(0)).write_bytes(part)
+    (tmp_path / format_slot(0)).write_bytes(part)
     x = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
-    (found,) = run(single(spec, part), tmp_path, x)
+    (found,) = run_graph(encode_branch(spec, part), tmp_path, x)
     np.testing.assert_allclose(found, net.eval()(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
 
 
@@ -186,52 +186,52 @@ class _Shifted(nn.Module):
 def test_other_constants_give_another_graph():
     nets = [_Shifted(torch.full((64,), number)) for number in (1.0, 2.0, 1.0)]
     here = task(f"{__name__}:with_batch_norm")
-    assert len({branch_module._key(here, net) for net in nets}) == 2
-    assert len({branch_module._key(here, _Shifted(shift)) for shift in (1.0, 2.0)}) == 2
+    assert len({branch_module._compute_key(here, net) for net in nets}) == 2
+    assert len({branch_module._compute_key(here, _Shifted(shift)) for shift in (1.0, 2.0)}) == 2
 
 
 def test_torch_is_asked_once():
-    first = branch(task("mlp"))
-    (cached,) = cache_folder("graphs").glob("*.onnx")
+    first = export_branch(task("mlp"))
+    (cached,) = get_cache_folder("graphs").glob("*.onnx")
     aside = cached.rename(cached.with_suffix(".aside"))
-    assert branch(task("mlp")) == first  # from memory
+    assert export_branch(task("mlp")) == first  # from memory
     assert not cached.exists()
     aside.rename(cached)
     branch_module._known.clear()
     before = cached.stat()
-    assert branch(task("mlp")) == first  # from disk
+    assert export_branch(task("mlp")) == first  # from disk
     assert cached.stat() == before
 
 
 def test_a_damaged_cache_file_is_replaced():
-    first = branch(task("mlp"))
-    (cached,) = cache_folder("graphs").glob("*.onnx")
+    first = export_branch(task("mlp"))
+    (cached,) = get_cache_folder("graphs").glob("*.onnx")
     good = cached.read_bytes()
     cached.write_bytes(b"\xff" * 100)
     branch_module._known.clear()
-    assert branch(task("mlp")) == first
+    assert export_branch(task("mlp")) == first
     assert cached.read_bytes() == good
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert weights(branch(task("mlp")))
+    assert weights(export_branch(task("mlp")))
 
 
 def test_equal_bytes_from_another_process():
-    ours = branch(task("mlp")).SerializeToString(deterministic=True)
-    for cached in cache_folder("graphs").glob("*.onnx"):
+    ours = export_branch(task("mlp")).SerializeToString(deterministic=True)
+    for cached in get_cache_folder("graphs").glob("*.onnx"):
         cached.unlink()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_bytes) == ours
 
 
 def _bytes():
-    return branch(task("mlp")).SerializeToString(deterministic=True)
+    return export_branch(task("mlp")).SerializeToString(deterministic=True)
 
 
 def test_other_options_give_another_graph():
-    branch(task("mlp"))
-    branch(task("mlp", shape=(1, 6, 6)))
-    assert len(list(cache_folder("graphs").glob("*.onnx"))) == 2
+    export_branch(task("mlp"))
+    export_branch(task("mlp", shape=(1, 6, 6)))
+    assert len(list(get_cache_folder("graphs").glob("*.onnx"))) == 2

@@ -7,12 +7,12 @@ from msgspec import UNSET
 import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from fedge.bundle.energies import reference
-from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode
-from fedge.data.task import TaskSpec, gate_pool
+from fedge.bundle.energies import compute_reference
+from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode_manifest
+from fedge.data.task import TaskSpec, choose_gate_pool
 from fedge.errors import UpdateRejected
-from fedge.models.build import initial
-from fedge.system.files import digest_of
+from fedge.models.build import make_initial_model
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import to_bytes, unflatten
 from fedge.wire.messages import Role
 from tests.support.tables import mixture_of, write
@@ -26,7 +26,7 @@ def logits():
 
 
 def files(folder):
-    return {path.name: (path.stat().st_ino, digest_of(path.read_bytes())) for path in folder.iterdir()}
+    return {path.name: (path.stat().st_ino, compute_digest(path.read_bytes())) for path in folder.iterdir()}
 
 
 def image_mixture(seed=0, m=3):
@@ -36,9 +36,10 @@ def image_mixture(seed=0, m=3):
         return rng.normal(size=shape) * 0.2
 
     roles = (Role.PRIVATE, Role.GLOBAL, Role.EXPERT)
-    layout, _ = initial(IMAGES, 0)
+    layout, _ = make_initial_model(IMAGES, 0)
     candidates = tuple(
-        Candidate(roles[k], roles[k].value, initial(IMAGES, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m) for k in range(m)
+        Candidate(roles[k], roles[k].value, make_initial_model(IMAGES, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m)
+        for k in range(m)
     )
     n_features = 2 * (20 // 3) * (28 // 4)
     gate = GateWeights(normal(16, n_features), normal(16), normal(m, 16), normal(m))
@@ -51,12 +52,12 @@ def write_images(folder, layout, mixture, validation, **changes):
 
 
 def test_images_through_gate_pooling_and_convolutions(tmp_path):
-    assert gate_pool(IMAGES.input_shape) == (3, 4)
+    assert choose_gate_pool(IMAGES.input_shape) == (3, 4)
     layout, mixture = image_mixture()
     x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
     assert write_images(tmp_path / "1", layout, mixture, x).max_abs_diff < 1e-6
     found = deploy.load(tmp_path / "1").predict(x)
-    p, weights, _ = export.parity.expected(IMAGES, layout, mixture, x)
+    p, weights, _ = export.parity.compute_expected(IMAGES, layout, mixture, x)
     np.testing.assert_allclose(found.probabilities, p, atol=1e-6)
     np.testing.assert_allclose(found.weights, weights, atol=1e-5)
     assert weights.std(axis=0).min() > 1e-3  # the gate sees the images
@@ -70,7 +71,7 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
     runtime = deploy.load(tmp_path / "1")
     found = runtime.predict(x)
 
-    assert (runtime.manifest.reference, runtime.manifest.metrics[OUTLIER_BELOW]) == reference(
+    assert (runtime.manifest.reference, runtime.manifest.metrics[OUTLIER_BELOW]) == compute_reference(
         found.weights, found.energies
     )
     assert runtime.manifest.reference.n == 12
@@ -93,7 +94,7 @@ def test_samples_that_are_not_compared_fail_no_parity_check_and_still_make_the_y
 def test_the_manifest_says_what_was_written(tmp_path):
     layout, mixture = image_mixture()
     written = write_images(tmp_path / "1", layout, mixture, np.zeros((0, 2, 20, 28)), release=7)
-    manifest = decode((tmp_path / "1" / MANIFEST).read_bytes())
+    manifest = decode_manifest((tmp_path / "1" / MANIFEST).read_bytes())
     assert manifest.task == IMAGES
     assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5})
     assert [c.role for c in manifest.candidates] == [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
@@ -103,7 +104,7 @@ def test_the_manifest_says_what_was_written(tmp_path):
     assert set(files(tmp_path / "1")) == {MANIFEST, SKELETON, BRANCH, *(part.file_name for part in manifest.parts)}
     # a model's part is the very blob that the coordinator sends
     blob = to_bytes(unflatten(mixture.candidates[1].model, layout))
-    assert manifest.candidates[1].part.digest == digest_of(blob)
+    assert manifest.candidates[1].part.digest == compute_digest(blob)
 
 
 def test_equal_mixtures_give_equal_bytes(tmp_path, logits):
@@ -172,8 +173,8 @@ def test_writing_again_replaces(tmp_path, logits):
         {"log_prior": np.zeros(3)},
         {"log_prior": np.array([0.0, 0, 0, np.nan])},
         {"beta": np.inf},
-        {"gate": GateWeights.untrained((2,), 3)},
-        {"gate": GateWeights.untrained((1,), 2)},
+        {"gate": GateWeights.make_untrained((2,), 3)},
+        {"gate": GateWeights.make_untrained((1,), 2)},
         {"weights": (0.5, 0.5, 1.5)},
         {"temperature": (1.0, 0.0, 1.0)},
         {"mean": (0.0, np.nan, 0.0)},

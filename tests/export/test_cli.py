@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import deploy
-from export.cli import export, newest
+from export.cli import export, find_newest_bundle
 from fedge.bundle.manifest import MANIFEST, SKELETON
 from fedge.errors import ConfigError, UpdateRejected
 from tests.support.tables import mixture_of, write
@@ -54,7 +54,7 @@ def test_several_homes_go_to_folders_of_their_names(home, tmp_path):
 
 
 def test_a_bundle_itself_may_be_named(home):
-    assert newest(home / "bundles" / "2").manifest.release == 2
+    assert find_newest_bundle(home / "bundles" / "2").manifest.release == 2
 
 
 def test_a_damaged_bundle_is_refused_and_nothing_written(home, tmp_path):
@@ -74,7 +74,7 @@ def test_an_older_one_that_is_damaged_does_not_keep_the_newest_from_being_packed
 def test_unfinished_bundles_are_not_looked_at(home):
     (home / "bundles" / ".unfinished-x").mkdir()
     (home / "bundles" / ".unfinished-x" / MANIFEST).write_text("{}")
-    assert newest(home).manifest.release == 10
+    assert find_newest_bundle(home).manifest.release == 10
 
 
 def test_wrong_arguments(home, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from coordinator.methods.server.learning import Gate
-from export.gate import gate_onnx, pooling
+from export.gate import encode_gate, make_pooling_matrix
 from fedge.bundle.runtime import onnxruntime
 
 
@@ -17,7 +17,7 @@ def made(input_shape: tuple[int, ...], n_experts: int = 5, trunk: str = "auto") 
     torch.manual_seed(0)
     gate = Gate(input_shape, n_experts, trunk)
     tensors = {name: value.detach().numpy() for name, value in gate.state_dict().items()}
-    return gate, gate_onnx(tensors, input_shape)
+    return gate, encode_gate(tensors, input_shape)
 
 
 def run(file: bytes, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -66,4 +66,4 @@ def test_equal_weights_give_equal_bytes_without_traces_of_this_machine() -> None
 def test_pooling_is_torchs(n_in: int, n_out: int) -> None:
     x = torch.randn(1, 1, n_in)
     expected = torch.nn.functional.adaptive_avg_pool1d(x, n_out)[0, 0].numpy()
-    np.testing.assert_allclose(pooling(n_in, n_out) @ x[0, 0].numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(make_pooling_matrix(n_in, n_out) @ x[0, 0].numpy(), expected, atol=1e-6)

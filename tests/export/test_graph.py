@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import deploy
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.parity import expected
-from fedge.bundle.formula import n_gate_features
+from export.parity import compute_expected
+from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import SKELETON
-from fedge.data.task import TaskSpec, gate_pool
-from fedge.models.build import initial
+from fedge.data.task import TaskSpec, choose_gate_pool
+from fedge.models.build import make_initial_model
 from fedge.wire.messages import Role
 from tests.support.tables import by_formula, inputs, layout_of, mixture_of, task_of, write
 
@@ -36,7 +36,7 @@ def oracle(logits, **settings_of_mixture):
     logits = np.float32(logits)
     mixture = mixture_of(logits, **settings_of_mixture)
     _, n, n_classes = logits.shape
-    return expected(task_of(n, n_classes), layout_of(logits[0]), mixture, inputs(n))
+    return compute_expected(task_of(n, n_classes), layout_of(logits[0]), mixture, inputs(n))
 
 
 def gate(rng, m, scale=1.0):
@@ -59,11 +59,11 @@ def assert_like_oracle(prediction, wanted, tolerance=1e-6):
 )
 @pytest.mark.parametrize("engine", ["fused", "separate"])
 def test_the_gate_sees_means_of_windows_of_any_size(tmp_path, shape, window, engine):
-    assert gate_pool(shape) == window
+    assert choose_gate_pool(shape) == window
     task = TaskSpec(name="t", classes=("a", "b"), input_shape=shape, model="mlp", model_options={"hidden": 2})
     rng = np.random.default_rng(0)
-    sizes = (16, n_gate_features(task.input_shape)), (16,), (2, 16), (2,)
-    layout, model = initial(task, 0)
+    sizes = (16, count_gate_features(task.input_shape)), (16,), (2, 16), (2,)
+    layout, model = make_initial_model(task, 0)
     candidates = tuple(Candidate(role, role.value, model) for role in (Role.PRIVATE, Role.EXPERT))
     mixture = Mixture(
         candidates, np.log([0.5, 0.5]), 0.0, GateWeights(*(rng.normal(size=size) * 0.3 for size in sizes))
@@ -71,7 +71,7 @@ def test_the_gate_sees_means_of_windows_of_any_size(tmp_path, shape, window, eng
     x = np.float32(rng.normal(size=(5, *shape)))
     write_bundle(tmp_path, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="m", metrics={})
     found = deploy.load(tmp_path, engine=engine).predict(x)
-    wanted = expected(task, layout, mixture, x)[1]
+    wanted = compute_expected(task, layout, mixture, x)[1]
     np.testing.assert_allclose(found.weights, wanted, atol=1e-6)
     assert np.ptp(wanted[:, 0]) > 0.05
 

@@ -15,13 +15,13 @@ from msgspec import UNSET
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.cli import export
-from export.int8 import Int8Limits, quantise
-from fedge.bundle.graph_reader import largest_int8
-from fedge.bundle.manifest import INT8, read
+from export.int8 import Int8Limits, quantise_bundle
+from fedge.bundle.graph_reader import find_largest_int8
+from fedge.bundle.manifest import INT8, read_bundle
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.wire.messages import Role
 
@@ -51,7 +51,7 @@ def home(tmp_path_factory, digits):
     roles = [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
     mixture = Mixture(
         tuple(Candidate(roles[k], roles[k], models[k], energy_mean=5, energy_std=2, weight=1 / 3) for k in range(3)),
-        np.full(10, -np.log(10)), 0.5, GateWeights.untrained(TASK.input_shape, 3),
+        np.full(10, -np.log(10)), 0.5, GateWeights.make_untrained(TASK.input_shape, 3),
     )  # fmt: skip
     write_bundle(
         home / "bundles" / "1", task=TASK, layout=network.layout, mixture=mixture, validation=x[1200:1400],
@@ -65,7 +65,7 @@ def _trained(network, x, y, seed):
     import torch
 
     module = network.module
-    network.load(initial(TASK, seed)[1])
+    network.load(make_initial_model(TASK, seed)[1])
     optimiser = torch.optim.Adam(module.parameters(), 0.01)
     for _ in range(60):
         loss = torch.nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
@@ -76,9 +76,9 @@ def _trained(network, x, y, seed):
 
 
 def test_is_close_to_float32_on_samples_it_has_not_seen(tmp_path, home, digits):
-    bundle = read(home / "bundles" / "1")
+    bundle = read_bundle(home / "bundles" / "1")
     x, y = digits
-    report = quantise(bundle, Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
+    report = quantise_bundle(bundle, Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
     fused, small = (deploy.load(tmp_path / "small", engine=engine) for engine in ("fused", "int8"))
     one, other = fused.predict_inputs(x[1400:]), small.predict_inputs(x[1400:])
     assert (one.class_index == other.class_index).mean() >= 0.98
@@ -91,16 +91,18 @@ def test_is_close_to_float32_on_samples_it_has_not_seen(tmp_path, home, digits):
     manifest = fused.manifest
     assert report.size_bytes == manifest.int8.size_bytes
     assert report.size_bytes < sum(part.size_bytes for part in set(manifest.parts))
-    before = read(home / "bundles" / "1").manifest.metrics
+    before = read_bundle(home / "bundles" / "1").manifest.metrics
     assert manifest.metrics == before | {
         "int8_agreement": report.agreement, "int8_validation_accuracy": report.accuracy_int8,
     }  # fmt: skip
-    assert read(home / "bundles" / "1").manifest.int8 is UNSET
+    assert read_bundle(home / "bundles" / "1").manifest.int8 is UNSET
 
 
 def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits):
     x, y = digits
-    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
+    quantise_bundle(
+        read_bundle(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED
+    )
     graph = onnx.load(tmp_path / "small" / "int8.onnx").graph
     maker = {output: node.op_type for node in graph.node for output in node.output}
     layers = {
@@ -113,17 +115,19 @@ def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits)
 def test_its_sums_saturate_on_no_processor(tmp_path, home, digits):
     """Without VNNI, x86-64 adds two products of 8 bits in 16 bits: 2 x 255 x 64 fits, 2 x 255 x 65 does not."""
     x, y = digits
-    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
+    quantise_bundle(
+        read_bundle(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED
+    )
     model = onnx.load(tmp_path / "small" / INT8)
     weights = [onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT8]
     assert max(int(np.abs(w.astype(int)).max()) for w in weights) == 64
-    assert largest_int8(memoryview(model.SerializeToString())) == 64
+    assert find_largest_int8(memoryview(model.SerializeToString())) == 64
 
 
 def test_gate_fusion_and_shift_are_as_in_float32(tmp_path, home, digits):
     """The numbers outside the networks keep their names, so that a shift can replace them."""
     x, _ = digits
-    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], None), tmp_path / "small", ANY_SPEED)
+    quantise_bundle(read_bundle(home / "bundles" / "1"), Validation(x[1200:1400], None), tmp_path / "small", ANY_SPEED)
     fused, small = (
         deploy.load(tmp_path / "small", engine=engine, mode="shift").predict_inputs(x[1400:1500])
         for engine in ("fused", "int8")
@@ -147,20 +151,22 @@ def test_is_refused_where_it_is_worse_than_the_limits(tmp_path, home, digits, li
     x = x[1200:1400].copy()
     x[::2] *= 0.05  # what calibrates
     with pytest.raises(UpdateRejected, match=message):
-        quantise(read(home / "bundles" / "1"), Validation(x, y[1200:1400]), tmp_path / "small", limits)
+        quantise_bundle(read_bundle(home / "bundles" / "1"), Validation(x, y[1200:1400]), tmp_path / "small", limits)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_needs_samples_and_a_new_folder(tmp_path, home, digits):
-    bundle = read(home / "bundles" / "1")
+    bundle = read_bundle(home / "bundles" / "1")
     with pytest.raises(ConfigError, match="at least 10"):
-        quantise(bundle, Validation(digits[0][:9], None), tmp_path / "small")
+        quantise_bundle(bundle, Validation(digits[0][:9], None), tmp_path / "small")
     with pytest.raises(ConfigError, match="exists"):
-        quantise(bundle, Validation(digits[0], None), tmp_path)
+        quantise_bundle(bundle, Validation(digits[0], None), tmp_path)
 
 
 def test_an_altered_graph_is_refused(tmp_path, home, digits):
-    quantise(read(home / "bundles" / "1"), Validation(digits[0][:100], None), tmp_path / "small", ANY_SPEED)
+    quantise_bundle(
+        read_bundle(home / "bundles" / "1"), Validation(digits[0][:100], None), tmp_path / "small", ANY_SPEED
+    )
     data = bytearray((tmp_path / "small" / INT8).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "small" / INT8).write_bytes(data)

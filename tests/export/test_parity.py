@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from export import parity
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.data.task import TaskSpec
 from fedge.errors import UpdateRejected
 from fedge.models import build
@@ -18,17 +18,17 @@ TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="ml
 
 def test_at_most_256_validation_samples_are_compared_and_random_ones_where_there_are_none() -> None:
     validation = np.arange(300 * 6, dtype=np.float64).reshape(300, 6)
-    compared = parity.samples(TASK, validation)
+    compared = parity.select_samples(TASK, validation)
     assert compared.dtype == np.float32
     np.testing.assert_array_equal(compared, validation[:256])
-    assert parity.samples(TASK, validation[:0]).shape == (8, 6)
+    assert parity.select_samples(TASK, validation[:0]).shape == (8, 6)
 
 
 def test_logits_are_those_of_each_model() -> None:
-    layout, first = build.initial(TASK, 0)
-    _, second = build.initial(TASK, 1)
+    layout, first = build.make_initial_model(TASK, 0)
+    _, second = build.make_initial_model(TASK, 1)
     x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
-    together = parity.logits_of(TASK, layout, [first, second], x)
+    together = parity.compute_logits(TASK, layout, [first, second], x)
     assert together.shape == (2, 5, 3)
     w1, b1, w2, b2 = (first.params[a:b] for a, b in ((0, 24), (24, 28), (28, 40), (40, 43)))
     by_hand = np.maximum(x @ w1.reshape(4, 6).T + b1, 0) @ w2.reshape(3, 4).T + b2
@@ -39,14 +39,16 @@ def test_logits_are_those_of_each_model() -> None:
 @pytest.mark.parametrize("difference", [0.0, 1e-5, 0.99e-4])
 def test_a_small_difference_is_reported(difference: float) -> None:
     wanted = np.array([[0.5, 0.5]])
-    assert parity.check(np.add(wanted, [[difference, 0]]), lambda _: wanted) == pytest.approx(difference, abs=1e-12)
+    assert parity.require_parity(np.add(wanted, [[difference, 0]]), lambda _: wanted) == pytest.approx(
+        difference, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("difference", [1.01e-4, 1.0, np.nan])
 def test_a_large_one_or_none_at_all_is_refused(difference: float) -> None:
     wanted = np.array([[0.5, 0.5]])
     with pytest.raises(UpdateRejected, match="no bundle written"):
-        parity.check(np.add(wanted, [[difference, 0]]), lambda _: wanted)
+        parity.require_parity(np.add(wanted, [[difference, 0]]), lambda _: wanted)
 
 
 # ---------------------------------------------------------------------------------------- experts that are level
@@ -68,10 +70,10 @@ def test_an_expert_that_is_clearly_better_must_win(tmp_path: Path) -> None:
     other = mixture_of(logits, weights=[0.4, 0.3, 0.3 * 1.001], top=1)
     write(tmp_path, logits, mixture_of(logits, weights=[0.4, 0.3, 0.3], top=1))
     task, layout, x = task_of(5, 3), layout_of(logits[0]), inputs(5)
-    bundle = read(tmp_path)
-    found = parity.run(bundle.graph, bundle.folder, x)
+    bundle = read_bundle(tmp_path)
+    found = parity.run_graph(bundle.graph, bundle.folder, x)
     with pytest.raises(UpdateRejected, match="no bundle written"):
-        parity.check(found[0], lambda lean: parity.expected(task, layout, other, x, found, lean)[0])
+        parity.require_parity(found[0], lambda lean: parity.compute_expected(task, layout, other, x, found, lean)[0])
 
 
 ROUTED = TaskSpec(
@@ -82,7 +84,7 @@ ROUTED = TaskSpec(
 
 def undecided() -> tuple[Layout, Model]:
     """A network whose routers say the same of both routes."""
-    layout, model = build.initial(ROUTED, 0)
+    layout, model = build.make_initial_model(ROUTED, 0)
     tensors = unflatten(model, layout)
     return layout, flatten({n: np.zeros_like(t) if "router" in n else t for n, t in tensors.items()}, layout)
 
@@ -92,11 +94,11 @@ def test_routes_inside_a_network_that_are_level_may_win_either_way() -> None:
     x = np.random.default_rng(1).random((6, 1, 8, 8), dtype=np.float32)
 
     def by_torch(lean: float) -> np.ndarray:
-        return parity.logits_of(ROUTED, layout, [model], x, lean)[0]
+        return parity.compute_logits(ROUTED, layout, [model], x, lean)[0]
 
     first, last = by_torch(-1), by_torch(1)
     assert np.abs(first - by_torch(0)).max() < 1e-4
     assert np.abs(first - last).max() > 1e-2, "the other routes"
-    assert parity.difference(last, by_torch) < 1e-4
-    assert parity.difference(last + 0.01, by_torch) == pytest.approx(0.01, abs=1e-4)
-    assert np.isnan(parity.difference(last * np.nan, by_torch))
+    assert parity.compute_difference(last, by_torch) < 1e-4
+    assert parity.compute_difference(last + 0.01, by_torch) == pytest.approx(0.01, abs=1e-4)
+    assert np.isnan(parity.compute_difference(last * np.nan, by_torch))

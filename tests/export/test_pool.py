@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import deploy
 from export import Pool, PoolGate, write_bundle
-from export.parity import features_of, logits_of
-from export.pool import WIDTHS, gate_logits, pool_reference, top_weights
-from fedge.bundle.manifest import read
+from export.parity import compute_features, compute_logits
+from export.pool import WIDTHS, compute_gate_logits, compute_pool_reference, select_top_weights
+from fedge.bundle.manifest import read_bundle
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.tensors.layout import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, TRUNK = build.initial(TASK, 0)
+LAYOUT, TRUNK = build.make_initial_model(TASK, 0)
 X = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def pool_of(m=5, kind="head", seed=0, **changes):
     modules = tuple(
         {"weight": rng.normal(size=(3, 8)).astype(np.float32), "bias": rng.normal(size=3).astype(np.float32)}
         if kind == "head"
-        else build.initial(TASK, 10 + k)[1]
+        else build.make_initial_model(TASK, 10 + k)[1]
         for k in range(m)
     )
     fields = {
@@ -65,15 +65,15 @@ def write(tmp_path, pool):
 def oracle(pool, x):
     """Sections 3 and 5 sample by sample, in loops."""
     if pool.kind == "head":
-        f, rest = features_of(TASK, LAYOUT, pool.trunk, x)
+        f, rest = compute_features(TASK, LAYOUT, pool.trunk, x)
         added = [[module["weight"] @ row + module["bias"] for module in pool.modules] for row in f]
         g = f
     else:
-        logits = logits_of(TASK, LAYOUT, pool.modules, x)
+        logits = compute_logits(TASK, LAYOUT, pool.modules, x)
         rest = np.tile(pool.rest, (len(x), 1))
         added = [[logits[m][n] - pool.rest for m in range(len(pool.modules))] for n in range(len(x))]
         g = x
-    z = gate_logits(pool.gate, g)
+    z = compute_gate_logits(pool.gate, g)
     p = []
     for n in range(len(x)):
         e = np.where(pool.keep, np.exp(z[n] - z[n].max()), 0)
@@ -112,15 +112,15 @@ def test_any_pool(tmp_path, seed, m, top) -> None:
 
 def test_worked_top_weights() -> None:
     alpha = np.array([[0.1, 0.3, 0.3, 0.05, 0.25]])
-    np.testing.assert_allclose(top_weights(alpha, 2), [[0, 0.3, 0.3, 0, 0]])
-    np.testing.assert_allclose(top_weights(alpha, 2, own=4), [[0, 0.545455, 0, 0, 0.454545]], atol=1e-6)
+    np.testing.assert_allclose(select_top_weights(alpha, 2), [[0, 0.3, 0.3, 0, 0]])
+    np.testing.assert_allclose(select_top_weights(alpha, 2, own=4), [[0, 0.545455, 0, 0, 0.454545]], atol=1e-6)
 
 
 def test_equal_modules_predict_like_one(tmp_path) -> None:
     """Section 12: if all modules are equal, anchored predictions equal the base's."""
     head = pool_of().modules[0]
     pool = pool_of(modules=(head,) * 5)
-    f, rest = features_of(TASK, LAYOUT, TRUNK, X)
+    f, rest = compute_features(TASK, LAYOUT, TRUNK, X)
     logits = rest + f @ head["weight"].T + head["bias"]
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(write(tmp_path, pool).predict(X).probabilities, expected, atol=1e-5)
@@ -139,7 +139,7 @@ def test_a_one_hot_gate_over_the_whole_pool_gives_the_base_back(tmp_path, anchor
         pool.gate.mean,
         pool.gate.scale,
     )
-    f, rest = features_of(TASK, LAYOUT, TRUNK, X)
+    f, rest = compute_features(TASK, LAYOUT, TRUNK, X)
     head = pool.modules[own]
     logits = rest + f @ head["weight"].T + head["bias"]
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -172,7 +172,7 @@ def test_the_skeleton_is_the_same_for_all_devices_and_heads_are_small_files(tmp_
     for own in (0, 1):
         keep = np.arange(5) != 2 + own
         write(tmp_path / str(own), pool_of(own=own, keep=keep, seed=own))
-        bundle = read(tmp_path / str(own) / "b")
+        bundle = read_bundle(tmp_path / str(own) / "b")
         digests.append(bundle.manifest.skeleton.digest)
         assert all(c.part.size_bytes < 400 for c in bundle.manifest.candidates)
         assert bundle.manifest.pool.own == own
@@ -191,7 +191,7 @@ def test_the_head_alone_is_the_difference_of_the_layout() -> None:
 def test_reference_rows_sum_to_one() -> None:
     pool = pool_of()
     rng = np.random.default_rng(1)
-    p, w = pool_reference(pool, rng.normal(size=(7, 5, 3)), rng.normal(size=(7, 3)), rng.normal(size=(7, 8)))
+    p, w = compute_pool_reference(pool, rng.normal(size=(7, 5, 3)), rng.normal(size=(7, 3)), rng.normal(size=(7, 8)))
     np.testing.assert_allclose(p.sum(axis=1), 1)
     np.testing.assert_allclose(w.sum(axis=1), 1)
 
@@ -202,7 +202,7 @@ def test_reference_drops_what_is_not_finite_in_float32_sample_by_sample() -> Non
     modules, rest, g = rng.normal(size=(7, 5, 3)), rng.normal(size=(7, 3)), rng.normal(size=(7, 8))
     other = next(k for k in np.flatnonzero(pool.keep) if k != pool.own)
     modules[2, other, 0], modules[3, other, 0] = np.nan, 1e39
-    p, w = pool_reference(pool, modules, rest, g)
+    p, w = compute_pool_reference(pool, modules, rest, g)
     np.testing.assert_allclose(p.sum(axis=1), 1)
     assert (w[[2, 3], other] == 0).all()
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from deploy.updates.trust import Trust, install_root
 from export.release_cli import release
 from export.signing import Repository
-from fedge.bundle.manifest import decode, look
+from fedge.bundle.manifest import decode_manifest, read_manifest
 from fedge.errors import ConfigError
 from tests.deploy.bundles import other_gate, variant
 
@@ -33,8 +33,8 @@ def test_from_init_to_a_device_that_trusts(tmp_path):
     assert record["targets"] == ["3/manifest.json"]
     assert sorted(record["expires"]) == ["root", "snapshot", "targets", "timestamp"]
     install_root(tmp_path / "home", (repo / "metadata" / "1.root.json").read_bytes())
-    files = {name: path.read_bytes() for name, path in Repository(repo).files("3/manifest.json").items()}
-    assert Trust(tmp_path / "home").manifest(files, "3/manifest.json")
+    files = {name: path.read_bytes() for name, path in Repository(repo).find_files("3/manifest.json").items()}
+    assert Trust(tmp_path / "home").verify_manifest(files, "3/manifest.json")
 
 
 def test_bundles_of_one_release_have_names(tmp_path):
@@ -43,7 +43,7 @@ def test_bundles_of_one_release_have_names(tmp_path):
     run("add", repo, variant(tmp_path / "1", release=1), "--name", "cam1")
     run("add", repo, variant(tmp_path / "2", release=1, gate=other_gate), "--name", "cam2")
 
-    assert Repository(repo).targets() == ["1/cam1.json", "1/cam2.json"]
+    assert Repository(repo).list_targets() == ["1/cam1.json", "1/cam2.json"]
     assert "1/cam1.json" in run("show", repo)[1]
 
 
@@ -55,11 +55,11 @@ def test_the_newest_bundle_of_a_home_under_a_number_of_its_own(tmp_path):
     assert run("add", repo, home)[1] == "10/manifest.json\n"
     assert run("add", repo, home, "--number", 12)[1] == "12/manifest.json\n"
     repository = Repository(repo)
-    assert repository.releases() == [10, 12]
-    install_root(tmp_path / "device", repository.root())
-    files = {name: path.read_bytes() for name, path in repository.files("12/manifest.json").items()}
-    trusted = decode(Trust(tmp_path / "device").manifest(files, "12/manifest.json"))
-    before = look(home / "bundles" / "10")[0]
+    assert repository.list_releases() == [10, 12]
+    install_root(tmp_path / "device", repository.read_root())
+    files = {name: path.read_bytes() for name, path in repository.find_files("12/manifest.json").items()}
+    trusted = decode_manifest(Trust(tmp_path / "device").verify_manifest(files, "12/manifest.json"))
+    before = read_manifest(home / "bundles" / "10")[0]
     assert trusted == msgspec.structs.replace(before, release=12)
 
 

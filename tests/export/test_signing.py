@@ -9,14 +9,14 @@ import pytest
 from deploy.updates.trust import Trust, install_root
 from export.signing import ROLES, Repository
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.wire.messages import MAX_ROOTS, Rollout, encode
+from fedge.wire.messages import MAX_ROOTS, Rollout, encode_message
 from tests.deploy.bundles import digest, other_gate, variant
 from tests.support.clock import Clock
 
 
 @pytest.fixture
 def repository(tmp_path):
-    return Repository.create(tmp_path / "repo")
+    return Repository.make(tmp_path / "repo")
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def bundle(tmp_path):
 
 @pytest.fixture
 def home(tmp_path, repository):
-    install_root(tmp_path / "home", repository.root())
+    install_root(tmp_path / "home", repository.read_root())
     return tmp_path / "home"
 
 
 def received(repository, target):
-    return {name: path.read_bytes() for name, path in repository.files(target).items()}
+    return {name: path.read_bytes() for name, path in repository.find_files(target).items()}
 
 
 def trusted(home, repository, target):
-    return Trust(home).manifest(received(repository, target), target)
+    return Trust(home).verify_manifest(received(repository, target), target)
 
 
 def test_a_released_bundle_is_trusted(home, repository, bundle):
@@ -51,7 +51,7 @@ def test_releases_are_added_and_equal_parts_kept_once(tmp_path, home, repository
     n_parts = len(set(repository.parts))
     second = repository.add(variant(tmp_path / "second", release=2, gate=other_gate))
 
-    assert repository.targets() == [first, second]
+    assert repository.list_targets() == [first, second]
     assert len(set(repository.parts)) == n_parts + 1
     assert trusted(home, repository, first) == (bundle / "manifest.json").read_bytes()
 
@@ -89,7 +89,7 @@ def test_a_key_that_was_replaced_signs_nothing_any_more(tmp_path, home, reposito
         forged = stolen.add(variant(tmp_path / f"forged{release}", release=release))
     files = received(stolen, forged) | {"2.root.json": received(repository, target)["2.root.json"]}
     with pytest.raises(UpdateRejected, match=r"^forged: "):
-        Trust(home).manifest(files, forged)
+        Trust(home).verify_manifest(files, forged)
 
 
 def test_without_the_key_nothing_is_signed(tmp_path, repository, bundle):
@@ -99,7 +99,7 @@ def test_without_the_key_nothing_is_signed(tmp_path, repository, bundle):
     with pytest.raises(ConfigError, match="the key of role targets"):
         repository.add(bundle)
 
-    assert Repository(tmp_path / "repo").targets() == []
+    assert Repository(tmp_path / "repo").list_targets() == []
 
 
 def test_renewing_needs_no_key_that_is_kept_off_line(tmp_path, home, repository, bundle):
@@ -138,13 +138,13 @@ def a_rollout(version):
 
 def test_what_is_announced_devices_believe_through_all_rotations(tmp_path, home, repository, bundle):
     """Also one that was off while the keys were replaced as often as one announcement can carry."""
-    assert Trust(home).rollout(repository.announce(a_rollout(1), "shop"), "shop") == a_rollout(1)
+    assert Trust(home).verify_rollout(repository.announce(a_rollout(1), "shop"), "shop") == a_rollout(1)
     for version in range(MAX_ROOTS):
         repository.rotate(ROLES[version % len(ROLES)])
     announcement = repository.announce(a_rollout(2), "shop")
     assert len(announcement.roots) == MAX_ROOTS
-    assert len(encode(announcement)) < 30_000, "of 60 KiB; the rest is for canaries and names of files"
-    assert Trust(home).rollout(announcement, "shop") == a_rollout(2)
+    assert len(encode_message(announcement)) < 30_000, "of 60 KiB; the rest is for canaries and names of files"
+    assert Trust(home).verify_rollout(announcement, "shop") == a_rollout(2)
 
     for key in (tmp_path / "repo" / "keys").glob("timestamp.*"):
         key.unlink()
@@ -168,7 +168,7 @@ def test_until_the_timestamp_is_written_nothing_has_changed(tmp_path, home, repo
 
     again = Repository(tmp_path / "repo")
 
-    assert again.targets() == [target]
+    assert again.list_targets() == [target]
     assert trusted(home, again, target) == before
     assert again.add(tmp_path / "second") == "2/manifest.json"
     assert trusted(home, again, "2/manifest.json")
@@ -179,7 +179,7 @@ def test_several_bundles_of_one_release(tmp_path, home, repository, bundle):
 
     assert repository.add(bundle, "door") == "1/door.json"
     assert repository.add(other, "yard") == "1/yard.json"
-    assert digest(other) in next(name for name in repository.files("1/yard.json") if "yard" in name)
+    assert digest(other) in next(name for name in repository.find_files("1/yard.json") if "yard" in name)
 
 
 def test_a_bundle_that_is_damaged_is_not_released(repository, bundle):
@@ -187,15 +187,15 @@ def test_a_bundle_that_is_damaged_is_not_released(repository, bundle):
 
     with pytest.raises(UpdateRejected):
         repository.add(bundle)
-    assert repository.targets() == []
+    assert repository.list_targets() == []
 
 
 def test_mistakes_are_explained(tmp_path, repository):
     with pytest.raises(ConfigError, match="fedge release init"):
         Repository(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not empty"):
-        Repository.create(tmp_path / "repo")
+        Repository.make(tmp_path / "repo")
     with pytest.raises(ConfigError, match="no target"):
-        repository.files("9/manifest.json")
+        repository.find_files("9/manifest.json")
     with pytest.raises(ConfigError, match="one of root"):
         repository.rotate("boss")

@@ -20,7 +20,7 @@ from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.commands.broker import LocalBroker
 from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.profile import Profiled
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import Codec, from_bytes, to_bytes
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import (
@@ -38,7 +38,7 @@ from fedge.wire.messages import (
     Status,
     Want,
     Why,
-    encode,
+    encode_message,
 )
 from tests.support.device import RawDevice, trained
 from tests.support.federation import Federation, Running, same, settings
@@ -78,7 +78,7 @@ class Mallory(RawDevice):
 
 
 def raw(message: Message, version: int | None = None) -> bytes:
-    """As `encode`, without its checks."""
+    """As `encode_message`, without its checks."""
     return msgspec.msgpack.encode((version or message.VERSION, message))
 
 
@@ -95,23 +95,27 @@ def bad_messages(order: Order, others: bytes) -> list[tuple[str, str, bytes]]:
     good = {"status": status(), "context": CONTEXT, "reports": report, "wants": UNKNOWN}
     everywhere = [
         *((leaf, "malformed", b"\xc1 no message") for leaf in good),
-        *((leaf, "malformed", encode(message)[:-1]) for leaf, message in good.items()),
+        *((leaf, "malformed", encode_message(message)[:-1]) for leaf, message in good.items()),
         *((leaf, "version", raw(message, 99)) for leaf, message in good.items()),
         *((leaf, "oversized", bytes(MAX_MESSAGE_BYTES + 1)) for leaf in good),
-        *((leaf, "unexpected-type", encode(HEALTH if leaf == "wants" else ACK)) for leaf in good),
-        *((leaf, "foreign-id", encode(changed(message, device_id="cam0"))) for leaf, message in good.items()),
+        *((leaf, "unexpected-type", encode_message(HEALTH if leaf == "wants" else ACK)) for leaf in good),
+        *((leaf, "foreign-id", encode_message(changed(message, device_id="cam0"))) for leaf, message in good.items()),
     ]
     return [
         *everywhere,
-        ("status", "task-mismatch", encode(status())),
+        ("status", "task-mismatch", encode_message(status())),
         ("context", "not-finite", raw(Context(device_id=ME, temperature_c=math.nan))),
         ("context", "not-finite", raw(Context(device_id=ME, temperature_c=-math.inf))),
         ("reports", "not-finite", raw(changed(report, seconds=math.inf))),
-        ("reports", "unknown-order", encode(changed(report, order_id="another.1.train.mallory"))),
-        ("reports", "foreign-id", encode(changed(report, order_id=order.id.replace(ME, "cam0")))),
+        ("reports", "unknown-order", encode_message(changed(report, order_id="another.1.train.mallory"))),
+        ("reports", "foreign-id", encode_message(changed(report, order_id=order.id.replace(ME, "cam0")))),
         ("../cam0/reports", "replayed-report", raw(msgspec.msgpack.decode(others, type=Report))),
-        ("wants", "unknown-blob", encode(UNKNOWN)),
-        ("wants", "out-of-range", encode(changed(UNKNOWN, digest=model.digest, ranges=((0, model.size_bytes + 1),)))),
+        ("wants", "unknown-blob", encode_message(UNKNOWN)),
+        (
+            "wants",
+            "out-of-range",
+            encode_message(changed(UNKNOWN, digest=model.digest, ranges=((0, model.size_bytes + 1),))),
+        ),
     ]
 
 
@@ -127,7 +131,7 @@ def bad_results(mallory: RawDevice, model: bytes) -> list[tuple[str, Result]]:
         return update(to_bytes(tensors | {name: change(tensors[name])}))
 
     right = to_bytes(tensors)
-    wrong_digest = digest_of(b"of something else")
+    wrong_digest = compute_digest(b"of something else")
     mallory.blobs[wrong_digest] = right
     return [
         ("digest", trained(BlobRef(digest=wrong_digest, size_bytes=len(right)))),
@@ -144,20 +148,20 @@ def bad_results(mallory: RawDevice, model: bytes) -> list[tuple[str, Result]]:
 
 async def bother_agent(mallory: RawDevice, cam0: Running, order: Order) -> None:
     """The topics that an agent reads, one after the other: it refuses by name."""
-    orders, acks = mallory.topics.agent("cam0", "orders"), mallory.topics.agent("cam0", "acks")
-    wants = mallory.topics.coordinator_wants("cam0")
+    orders, acks = mallory.topics.make_agent_topic("cam0", "orders"), mallory.topics.make_agent_topic("cam0", "acks")
+    wants = mallory.topics.make_wants_topic("cam0")
     mine = msgspec.structs.replace(order, device_id="cam0")
     for topic, payload in (
         *((topic, b"\xc1 no message") for topic in (orders, acks, wants)),
         *((topic, raw(ACK, 99)) for topic in (orders, acks, wants)),
         *((topic, bytes(MAX_MESSAGE_BYTES + 1)) for topic in (orders, acks, wants)),
-        *((topic, encode(HEALTH if topic == wants else CONTEXT)) for topic in (orders, acks, wants)),
-        (orders, encode(order)),
-        (acks, encode(ACK)),
-        (wants, encode(UNKNOWN)),
-        (orders, encode(msgspec.structs.replace(mine, id="old", left_s=0.0))),
-        (acks, encode(msgspec.structs.replace(ACK, device_id="cam0"))),
-        (wants, encode(msgspec.structs.replace(UNKNOWN, device_id="cam0"))),
+        *((topic, encode_message(HEALTH if topic == wants else CONTEXT)) for topic in (orders, acks, wants)),
+        (orders, encode_message(order)),
+        (acks, encode_message(ACK)),
+        (wants, encode_message(UNKNOWN)),
+        (orders, encode_message(msgspec.structs.replace(mine, id="old", left_s=0.0))),
+        (acks, encode_message(msgspec.structs.replace(ACK, device_id="cam0"))),
+        (wants, encode_message(msgspec.structs.replace(UNKNOWN, device_id="cam0"))),
     ):
         await mallory.transport.publish(topic, payload)
     threes = dict.fromkeys(("version", "oversized", "unexpected-type", "foreign-id"), 3)
@@ -168,7 +172,7 @@ async def garbage_chunks(mallory: Mallory, coordinator: Running, digest: str) ->
     """While the coordinator fetches from us: chunks at no offset, and beyond the end."""
     await mallory.wanted()
     for offset in ("x", "-1", str(10**12)):
-        await mallory.transport.publish(mallory.topics.update_chunk(ME, digest, offset), b"garbage")
+        await mallory.transport.publish(mallory.topics.make_update_topic(ME, digest, offset), b"garbage")
     await until(lambda: coordinator.log.read_text().count(f"/blobs/{digest}/") >= 3)
 
 
@@ -256,4 +260,8 @@ def turn(number: int) -> int:
 
 def topic(mallory: RawDevice, leaf: str) -> str:
     """One of its own topics, or "../{id}/{leaf}": another device's."""
-    return mallory.topics.agent("cam0", "reports") if leaf.startswith("..") else mallory.topics.agent(ME, leaf)
+    return (
+        mallory.topics.make_agent_topic("cam0", "reports")
+        if leaf.startswith("..")
+        else mallory.topics.make_agent_topic(ME, leaf)
+    )

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.install import install_in
-from deploy.updates.answering import Answering
+from deploy.commands.install import install_bundle
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
-from deploy.updates.slots import Slots, owned
-from fedge.bundle.manifest import read
+from deploy.updates.slots import Slots, lock_slots
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import StoreError
-from fedge.system.files import volatile
+from fedge.system.files import skip_fsync
 from tests.deploy.bundles import digest, other_gate, source, variant
 from tests.deploy.served import golden
 
@@ -91,9 +91,9 @@ def prepared(folder, releases):
     """A home with this many releases, as `fedge install` leaves it; and with the last one on trial: "trial"."""
     home = folder / "home"
     bundles = [variant(folder / str(n), release=n, gate=other_gate if n == 2 else None) for n in (1, 2)]
-    with owned(home) as slots:
+    with lock_slots(home) as slots:
         for bundle in bundles[: 2 if releases == 2 else 1]:
-            install_in(home, slots, read(bundle))
+            install_bundle(home, slots, read_bundle(bundle))
         if releases == "trial":
             slots.stage(*source(bundles[1]))
             slots.switch()
@@ -114,7 +114,7 @@ def asked(answering):
 
 def check(folder, damage, releases, *, serving):
     """Damage each file and folder of a home in turn."""
-    with volatile():  # what a power cut does is asked elsewhere
+    with skip_fsync():  # what a power cut does is asked elsewhere
         check_each(folder, damage, releases, serving=serving)
 
 
@@ -122,23 +122,23 @@ def check_each(folder, damage, releases, *, serving):
     pristine, known = prepared(folder, releases)
     for n, target in enumerate(targets(pristine, damage)):
         home = shutil.copytree(pristine, folder / f"damaged-{n}")
-        with owned(home) as slots:
-            answering = Answering(slots, Limits()) if serving else None
+        with lock_slots(home) as slots:
+            answering = ActiveBundle(slots, Limits()) if serving else None
             DAMAGES[damage](home / target.relative_to(pristine))
             if answering is not None:
                 assert asked(answering) in known, target
                 with suppress(StoreError):
-                    slots.mend()
+                    slots.repair()
                     answering.settle()
                 assert asked(answering) in known, target
-        with owned(home) as slots:
-            answering = Answering(slots, Limits())
+        with lock_slots(home) as slots:
+            answering = ActiveBundle(slots, Limits())
             assert asked(answering) in known, target
             assert not slots.state.refused, target
             if slots.state.trial is None and damage != "no permission":
-                slots.mend()
-                assert {read(slots.running).digest, read(slots.staged).digest} <= known, target
-                assert asked(Answering(Slots(home), Limits())) in known, target
+                slots.repair()
+                assert {read_bundle(slots.running).digest, read_bundle(slots.staged).digest} <= known, target
+                assert asked(ActiveBundle(Slots(home), Limits())) in known, target
 
 
 @pytest.mark.parametrize("serving", [False, True], ids=["before a start", "while serving"])
@@ -164,8 +164,8 @@ def test_it_answers_where_nothing_can_be_written(tmp_path, releases):
 
 def start(home, known):
     """A device that is switched on."""
-    with owned(home) as slots:
-        assert asked(Answering(slots, Limits())) in known
+    with lock_slots(home) as slots:
+        assert asked(ActiveBundle(slots, Limits())) in known
 
 
 def as_others(call):
@@ -189,18 +189,18 @@ def test_an_install_repairs_both_slots(tmp_path, damage, releases):
         DAMAGES[damage](target)
     last = tmp_path / str(releases)
 
-    with owned(home) as slots:
-        install_in(home, slots, read(last))
+    with lock_slots(home) as slots:
+        install_bundle(home, slots, read_bundle(last))
 
-        assert read(slots.running).digest == read(slots.staged).digest == digest(last)
-        assert asked(Answering(slots, Limits())) == digest(last)
+        assert read_bundle(slots.running).digest == read_bundle(slots.staged).digest == digest(last)
+        assert asked(ActiveBundle(slots, Limits())) == digest(last)
 
 
 def test_a_copy_over_the_folder_that_was_installed_harms_nothing(tmp_path):
     home, known = prepared(tmp_path, 1)
-    with owned(home) as slots:
-        answering = Answering(slots, Limits())
+    with lock_slots(home) as slots:
+        answering = ActiveBundle(slots, Limits())
         for path in (tmp_path / "1").iterdir():
             os.truncate(path, 0)
         assert asked(answering) in known
-        assert asked(Answering(slots, Limits())) in known
+        assert asked(ActiveBundle(slots, Limits())) in known

@@ -11,7 +11,7 @@ import pytest
 from coordinator.fleet.mqtt.presence import MAX_STRANGERS
 from fedge.commands.broker import LocalBroker
 from fedge.system.logs import LINES_PER_MINUTE
-from fedge.wire.messages import Presence, Status, encode
+from fedge.wire.messages import Presence, Status, encode_message
 from fedge.wire.topics import Topics
 from tests.support.broker import say
 from tests.support.federation import NAME, Federation
@@ -28,8 +28,10 @@ async def test_invented_names_stop_nobody(mosquitto: LocalBroker, tmp_path: Path
         status = Status(device_id="x", incarnation="1", presence=Presence.ONLINE, task_fingerprint=fingerprint or "")
         if fingerprint is None:
             status = msgspec.structs.replace(status, presence=Presence.SLEEPING)
-        said = {f"fake{i}": encode(msgspec.structs.replace(status, device_id=f"fake{i}")) for i in range(N)}
-        await say(mosquitto, *({"topic": topics.agent(name, "status"), "payload": said[name]} for name in said))
+        said = {f"fake{i}": encode_message(msgspec.structs.replace(status, device_id=f"fake{i}")) for i in range(N)}
+        await say(
+            mosquitto, *({"topic": topics.make_agent_topic(name, "status"), "payload": said[name]} for name in said)
+        )
         await federation.agents()
         assert await coordinator.ended() == 0, coordinator.log.read_text()[-2000:]
     summary = json.loads((federation.home / "summary.json").read_bytes())

@@ -31,13 +31,13 @@ class Stranger:
         self.n_sent = 0
 
     async def listen(self) -> None:
-        await self._link.subscribe(TOPICS.agent("+", "orders"), self._heard)
-        await self._link.subscribe(TOPICS.agent("+", "reports"), self._heard)
+        await self._link.subscribe(TOPICS.make_agent_topic("+", "orders"), self._heard)
+        await self._link.subscribe(TOPICS.make_agent_topic("+", "reports"), self._heard)
 
     async def _heard(self, message: Inbound) -> None:
-        device, leaf = TOPICS.parts(message.topic)[1:]
+        device, leaf = TOPICS.split(message.topic)[1:]
         for digest, size_bytes in blobs(msgspec.msgpack.decode(message.payload)):
-            chunks = TOPICS.model_chunk(digest) if leaf == "orders" else TOPICS.update_chunk(device, digest)
+            chunks = TOPICS.make_model_topic(digest) if leaf == "orders" else TOPICS.make_update_topic(device, digest)
             if chunks not in self._sizes:
                 await self._link.publish(chunks.replace("+", "0"), bytes(size_bytes), retain=True)
             self._sizes[chunks] = size_bytes

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec.structs import replace
 
 from edge_agent.privacy.masking import Masked, Session
-from fedge.privacy.masked_sums import add_pair_mask, prg
-from fedge.privacy.shares import SHARE_BYTES, combine
+from fedge.privacy.masked_sums import add_pair_mask, expand_seed
+from fedge.privacy.shares import SHARE_BYTES, combine_shares
 from fedge.steps.contract import Failed, Result
-from fedge.steps.masked.train_masked import alike
+from fedge.steps.masked.train_masked import compute_common_digest
 from fedge.steps.masked.unmask import Unmasked
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
@@ -52,11 +52,11 @@ class Hostile(Cohort):
         self.shown: dict[tuple[Kind, int], dict[int, bytes]] = defaultdict(dict)
 
     def session(self, k: int) -> Session:
-        return Session(self.workers[k].device(order(self.sharing()), self.blobs), SESSION)
+        return Session(self.workers[k].make_device(order(self.sharing()), self.blobs), SESSION)
 
     def tell(self, k: int, kinds: Mapping[Kind, Iterable[int]]) -> None:
         """A device shows all that it is asked for."""
-        masked = self.session(k).read(Masked)
+        masked = self.session(k).load(Masked)
         assert masked is not None
         for kind, wanted in kinds.items():
             for peer in masked.shares.keys() & set(wanted):
@@ -78,29 +78,29 @@ class Hostile(Cohort):
     def secret(self, kind: Kind, k: int) -> bytes:
         shares = self.shown[kind, k]
         assert len(shares) >= self.roster.threshold, f"the {kind} of {k} stay closed"
-        return combine(dict(sorted(shares.items())[: self.roster.threshold]))
+        return combine_shares(dict(sorted(shares.items())[: self.roster.threshold]))
 
     def read(self, peers: Collection[int]) -> list[int]:
         """The victim's update without the masks of its pairs with these, and its own."""
         asked = self.training(VICTIM)
-        training = alike(asked.train, asked.heaviest)
-        total = fixed_point.zero(LAYOUT)
+        training = compute_common_digest(asked.train, asked.heaviest)
+        total = fixed_point.make_zero(LAYOUT)
         total.add(fixed_point.from_bytes(self.vectors[VICTIM], LAYOUT))
-        total.subtract(prg(self.secret("seeds", VICTIM), LAYOUT))
+        total.subtract(expand_seed(self.secret("seeds", VICTIM), LAYOUT))
         for peer in peers:
             own = peer in self.helpers
             key = self.session(peer).masking if own else X25519PrivateKey.from_private_bytes(self.secret("keys", peer))
-            add_pair_mask(total, peer, VICTIM, self.roster.pair_seed(key, peer, VICTIM, training), LAYOUT)
+            add_pair_mask(total, peer, VICTIM, self.roster.derive_pair_seed(key, peer, VICTIM, training), LAYOUT)
         return total.params.tolist()
 
     def opened(self) -> Summand:
         """The sum of all, which all confirm and open."""
         self.confirm(*EVERYBODY)
         assert all(isinstance(self.open(k), Unmasked) for k in EVERYBODY)
-        total = fixed_point.zero(LAYOUT)
+        total = fixed_point.make_zero(LAYOUT)
         for k in EVERYBODY:
             total.add(fixed_point.from_bytes(self.vectors[k], LAYOUT))
-            total.subtract(prg(self.secret("seeds", k), LAYOUT))
+            total.subtract(expand_seed(self.secret("seeds", k), LAYOUT))
         return total
 
     def truth(self) -> list[int]:
@@ -109,7 +109,7 @@ class Hostile(Cohort):
         plain = self.does(VICTIM, replace(action.train, codec=Codec.FLOAT32))
         assert isinstance(plain.result, Trained)
         update = decode(plain.blobs[plain.result.update.digest], Codec.FLOAT32, LAYOUT)
-        return fixed_point.summand(update, plain.result.n_samples, 10, action.heaviest).params.tolist()
+        return fixed_point.make_summand(update, plain.result.n_samples, 10, action.heaviest).params.tolist()
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_only_more_than_a_third_that_work_for_it_open_two_sums(hostile: Hostile,
 
 def forced(hostile: Hostile, k: int, summed: tuple[int, ...]) -> bytes:
     """The confirmation of a device that works for the coordinator."""
-    statement = hostile.roster.summing(hostile.positions(None), hostile.positions(summed))
+    statement = hostile.roster.make_sum_statement(hostile.positions(None), hostile.positions(summed))
     return hostile.session(k).signing.sign(statement)
 
 
@@ -193,7 +193,7 @@ def test_an_honest_sum_of_ten_is_theirs(hostile: Hostile) -> None:
     total = hostile.opened()
     assert not any(kind == "keys" for kind, _ in hostile.shown)
     assert hostile.read(()) != hostile.truth(), "under the masks of its pairs"
-    mean = fixed_point.mean_change(total, LAYOUT, 10, 100)
+    mean = fixed_point.compute_mean_change(total, LAYOUT, 10, 100)
     assert np.abs(mean.params).max() < 1
 
 
@@ -211,4 +211,4 @@ def test_the_sum_of_devices_that_learn_otherwise_than_the_victim_is_noise(hostil
     apart = (total.params - np.array(hostile.truth(), np.uint32)).view(np.int32)
     assert np.abs(apart.astype(np.int64)).max() > 2**24
     with pytest.raises(ValueError, match="weights that sum to"):
-        fixed_point.mean_change(total, LAYOUT, 10, 100)
+        fixed_point.compute_mean_change(total, LAYOUT, 10, 100)

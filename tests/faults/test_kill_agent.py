@@ -23,7 +23,7 @@ import pytest
 from msgspec.structs import replace
 
 from fedge.commands.broker import LocalBroker
-from fedge.steps.contract import read_result
+from fedge.steps.contract import decode_result
 from fedge.steps.training.train import Trained
 from fedge.system.background import STOP_S
 from fedge.wire.messages import BlobRef, Order, Presence, Report
@@ -125,7 +125,7 @@ async def test_sigterm_ends_who_waits_for_a_broker_that_says_nothing(tmp_path: P
 async def settle(peer: Peer, order: Order) -> Trained:
     """Bring one order to its end as a coordinator would; returns what counts."""
     report = await peer.report_of(order)
-    result = read_result(report, action_of(order))
+    result = decode_result(report, action_of(order))
     assert isinstance(result, Trained)
     await peer.fetch_update("pi", result.update)
     await peer.ack(order)
@@ -153,13 +153,13 @@ async def test_in_the_middle_of_fetching(tmp_path: Path, home: Path) -> None:
     async with local_broker("auto", tmp_path) as broker, Peer(broker, tmp_path) as peer:
         model = peer.model(3_000_000)
         hidden = tmp_path / "hidden"
-        peer.sent.path(model.digest).rename(hidden)
+        peer.sent.get_path(model.digest).rename(hidden)
         async with started(broker, home):
             await peer.presence(Presence.ONLINE)
             order = order_of(train(model))
             await peer.send(order)
             await peer.until(lambda: peer.wants[model.digest] >= 1)
-        hidden.rename(peer.sent.path(model.digest))
+        hidden.rename(peer.sent.get_path(model.digest))
         async with started(broker, home):
             result = await settle(peer, order)
             assert result.update.size_bytes == 3_000_000

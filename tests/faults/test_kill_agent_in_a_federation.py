@@ -19,17 +19,17 @@ import torch
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import load
+from coordinator.methods.state import decode_state
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.device.worker import Worker
-from edge_agent.learning.batched import one_by_one
+from edge_agent.learning.batched import execute_singly
 from fedge.commands.broker import LocalBroker
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
-from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share
+from fedge.tasks import Partitioning, load_pool, load_task, partition_pool, read_device_data, write_share
 from fedge.tensors.layout import unflatten
 from tests.support.broker import local_broker
 
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def shares(tmp_path: Path) -> dict[str, Path]:
     paths = {device: tmp_path / f"{device}.npz" for device in DEVICES}
-    shares = partition(pool("digits", seed=SEED), len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
+    shares = partition_pool(load_pool("digits", seed=SEED), len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
     for share, path in zip(shares, paths.values(), strict=True):
         write_share(share, path)
     return paths
@@ -90,11 +90,11 @@ async def event(process: Process, name: str, **fields: object) -> None:
 
 async def undisturbed(shares: dict[str, Path], home: Path) -> str:
     """Digest of the last model of the same federation without a network."""
-    task = task_spec("digits")
-    layout, model = initial(task, SEED)
-    workers = {d: Worker(d, task, device_data(task, path, seed=0), home / d) for d, path in shares.items()}
-    fleet = SimulatedFleet(task, layout, workers, seed=SEED, execute=one_by_one)
-    method = make("fedavg", MethodSettings(rounds=ROUNDS, seed=SEED, sgd=Sgd(steps=STEPS)))
+    task = load_task("digits")
+    layout, model = make_initial_model(task, SEED)
+    workers = {d: Worker(d, task, read_device_data(task, path, seed=0), home / d) for d, path in shares.items()}
+    fleet = SimulatedFleet(task, layout, workers, seed=SEED, execute=execute_singly)
+    method = make_method("fedavg", MethodSettings(rounds=ROUNDS, seed=SEED, sgd=Sgd(steps=STEPS)))
     state = method.init(layout, fleet.put(unflatten(model, layout)))
     for number in range(1, ROUNDS + 1):
         fleet.round = number
@@ -128,11 +128,11 @@ async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, s
 
     with contextlib.closing(Store(tmp_path / "server")) as store:
         for number in range(1, ROUNDS + 2):
-            entries = store.entries(number)
+            entries = store.get_entries(number)
             assert [entry.order.device_id for entry in entries] == list(DEVICES)
             assert {entry.status for entry in entries} == {OrderStatus.ACCEPTED}
-        saved = store.state()
+        saved = store.get_state()
         assert saved is not None
-        state = load(saved, FedAvgState)
+        state = decode_state(saved, FedAvgState)
     assert state.participations == dict.fromkeys(DEVICES, ROUNDS)
     assert state.model.digest == await undisturbed(shares, tmp_path / "simulated")

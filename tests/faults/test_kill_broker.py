@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.tensors.layout import Codec
 from tests.support.broker import BROKERS, local_broker
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1")
-LARGE = msgspec.structs.replace(task_spec("digits"), model_options={"hidden": 60_000})
+LARGE = msgspec.structs.replace(load_task("digits"), model_options={"hidden": 60_000})
 """A model of 18 MB: more than twice what a receiver asks for at a time, so one that stands still never completes it."""
 FLAGS = {"method": "fedavg", "rounds": 1, "local_steps": 1, "codec": Codec.FLOAT32}
 

@@ -14,12 +14,12 @@ import pytest
 from benchmarks.load import TOPICS, Device
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.baselines.fedbuff import FedBuffState
-from coordinator.methods.state import load
-from coordinator.service.checks import first_model
-from coordinator.store.database import database
+from coordinator.methods.state import decode_state
+from coordinator.service.checks import make_first_model
+from coordinator.store.database import make_connector
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.wire.messages import Order, Report
 from tests.support.broker import settings
 from tests.support.federation import Running, words
@@ -67,20 +67,20 @@ class Fleet:
         return Store(self.home, self.places.get("store"), blobs=self.places.get("blobs"), federation=TOPICS.federation)
 
     async def start_devices(self) -> None:
-        task = task_spec("digits")
-        layout, _ = first_model(task, 0)
+        task = load_task("digits")
+        layout, _ = make_first_model(task, 0)
         for i in range(N):
-            device = Slow(f"d{i:02}", self._broker, task.fingerprint(), layout, self.folder / "devices")
+            device = Slow(f"d{i:02}", self._broker, task.compute_fingerprint(), layout, self.folder / "devices")
             await device.start()
             self._started.push_async_exit(device.transport)
             self.devices.append(device)
 
     async def stop(self, running: Running) -> None:
         """Stop a process, but not in a transaction: the others would wait for its end, in vain."""
-        with contextlib.closing(database(self.home, self.places.get("store"), TOPICS.federation)()) as tables:
+        with contextlib.closing(make_connector(self.home, self.places.get("store"), TOPICS.federation)()) as tables:
             while True:
                 running.send(signal.SIGSTOP)
-                begun = asyncio.create_task(asyncio.to_thread(tables.begin))
+                begun = asyncio.create_task(asyncio.to_thread(tables.begin_writing))
                 done, _ = await asyncio.wait({begun}, timeout=1)
                 if not done:
                     running.send(signal.SIGCONT)
@@ -135,14 +135,14 @@ async def test_intakes_that_are_killed_lose_nothing_and_accept_nothing_twice(fle
         intakes[k] = await fleet.helper(f"intake{k}", "intake")
     assert await coordinator.ended() == 0
     with contextlib.closing(fleet.store()) as store:
-        entries = [entry for number in range(1, ROUNDS + 2) for entry in store.entries(number)]
-        state = store.state()
+        entries = [entry for number in range(1, ROUNDS + 2) for entry in store.get_entries(number)]
+        state = store.get_state()
     assert {entry.status for entry in entries} == {"accepted"}
     told = [order for device in fleet.devices for order in device.accepted]
     assert sorted(told) == sorted(entry.order.id for entry in entries)
     assert len(told) == N * (ROUNDS + 1)
     assert state is not None
-    assert [one.answered for one in load(state, FedAvgState).history] == [N] * ROUNDS
+    assert [one.answered for one in decode_state(state, FedAvgState).history] == [N] * ROUNDS
     assert sum(event["event"] == "answer" for event in coordinator.events) == len(told)
 
 
@@ -161,10 +161,10 @@ async def test_intakes_that_are_killed_under_a_stream_lose_no_answer_and_bring_n
         intake = await fleet.process("intake", role="intake", **flags)
     assert await coordinator.ended() == 0
     with contextlib.closing(fleet.store()) as store:
-        state = store.state()
-        entries = [entry for number in range(1, rounds + 2) for entry in store.entries(number)]
+        state = store.get_state()
+        entries = [entry for number in range(1, rounds + 2) for entry in store.get_entries(number)]
     assert state is not None
-    assert [one.answered for one in load(state, FedBuffState).history] == [buffer] * rounds
+    assert [one.answered for one in decode_state(state, FedBuffState).history] == [buffer] * rounds
     told = [order for device in fleet.devices for order in device.accepted]
     assert len(told) == len(set(told))
     assert set(told) <= {entry.order.id for entry in entries if entry.status == "accepted"}

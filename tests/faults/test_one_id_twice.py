@@ -79,7 +79,7 @@ async def fleet(mosquitto: LocalBroker, tmp_path: Path) -> AsyncIterator[MqttFle
 
 async def told_of_both(fleet: MqttFleet) -> None:
     await until(lambda: "pi" in fleet.problems and fleet.problems["pi"].reason.startswith(TWICE))
-    incarnations = fleet.registry.twins("pi")
+    incarnations = fleet.registry.get_twins("pi")
     assert len(incarnations) == 2
     assert fleet.problems["pi"].reason.count(" since 20") == 2
 
@@ -99,19 +99,21 @@ async def test_two_of_one_id_are_told_so_and_when_one_has_gone_the_other_speaks_
     await told_of_both(fleet)
     assert "event=disconnected" not in agents.log("one") + agents.log("other")
     await agents.kill("other")
-    await until(lambda: fleet.registry.presence()["pi"] is Presence.ONLINE)
-    await until(lambda: fleet.registry.incarnation("pi") in agents.log("other"))  # where it is named as the other one
+    await until(lambda: fleet.registry.list_presence()["pi"] is Presence.ONLINE)
+    await until(
+        lambda: fleet.registry.get_incarnation("pi") in agents.log("other")
+    )  # where it is named as the other one
     await agents.kill("one")
-    await until(lambda: fleet.registry.presence()["pi"] is Presence.OFFLINE)
+    await until(lambda: fleet.registry.list_presence()["pi"] is Presence.OFFLINE)
 
 
 async def test_nobody_can_be_thrown_off_by_a_client_id_that_others_can_guess(
     mosquitto: LocalBroker, fleet: MqttFleet, agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:
     await agents.start("one")
-    await until(lambda: fleet.registry.online())
+    await until(lambda: fleet.registry.list_online())
     names = Topics("test")
-    for client in (names.client_id("agent", "pi"), names.client_id("coordinator")):
+    for client in (names.make_client_id("agent", "pi"), names.make_client_id("coordinator")):
         async with Transport(settings(mosquitto), client):
             pass
     assert "event=disconnected" not in agents.log("one")

@@ -13,22 +13,22 @@ import psutil
 from coordinator.fleet.mqtt.checking import SMALL
 from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.commands.broker import LocalBroker
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.system.background import STOP_S
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1", "cam2")
 ROUNDS = 8
-TASK = msgspec.structs.replace(task_spec("digits"), model_options={"hidden": 1000})
+TASK = msgspec.structs.replace(load_task("digits"), model_options={"hidden": 1000})
 
 
 def checkers(coordinator: Running) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(coordinator.process.pid).children():
         with contextlib.suppress(psutil.Error):  # a process for something else, which has just ended
-            if "coordinator.fleet.mqtt.checking:checked" in child.cmdline():
+            if "coordinator.fleet.mqtt.checking:check_update" in child.cmdline():
                 found.append(child)
     return found
 
@@ -42,7 +42,7 @@ def stop_the_checks(coordinator: Running) -> bool:
 
 
 async def test_it_ends_in_time_and_the_next_one_counts_each_update_once(mosquitto: LocalBroker, tmp_path: Path) -> None:
-    assert initial(TASK, 0)[0].n_params > SMALL
+    assert make_initial_model(TASK, 0)[0].n_params > SMALL
     async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK, forked=False) as federation:
         await federation.agents()
         coordinator = await federation.coordinator(method="fedavg", rounds=ROUNDS)

@@ -37,7 +37,7 @@ class Thieves:
         transport = Transport(broker.settings(authority.issue(name), port), f"thief:{authority.federation}:{name}")
         for group in ("intakes", "models"):
             for leaf in ("reports", "wants"):
-                await transport.subscribe(f"$share/{group}/{TOPICS.agent('+', leaf)}", self._keep)
+                await transport.subscribe(f"$share/{group}/{TOPICS.make_agent_topic('+', leaf)}", self._keep)
         await self.stack.enter_async_context(transport)
 
     async def _keep(self, inbound: Inbound) -> None:
@@ -77,7 +77,7 @@ async def test_a_stolen_identity_silences_the_true_device_for_a_while_and_nobody
     fleet = await scene.coordinator(deadline_s=20.0)
     true = await scene.agent("cam1")
     await scene.agent("cam2")
-    await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)
+    await until(lambda: fleet.registry.get_incarnation("cam1") == true._incarnation)
     (tmp_path / "thief").mkdir()
     (tmp_path / "thief" / "life").write_bytes(b"4000000000")
     thief = Agent(
@@ -88,14 +88,16 @@ async def test_a_stolen_identity_silences_the_true_device_for_a_while_and_nobody
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(thief.run())
-        await until(lambda: fleet.registry.incarnation("cam1") == thief._incarnation)
+        await until(lambda: fleet.registry.get_incarnation("cam1") == thief._incarnation)
         await until(lambda: any(event == "twin" for event, _ in scene.events["cam1"]))
-        await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)  # it has gone above those numbers
+        await until(
+            lambda: fleet.registry.get_incarnation("cam1") == true._incarnation
+        )  # it has gone above those numbers
         assert fleet.problems["cam1"].reason.startswith(TWICE)
         answers = await one_round(fleet, 1, "cam2")
         assert isinstance(answers["cam2"].result, Trained)
         thief.stop()
-    await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)
+    await until(lambda: fleet.registry.get_incarnation("cam1") == true._incarnation)
     answers = await one_round(fleet, 2, "cam1", "cam2")
     assert all(isinstance(answer.result, Trained) for answer in answers.values())
     (met, *_) = [fields for event, fields in scene.events["cam1"] if event == "twin"]

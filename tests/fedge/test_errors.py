@@ -26,11 +26,11 @@ def test_a_protocol_error_carries_its_name() -> None:
 
 
 def test_errors_of_others_become_ours_with_their_text() -> None:
-    stores, reads = errors.failing_as(errors.StoreError, "cannot write it"), (OSError, KeyError)
+    stores, reads = errors.raise_as(errors.StoreError, "cannot write it"), (OSError, KeyError)
     with pytest.raises(errors.StoreError, match=r"^cannot write it: full$") as raised, stores:
         raise OSError("full")
     assert isinstance(raised.value.__cause__, OSError)
-    with pytest.raises(errors.ConfigError, match=r"^file: 'x'$"), errors.failing_as(errors.ConfigError, "file", reads):
+    with pytest.raises(errors.ConfigError, match=r"^file: 'x'$"), errors.raise_as(errors.ConfigError, "file", reads):
         raise KeyError("x")
-    with pytest.raises(ValueError, match=r"^another$"), errors.failing_as(errors.ConfigError, "file", reads):
+    with pytest.raises(ValueError, match=r"^another$"), errors.raise_as(errors.ConfigError, "file", reads):
         raise ValueError("another")

@@ -8,9 +8,19 @@ from click.testing import CliRunner
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
-from fedge.settings import CODE, SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
+from fedge.settings import (
+    CODE,
+    SECTIONS,
+    Name,
+    Secret,
+    describe_settings,
+    read_section,
+    resolve,
+    resolve_given,
+    settings_options,
+)
 from fedge.system.help import Option
-from fedge.system.text import Heading, nearest
+from fedge.system.text import Heading, suggest_nearest
 
 
 class Colour(StrEnum):
@@ -185,7 +195,10 @@ def test_what_commands_have_in_common_comes_after_their_own() -> None:
     class More(Settings, frozen=True, kw_only=True):
         own: Annotated[int, "Of this command alone."] = 0
 
-    assert [s.name for s in describe(More, "coordinator")] == ["own", *(s.name for s in describe(Settings, "agent"))]
+    assert [s.name for s in describe_settings(More, "coordinator")] == [
+        "own",
+        *(s.name for s in describe_settings(Settings, "agent")),
+    ]
 
 
 def test_a_switch_can_be_turned_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +214,7 @@ def test_the_file_can_come_from_the_environment(config: Path, monkeypatch: pytes
 
 def test_help_shows_default_unit_and_purpose_of_every_field_and_the_form_of_its_variable() -> None:
     text = " ".join(CliRunner().invoke(command, ["--help"], terminal_width=1000).output.split())
-    for setting in describe(Settings, "coordinator"):
+    for setting in describe_settings(Settings, "coordinator"):
         assert setting.flag in text
         assert setting.help in text
     assert "section [coordinator]. Environment variables such as FEDGE_COORDINATOR_BROKER" in text
@@ -211,7 +224,7 @@ def test_help_shows_default_unit_and_purpose_of_every_field_and_the_form_of_its_
 
 
 def test_a_setting_stands_under_its_heading_and_others_are_general() -> None:
-    headings = {setting.name: setting.heading for setting in describe(Settings, "coordinator")}
+    headings = {setting.name: setting.heading for setting in describe_settings(Settings, "coordinator")}
     assert headings.pop("rounds") is Heading.TRAINING
     assert set(headings.values()) == {Heading.GENERAL}
     flags = {each.name: each for each in command.params if isinstance(each, Option)}
@@ -224,12 +237,12 @@ def test_a_type_that_is_no_flag_is_our_own_mistake() -> None:
         names: list[str] = []
 
     with pytest.raises(TypeError, match="list"):
-        describe(Wrong, "coordinator")
+        describe_settings(Wrong, "coordinator")
 
 
 def test_nearest() -> None:
-    assert nearest("devcies", ["devices", "rounds"]) == " (did you mean devices?)"
-    assert nearest("zzz", ["devices", "rounds"]) == ""
+    assert suggest_nearest("devcies", ["devices", "rounds"]) == " (did you mean devices?)"
+    assert suggest_nearest("zzz", ["devices", "rounds"]) == ""
 
 
 def test_there_is_a_section_for_every_command() -> None:
@@ -250,18 +263,20 @@ def test_a_name_that_is_none_is_refused_in_words() -> None:
 
 def test_settings_given_in_python_are_checked_as_flags_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDGE_COORDINATOR_ROUNDS", "7")
-    assert given(Settings, {"broker": "x", "limit": None}) == Settings(broker="x"), "the environment is for commands"
+    assert resolve_given(Settings, {"broker": "x", "limit": None}) == Settings(broker="x"), (
+        "the environment is for commands"
+    )
     for values, words in (
         ({"broker": "x", "rouds": 2}, "did you mean rounds"),
         ({"broker": "x", "rounds": 0}, "rounds: Expected"),
         ({}, "broker is missing"),
     ):
         with pytest.raises(ConfigError, match=words):
-            given(Settings, values)
+            resolve_given(Settings, values)
 
 
 def test_lists_in_lists_without_end_are_a_line_not_a_traceback(tmp_path):
     (tmp_path / "deep.toml").write_text("a = " + "[" * 20_000 + "]" * 20_000)
 
     with pytest.raises(ConfigError, match="cannot read the configuration"):
-        section_of(tmp_path / "deep.toml", "serve")
+        read_section(tmp_path / "deep.toml", "serve")

@@ -29,7 +29,7 @@ from coordinator.rollout.folder import Folder
 from deploy.serving import protocol
 from deploy.serving.server import Server
 from deploy.updates.link import _read_outcome
-from deploy.updates.slots import Slots, state_of
+from deploy.updates.slots import Slots, read_state
 from deploy.updates.trust import Trust, install_root
 from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.settings import AgentSettings
@@ -38,14 +38,14 @@ from edge_agent.privacy.dp_ledger import Ledger
 from edge_agent.steps.descriptions import describe_labels
 from fedge.bundle import graph_reader
 from fedge.bundle import manifest as bundle
-from fedge.data.images import sensitive_flags, split_numbers
+from fedge.data.images import read_sensitive_flags, read_split_numbers
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import FedgeError, ProtocolError
-from fedge.identity.certificates import new_key, read_request
+from fedge.identity.certificates import make_key, read_request
 from fedge.identity.names import Role
-from fedge.membership.kit import Kit, seal, unseal
+from fedge.membership.kit import Kit, seal_kit, unseal_kit
 from fedge.membership.signed_messages import Envelope, Signed
-from fedge.privacy.egress import FILE, PRIVACY_LEDGER, rules_of
+from fedge.privacy.egress import FILE, PRIVACY_LEDGER, read_rules
 from fedge.privacy.masked_sums import (
     Member,
     Roster,
@@ -57,16 +57,16 @@ from fedge.privacy.masked_sums import (
     write_signatures,
 )
 from fedge.settings import resolve
-from fedge.steps.contract import body_of, installed_steps, read_action, read_result
-from fedge.system.files import BlobFolder, highest_release, read_lasting
-from fedge.tasks import task_spec
-from fedge.tasks.arrays import class_names, read
+from fedge.steps.contract import decode_action, decode_result, encode_body, load_installed_steps
+from fedge.system.files import BlobFolder, find_highest_release, read_lasting
+from fedge.tasks import load_task
+from fedge.tasks.arrays import get_class_names, read_arrays
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo, from_bytes, to_bytes
 from fedge.wire import messages
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Announcement, BlobRef, Order, Outcome, Report, Rollout, RolloutState
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from fedge.wire.transfer.partial_blob import PartialBlob
 from fedge.wire.transfer.receiving import Receiving
 from fedge.wire.transfer.sending import Sending
@@ -134,28 +134,28 @@ def message(data: bytes) -> None:
     """What was read can be sent, and is the same again."""
     number, payload = chosen(data, len(KINDS))
     kind: Any = KINDS[number]
-    found = messages.decode(payload, kind)
+    found = messages.decode_message(payload, kind)
     assert isinstance(found, kind)
     with contextlib.suppress(ValueError):  # it may be larger now: fields that had been left out
-        assert messages.decode(messages.encode(found), kind) == found
+        assert messages.decode_message(messages.encode_message(found), kind) == found
 
 
 def step(data: bytes) -> None:
     """The action and the result of each step."""
-    known = installed_steps()
+    known = load_installed_steps()
     number, payload = chosen(data, len(known))
     name = sorted(known)[number]
     kind: Any = known[name]
     order = msgspec.structs.replace(ORDER, step=name, version=kind.VERSION, body=payload)
 
     def action() -> None:
-        found: Any = read_action(order, known)
-        assert read_action(msgspec.structs.replace(order, body=body_of(found)), known) == found
+        found: Any = decode_action(order, known)
+        assert decode_action(msgspec.structs.replace(order, body=encode_body(found)), known) == found
 
     def result() -> None:
         report = Report(order_id="o", device_id="d", seconds=0.0, outcome=Outcome.DONE, body=payload)
-        found = read_result(report, kind)
-        assert read_result(msgspec.structs.replace(report, body=body_of(found)), kind) == found
+        found = decode_result(report, kind)
+        assert decode_result(msgspec.structs.replace(report, body=encode_body(found)), kind) == found
 
     all_of(action, result)
 
@@ -176,7 +176,7 @@ def blob(data: bytes) -> None:
     found = codecs.decode(payload, kind, LAYOUT)
     assert np.isfinite(found.params).all()
     assert np.isfinite(found.buffers).all()
-    assert np.allclose(codecs.check(payload, kind, LAYOUT), codecs.norms_of(found), rtol=1e-4, atol=1e-18)
+    assert np.allclose(codecs.check_blob(payload, kind, LAYOUT), codecs.compute_norms(found), rtol=1e-4, atol=1e-18)
 
 
 def difference(data: bytes) -> None:
@@ -195,7 +195,7 @@ def cohort(data: bytes) -> None:
     found = read_roster(data)
     assert read_roster(write_roster(found.members)).members == found.members
     for k in range(len(found.members)):
-        assert all(k in found.neighbours(peer) for peer in found.neighbours(k))
+        assert all(k in found.get_neighbours(peer) for peer in found.get_neighbours(k))
 
 
 def agreement(data: bytes) -> None:
@@ -204,7 +204,7 @@ def agreement(data: bytes) -> None:
         assert write_positions(read_positions(data, _six())) == data
     found = read_signatures(data)
     assert read_signatures(write_signatures(found)) == found
-    assert not _six().signers(b"statement", found)
+    assert not _six().find_signers(b"statement", found)
 
 
 @cache
@@ -226,18 +226,18 @@ def transfer(data: bytes) -> None:
         match what % 6:
             case 0:
                 with contextlib.suppress(ProtocolError):
-                    for start, end in receiving.arrived(low, high):
+                    for start, end in receiving.record_arrived(low, high):
                         assert not have[start:end].any()
                         have[start:end] = True
-                        receiving.stored(start, end)
+                        receiving.record_stored(start, end)
             case 1:
-                assert all(not have[start:end].any() for start, end in receiving.ask(high))
+                assert all(not have[start:end].any() for start, end in receiving.request_ranges(high))
             case 2:
-                receiving.stalled()
+                receiving.record_stalled()
             case 3:
-                sending.want(("d", "c"), [(low, max(low + 1, high))], ("device", what % 3) if what & 64 else None)
+                sending.add_want(("d", "c"), [(low, max(low + 1, high))], ("device", what % 3) if what & 64 else None)
             case 4:
-                chunk = sending.next(high + 1)
+                chunk = sending.take_next(high + 1)
                 assert chunk is None or 0 < chunk[2] - chunk[1] <= high + 1
             case _:
                 sending.release(("d", "c"))
@@ -277,10 +277,10 @@ def npz(data: bytes) -> None:
             archive.writestr(f"{NAMES[number - 1]}.npy", payload)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = read(file)
+        found = read_arrays(file)
         assert found["x"].ndim >= 2
         assert found["y"].min() >= 0
-        assert all(name.isprintable() for name in class_names(found, file))
+        assert all(name.isprintable() for name in get_class_names(found, file))
 
 
 NAMES: Final = ("x", "y", "split", "sensitive", "user", "classes")
@@ -293,15 +293,15 @@ def config(data: bytes) -> None:
 
 def manifest(data: bytes) -> None:
     """The manifest of a bundle; what was read is the same when it is written and read again."""
-    found = bundle.decode(data)
-    assert bundle.decode(bundle.encode(found)) == found
+    found = bundle.decode_manifest(data)
+    assert bundle.decode_manifest(bundle.encode_manifest(found)) == found
 
 
 def graph(data: bytes) -> None:
     """A graph in ONNX's format."""
     with contextlib.suppress(ValueError):
-        graph_reader.unbounded(memoryview(data))
-        graph_reader.largest_int8(memoryview(data))
+        graph_reader.explain_unbounded(memoryview(data))
+        graph_reader.find_largest_int8(memoryview(data))
 
 
 def metadata(data: bytes) -> None:
@@ -318,8 +318,8 @@ def metadata(data: bytes) -> None:
     else:
         written(f"device/trust/{KEPT[number - len(SENT)]}", payload)
     all_of(
-        lambda: Trust(home).manifest(files, "5/manifest.json"),
-        lambda: Trust(home).rollout(_announced(), "f"),
+        lambda: Trust(home).verify_manifest(files, "5/manifest.json"),
+        lambda: Trust(home).verify_rollout(_announced(), "f"),
     )
 
 
@@ -352,13 +352,13 @@ def credentials(data: bytes) -> None:
         warnings.simplefilter("ignore")  # of serial numbers that will be refused one day
         match number:
             case 0:
-                unseal(payload)
+                unseal_kit(payload)
             case 1:
                 text = ssl.DER_cert_to_PEM_cert(payload)
                 inner = Kit(
                     federation="f", id="cam0", broker="server:8883", ca=text[:10_000], certificate=text[:10_000]
                 )
-                unseal(seal(inner, _key()))
+                unseal_kit(seal_kit(inner, _key()))
             case 2:
                 read_request(payload)
             case _:
@@ -367,7 +367,7 @@ def credentials(data: bytes) -> None:
 
 @cache
 def _key() -> EllipticCurvePrivateKey:
-    return new_key()
+    return make_key()
 
 
 def sealed(data: bytes) -> None:
@@ -387,7 +387,7 @@ def sealed(data: bytes) -> None:
         case 3:
             assert ours.open("t", device.seal("t", payload), Role.DEVICE) == payload
         case _:
-            ours.authority.learn(payload)
+            ours.authority.accept_revocations(payload)
 
 
 @cache
@@ -406,13 +406,13 @@ def state(data: bytes) -> None:
     written("state/outbox/version", b"2")
     written("state/outbox/reports/o", data)
     all_of(
-        lambda: state_of(home),
+        lambda: read_state(home),
         lambda: Slots(home),
-        lambda: highest_release(home),
+        lambda: find_highest_release(home),
         lambda: _read_outcome(home),
         lambda: Folder(home).read(),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(profile.Noise).decode),
-        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.Told).decode),
+        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.StoredAnswer).decode),
         lambda: Ledger(home),
         lambda: Outbox(home / "outbox").close(),
     )
@@ -424,10 +424,10 @@ def owner(data: bytes) -> None:
         written(f"owner/{name}", data)
     home = folder() / "owner"
     all_of(
-        lambda: task_spec(str(home / "task.json")),
-        lambda: split_numbers(home, IMAGES),
-        lambda: sensitive_flags(home, IMAGES),
-        lambda: rules_of(home, None, None),
+        lambda: load_task(str(home / "task.json")),
+        lambda: read_split_numbers(home, IMAGES),
+        lambda: read_sensitive_flags(home, IMAGES),
+        lambda: read_rules(home, None, None),
     )
 
 
@@ -453,14 +453,14 @@ def http(data: bytes) -> None:
 
 
 async def _ask(address: tuple[str, int], data: bytes) -> None:
-    async with connection(*address) as (reader, writer):
+    async with open_connection(*address) as (reader, writer):
         writer.write(data)
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(PATIENCE_S):  # or it waits for more
                 answer = await reader.read(MAX_ANSWER)
                 assert not answer or answer.startswith(b"HTTP/"), answer[:100]
                 assert b" 500 " not in answer[:13], answer[:300]
-    async with connection(*address) as (reader, writer):
+    async with open_connection(*address) as (reader, writer):
         writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
 

@@ -9,14 +9,14 @@ import pytest
 from coordinator.service import beginning
 from export.signing import Repository
 from fedge.data.task import TaskSpec
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.tensors.layout import Layout, Model
 from tests.deploy.bundles import other_gate, variant
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    Repository.create(tmp_path / "repo")
+    Repository.make(tmp_path / "repo")
     return tmp_path / "repo"
 
 
@@ -38,6 +38,6 @@ def first_model_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def made(task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
-        return initial(task, seed)
+        return make_initial_model(task, seed)
 
-    monkeypatch.setattr(beginning, "first_model", made)
+    monkeypatch.setattr(beginning, "make_first_model", made)

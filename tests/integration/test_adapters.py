@@ -8,10 +8,10 @@ import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.commands.broker import LocalBroker
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.choice import with_network
-from fedge.models.weights import needed_on_devices
-from fedge.tasks import task_spec
+from fedge.models.weights import find_device_weights
+from fedge.tasks import load_task
 from fedge.tensors.layout import to_bytes, unflatten
 from tests.support.federation import Federation, same, settings
 
@@ -20,10 +20,10 @@ async def test_a_federation_ends_as_one_in_a_single_process(
     one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
-    layout, model = initial(with_network(task_spec("digits"), "cnn"), 5)
+    layout, model = make_initial_model(with_network(load_task("digits"), "cnn"), 5)
     file = tmp_path / "cnn.safetensors"
     file.write_bytes(to_bytes(unflatten(model, layout)))
-    task = with_network(task_spec("digits"), "cnn", file, "lora:2")
+    task = with_network(load_task("digits"), "cnn", file, "lora:2")
     async with Federation(one_broker, tmp_path, devices=["a", "b"], task=task) as federation:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "server"))
         coordinator = await federation.coordinator(method="fedavg", rounds=2, local_steps=3, weights=file)
@@ -33,7 +33,7 @@ async def test_a_federation_ends_as_one_in_a_single_process(
         found = federation.state(FedAvgState)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
         assert same(found, await federation.undisturbed("fedavg", settings(2, steps=3)))
-    frozen = needed_on_devices(task)
+    frozen = find_device_weights(task)
     assert frozen is not None
     assert (tmp_path / "device" / "fedge" / "weights" / f"{frozen.digest}.safetensors").exists()
     assert set(found.installed) == {"a", "b"}

@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 
 from benchmarks.load import TOPICS, Device
-from coordinator.service.checks import first_model
+from coordinator.service.checks import make_first_model
 from fedge.commands.broker import LocalBroker
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from tests.support.broker import settings
 from tests.support.federation import Running, words
 from tests.support.waiting import until
@@ -25,16 +25,16 @@ class Edge(LocalBroker):
         bridge = documented.partition("```conf\n")[2].partition("```")[0]
         self._bridge = bridge.replace("edge_server:1883", f"{centre.host}:{centre.port}").replace("FED", "load")
 
-    def _command(self, home: Path) -> list[str]:
-        command = super()._command(home)
+    def _make_command(self, home: Path) -> list[str]:
+        command = super()._make_command(home)
         with (home / "mosquitto.conf").open("a") as config:
             config.write(self._bridge)
         return command
 
 
 async def test_devices_on_either_side_of_a_bridge_take_part(mosquitto_program: str, tmp_path: Path) -> None:
-    task = task_spec("digits")
-    layout, _ = first_model(task, 0)
+    task = load_task("digits")
+    layout, _ = make_first_model(task, 0)
     async with contextlib.AsyncExitStack() as stack:
         centre = await stack.enter_async_context(LocalBroker("mosquitto", home=tmp_path / "centre"))
         edge = await stack.enter_async_context(Edge(centre, tmp_path / "edge"))
@@ -51,7 +51,7 @@ async def test_devices_on_either_side_of_a_bridge_take_part(mosquitto_program: s
         devices = []
         for i in range(N):
             broker = settings(edge if i % 2 else centre)
-            devices.append(Device(f"d{i}", broker, task.fingerprint(), layout, tmp_path / "devices"))
+            devices.append(Device(f"d{i}", broker, task.compute_fingerprint(), layout, tmp_path / "devices"))
             await devices[-1].start()
             stack.push_async_exit(devices[-1].transport)
         assert await coordinator.ended() == 0

@@ -17,16 +17,16 @@ from coordinator.methods.papers.fedcoe import FedCoEState
 from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.server.learning import ServerData
 from export import parity
-from fedge.commands.broker import mosquitto_path
-from fedge.system.files import highest_release
-from fedge.tasks import device_inputs, labelled, pool
+from fedge.commands.broker import find_mosquitto
+from fedge.system.files import find_highest_release
+from fedge.tasks import load_pool, read_device_inputs, read_labelled
 from fedge.tensors.layout import flatten, from_bytes
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, ROOT, Federation, Running
 from tests.support.torch_free import environment
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
 
 async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b", "c", "d"]) as federation,
     ):
-        samples = pool("digits", seed=1)
+        samples = load_pool("digits", seed=1)
         np.savez(tmp_path / "server_data.npz", x=samples.x[-200:], y=samples.y[-200:])
         few = np.flatnonzero(samples.y < 4)[:60]
         np.savez(tmp_path / "e.npz", x=samples.x[few])  # no labels
@@ -62,16 +62,18 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
 
     # The same by hand: rho from the gate in torch, theta_init by Eq. 13, logits plus t_c.
     task = federation.task
-    server_data = ServerData(task, *labelled(task, tmp_path / "server_data.npz"))
-    x = device_inputs(task, tmp_path / "e.npz")
+    server_data = ServerData(task, *read_labelled(task, tmp_path / "server_data.npz"))
+    x = read_device_inputs(task, tmp_path / "e.npz")
     gate = from_bytes(blob(federation, state.gate.digest))
-    rho = server_data.routing(gate, x).mean(axis=0)
+    rho = server_data.compute_routing(gate, x).mean(axis=0)
     np.testing.assert_allclose(state.profiles["e"], rho, atol=1e-5)
     assert rho[0] + rho[1] > 0.8, "classes 0 to 3 belong to the experts 0 and 1"
     experts = [flatten(from_bytes(blob(federation, ref.digest)), state.layout) for ref in state.experts]
-    (theta,) = correlation.mixed(experts, rho[None, :])
-    t = correlation.profile_prior(rho, server_data.routing(gate).mean(axis=0), correlation.class_groups(10, 5), 0.02)
-    expected = server_data.probabilities(theta, x) * np.exp(t)
+    (theta,) = correlation.mix_models(experts, rho[None, :])
+    t = correlation.compute_profile_prior(
+        rho, server_data.compute_routing(gate).mean(axis=0), correlation.assign_classes(10, 5), 0.02
+    )
+    expected = server_data.compute_probabilities(theta, x) * np.exp(t)
     expected /= expected.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
 
@@ -85,7 +87,7 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b"]) as federation,
     ):
-        samples = pool("digits", seed=1)
+        samples = load_pool("digits", seed=1)
         np.savez(tmp_path / "e.npz", x=samples.x[:30])  # no labels
         early = await without_torch(federation, "early", tmp_path / "e.npz")
         await early.said("online")
@@ -104,8 +106,8 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         model = flatten(from_bytes(blob(federation, state.shared.model.digest)), state.layout)
 
     assert state.participations == {"a": 1, "b": 1}
-    x = device_inputs(federation.task, tmp_path / "e.npz")
-    (logits,) = parity.logits_of(federation.task, state.layout, [model], x)
+    x = read_device_inputs(federation.task, tmp_path / "e.npz")
+    (logits,) = parity.compute_logits(federation.task, state.layout, [model], x)
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     for device in ("early", "late"):
         runtime = newest(tmp_path / device)
@@ -122,7 +124,7 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b", "late"]) as federation,
     ):
-        samples = pool("digits", seed=1)
+        samples = load_pool("digits", seed=1)
         np.savez(tmp_path / "server_data.npz", x=samples.x[-100:], y=samples.y[-100:])
         np.savez(tmp_path / "e.npz", x=samples.x[:30])
         flags = {"method": "fedcoe", "server_data": tmp_path / "server_data.npz", "rounds": 1, "devices": 2}
@@ -148,7 +150,7 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
 
 def newest(home: Path) -> deploy.Runtime:
     """The last bundle of a device."""
-    return deploy.load(home / "bundles" / str(highest_release(home)))
+    return deploy.load(home / "bundles" / str(find_highest_release(home)))
 
 
 def installed(federation: Federation) -> list[str]:

@@ -22,15 +22,15 @@ async def test_every_command_reaches_the_broker(tmp_path: Path) -> None:
     fleet, cam1 = tmp_path / "fleet", tmp_path / "cam1"
     identity = fleet / "broker"
     rules = tmp_path / "rules"
-    lines = (broker_configuration.before_listeners(), "clientid_prefixes acme-")
-    by_tcp, by_web = (broker_configuration.for_members(identity, rules, port) for port in (1, 2))
+    lines = (broker_configuration.format_global_settings(), "clientid_prefixes acme-")
+    by_tcp, by_web = (broker_configuration.format_member_listener(identity, rules, port) for port in (1, 2))
     by_tcp, by_web = by_tcp.replace("listener 1", "listener {other}"), by_web.replace("listener 2", "listener {port}")
     broker = OwnBroker(tmp_path / "mosquitto", *lines, by_tcp, by_web, "protocol websockets")
     await programs.fedge("sample", "--task", "digits", "--devices", 1, "--out", tmp_path / "samples")
     await programs.fedge("provision", "init", "shop", "localhost", "--port", broker.other, "--folder", fleet, *PREFIXES)
     rules.mkdir()
     write_atomically(
-        rules / broker_configuration.ACCESS_LIST, broker_configuration.access_list("shop", "company/ai").encode()
+        rules / broker_configuration.ACCESS_LIST, broker_configuration.format_access_list("shop", "company/ai").encode()
     )
     async with broker, ProxyServer("http", login="me:pass") as proxy:
         way = ("--proxy", proxy.url)

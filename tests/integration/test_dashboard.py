@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fedge.commands.broker import LocalBroker, free_port
+from fedge.commands.broker import LocalBroker, find_free_port
 from tests.deploy.serve_process import process
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, Federation
@@ -41,7 +41,7 @@ async def prometheus(folder: Path, coordinator: str, serve: str) -> AsyncIterato
     text = text.replace("server:8700", coordinator).replace("cam1:8000", serve)
     config = folder / "prometheus.yml"
     config.write_text("global: { scrape_interval: 1s }\n" + text)
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
     flags = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={url[7:]}")
     with (folder / "prometheus.log").open("wb") as log:
         child = await asyncio.create_subprocess_exec(PROMETHEUS, *flags, stderr=log)
@@ -82,7 +82,7 @@ async def test_every_query_of_the_dashboard_gives_data_and_logs_are_lines_of_jso
     broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDGE_LOG_FORMAT", "json")
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    address = f"127.0.0.1:{find_free_port('127.0.0.1')}"
     async with Federation(broker, tmp_path, devices=("cam1", "cam2")) as federation:
         coordinator = await federation.coordinator(rounds=2, late_joiners=True, local_steps=5, ui=address)
         agents = await federation.agents()

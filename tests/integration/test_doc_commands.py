@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from export.signing import Repository
-from fedge.commands.broker import free_port, mosquitto_path
-from fedge.tasks import pool, task_spec
+from fedge.commands.broker import find_free_port, find_mosquitto
+from fedge.tasks import load_pool, load_task
 from tests.support.doc_commands import REASONS, ROOT, blocks, script
 from tests.support.shop import make_shop
 from tests.support.trained_bundles import trained_bundle
@@ -42,12 +42,12 @@ def my_methods(folder: Path) -> None:
 def a_fleet(folder: Path) -> None:
     make_shop(folder / "shop").close()
     (folder / "fleet.toml").write_text('[rollout]\nbroker = "localhost:1883"\nfederation = "shop"\n')
-    Repository.create(folder / "releases")
+    Repository.make(folder / "releases")
 
 
 def bundles(folder: Path) -> None:
-    samples = pool("digits")
-    trained_bundle(folder / "home/bundles/3", task_spec("digits"), samples.x, samples.y, release=3, steps=50)
+    samples = load_pool("digits")
+    trained_bundle(folder / "home/bundles/3", load_task("digits"), samples.x, samples.y, release=3, steps=50)
 
 
 BEFORE: dict[str, Callable[[Path], None]] = {
@@ -79,10 +79,10 @@ def test_what_is_not_run_says_why() -> None:
     "section", [pytest.param(name, marks=[pytest.mark.smoke] if name == SMOKE else []) for name in SECTIONS]
 )
 def test_the_commands_of_a_section_run_as_they_are_written(section: str, tmp_path: Path) -> None:
-    if section == NEEDS_MOSQUITTO and mosquitto_path() is None:
+    if section == NEEDS_MOSQUITTO and find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     BEFORE.get(SECTIONS[section][0].page, lambda _: None)(tmp_path)
-    port, http = (free_port("127.0.0.1") for _ in range(2))
+    port, http = (find_free_port("127.0.0.1") for _ in range(2))
     here = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HOME": str(tmp_path),

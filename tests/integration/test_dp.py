@@ -34,7 +34,7 @@ async def test_a_federation_with_noise_ends_though_an_agent_is_killed_and_one_ha
         assert await coordinator.ended() == 0, coordinator.log.read_text()[-3000:]
         reports = {i: msgspec.msgpack.decode(data, type=Report) for i, data in federation.accepted().items()}
         state = federation.state(FedAvgState)
-        spent = {device: Ledger(tmp_path / device).spent(1e-5) for device in devices}
+        spent = {device: Ledger(tmp_path / device).compute_spent(1e-5) for device in devices}
     trained = {i: report for i, report in reports.items() if ".train." in i}
     assert {report.seconds for report in trained.values()} == {0.0}, "how long it took is not told"
     assert {report.why for i, report in trained.items() if i.endswith(".c")} == {None, Why.BUDGET}

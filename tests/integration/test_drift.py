@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import deploy
-from fedge.commands.broker import mosquitto_path
-from fedge.tasks import pool
+from fedge.commands.broker import find_mosquitto
+from fedge.tasks import load_pool
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, WAIT_S, Federation, Running
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
 
 async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
@@ -27,7 +27,7 @@ async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
 ) -> None:
     """Its camera is turned; from then on the labelled samples of its agent are turned as well."""
     monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
-    digits = pool("digits", seed=1)
+    digits = load_pool("digits", seed=1)
     turned = np.rot90(digits.x, axes=(-2, -1)).copy()
     home = tmp_path / "a"
     async with (

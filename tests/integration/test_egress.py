@@ -18,12 +18,12 @@ import zstandard
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import installed_methods, make
+from coordinator.methods.catalogue import get_installed_methods, make_method
 from coordinator.methods.method import Server
 from coordinator.methods.settings import MethodSettings
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from coordinator.store.store import Store
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
@@ -31,13 +31,13 @@ from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.models import build
 from fedge.privacy.egress import ALL, PRESETS, Rules
-from fedge.privacy.ledger import lines
+from fedge.privacy.ledger import read_lines
 from fedge.steps.contract import Reveals
 from fedge.steps.sgd import Sgd
-from fedge.tasks import Partitioning, Pool, device_data, partition, pool, share_data
+from fedge.tasks import Partitioning, Pool, load_pool, make_device_data, partition_pool, read_device_data
 from fedge.tensors.layout import unflatten
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Context, Status, decode
+from fedge.wire.messages import Context, Status, decode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 from tests.deploy.serve_process import process
@@ -56,7 +56,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def samples() -> Pool:
-    return pool("digits", seed=0, limit=400)
+    return load_pool("digits", seed=0, limit=400)
 
 
 # ------------------------------------------------------------------------------ every method with what owners withhold
@@ -64,14 +64,14 @@ def samples() -> Pool:
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("who", ["some", "all"])
-@pytest.mark.parametrize("method", [*installed_methods(), *VARIANTS])
+@pytest.mark.parametrize("method", [*get_installed_methods(), *VARIANTS])
 def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
     method: str, who: str, samples: Pool, tmp_path: Path
 ) -> None:
-    shares = partition(samples, 4, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
-    layout, first = build.initial(samples.spec, 1)
+    shares = partition_pool(samples, 4, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
+    layout, first = build.make_initial_model(samples.spec, 1)
     workers = {
-        f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
+        f"d{i}": Worker(f"d{i}", samples.spec, make_device_data(samples.spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
     }
     rules = dict.fromkeys(workers, STRICT) if who == "all" else {"d1": STRICT, "d2": RECEIVES}
@@ -82,8 +82,8 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
         options["warm_up"] = int(options["warm_up"])  # type: ignore[assignment]
     settings = MethodSettings(rounds=ROUNDS.get(name, 4), seed=1, sgd=Sgd(steps=2), options=options)  # type: ignore[arg-type]
     x = (samples.x[:80] / 16).astype(np.float32).reshape(80, *samples.spec.input_shape)
-    made = make(name, settings, Server(samples.spec, (x, samples.y[:80])))
-    end = asyncio.run(run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
+    made = make_method(name, settings, Server(samples.spec, (x, samples.y[:80])))
+    end = asyncio.run(run_rounds(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
     assert set(end.installed) == set(workers)
     assert all((tmp_path / i / "bundles" / str(done.release)).is_dir() for i, done in end.installed.items())
 
@@ -92,18 +92,20 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
 def test_a_masked_sum_is_of_devices_that_tell_no_number_of_samples_too(
     who: tuple[str, ...], samples: Pool, tmp_path: Path
 ) -> None:
-    layout, first = build.initial(samples.spec, 1)
-    shares = partition(samples, 5, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
+    layout, first = build.make_initial_model(samples.spec, 1)
+    shares = partition_pool(samples, 5, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
     workers = {
-        f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
+        f"d{i}": Worker(f"d{i}", samples.spec, make_device_data(samples.spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
     }
     reticent = Rules(PRESETS["default"] - {Reveals.COUNT})
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=dict.fromkeys(who, reticent))
     masked = Protection(average="mean", masking=True)
-    made = make("fedavg", MethodSettings(rounds=1, sgd=Sgd(steps=1), protection=masked), Server(samples.spec, None))
+    made = make_method(
+        "fedavg", MethodSettings(rounds=1, sgd=Sgd(steps=1), protection=masked), Server(samples.spec, None)
+    )
     begin = fleet.put(unflatten(first, layout))
-    end = asyncio.run(run(made, made.init(layout, begin), fleet))
+    end = asyncio.run(run_rounds(made, made.init(layout, begin), fleet))
     assert end.model != begin
     assert set(end.installed) == set(workers)
 
@@ -205,7 +207,7 @@ async def agents(
     await listening.subscribe(f"{Topics('all').prefix}/#", tap.hear)
     running = []
     for device, name in names.items():
-        data = device_data(samples.spec, folder / name, seed=1)
+        data = read_device_data(samples.spec, folder / name, seed=1)
         make_worker = partial(Worker, device, samples.spec, data, folder / device)
         identity = Identity(device, "all", samples.spec, n_shared=data.n_shared)
         running.append(Agent(identity, settings, folder / device, make_worker, rules=rules[device]))
@@ -220,7 +222,7 @@ async def agents(
 
 
 @pytest.mark.usefixtures("first_model_made_here")
-@pytest.mark.parametrize("method", installed_methods())
+@pytest.mark.parametrize("method", get_installed_methods())
 async def test_no_canary_is_in_the_traffic_of_any_method(
     method: str, samples: Pool, mosquitto: LocalBroker, tmp_path: Path
 ) -> None:
@@ -254,11 +256,11 @@ async def test_no_canary_is_in_the_traffic_of_any_method(
     assert caught(payloads, wanted) == set()
     for device in rules:
         _noted_as_sent(tmp_path / device, device, tap)
-    statuses = [decode(p, Status) for topic, p in tap.messages if topic.endswith("/d2/status")]
-    contexts = [decode(p, Context) for topic, p in tap.messages if topic.endswith("/d2/context")]
+    statuses = [decode_message(p, Status) for topic, p in tap.messages if topic.endswith("/d2/status")]
+    contexts = [decode_message(p, Context) for topic, p in tap.messages if topic.endswith("/d2/context")]
     assert {status.withholds for status in statuses} == {STRICT.withheld}
     assert {context.load for context in contexts} == {None}
-    assert {kind for line in lines(tmp_path / "d2") for kind in line.kinds} <= set(STRICT.allowed)
+    assert {kind for line in read_lines(tmp_path / "d2") for kind in line.kinds} <= set(STRICT.allowed)
 
 
 def _noted_as_sent(home: Path, device: str, tap: Tap) -> None:
@@ -268,7 +270,7 @@ def _noted_as_sent(home: Path, device: str, tap: Tap) -> None:
         if topic.split("/")[4] == device:
             heard[topic.split("/")[5]] += 1
     noted = defaultdict(int)
-    for line in lines(home):
+    for line in read_lines(home):
         noted[line.message] += line.n
     assert {message for message in heard if noted[message] < heard[message]} == set()
 
@@ -305,7 +307,9 @@ async def test_no_canary_is_in_what_a_serving_device_says(
                 await tap.heard("health", 1)  # it is connected
                 for k, x in enumerate(asked):
                     fields = {"parameters": {"label": samples.spec.classes[0]}} if k % 2 else {}
-                    await sensor.publish(Topics("all").agent("d0", "predict"), body(x[None], id=str(k), **fields))
+                    await sensor.publish(
+                        Topics("all").make_agent_topic("d0", "predict"), body(x[None], id=str(k), **fields)
+                    )
                     paths = ("", "/models/digits", "/models/digits/config", "/models/digits/ready", "/health/live")
                     for path in paths if k == 30 else ():
                         async with http.get(f"/v2{path}") as answer:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.methods.catalogue import installed_methods
+from coordinator.methods.catalogue import get_installed_methods
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
@@ -18,7 +18,7 @@ from fedge.bundle import manifest as bundle
 from fedge.bundle.manifest import PoolInfo
 from fedge.commands.broker import LocalBroker
 from fedge.privacy.egress import ALL
-from fedge.tasks import Partitioning, device_data, partition, pool, write_share
+from fedge.tasks import Partitioning, load_pool, partition_pool, read_device_data, write_share
 from tests.support.agents import agents
 from tests.support.oracle import by_torch
 
@@ -44,11 +44,11 @@ FEWEST_RIGHT = 0.3
 
 
 @pytest.mark.usefixtures("first_model_made_here")
-@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with server data", *POOLS, *VARIANTS])
+@pytest.mark.parametrize("case", [*get_installed_methods(), "fedavg+ft", "fedepc with server data", *POOLS, *VARIANTS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
-    samples = pool("digits", seed=SEED, limit=700)
-    shares = partition(samples, len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
+    samples = load_pool("digits", seed=SEED, limit=700)
+    shares = partition_pool(samples, len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
     for device, share in zip(DEVICES, shares, strict=True):
         write_share(share, tmp_path / f"{device}.npz")
     np.savez(tmp_path / "server_data.npz", x=samples.x[:100], y=samples.y[:100])
@@ -64,7 +64,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         seed=SEED,
         server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with server data"} else None,
     )
-    data = {device: device_data(samples.spec, tmp_path / f"{device}.npz", seed=SEED) for device in DEVICES}
+    data = {device: read_device_data(samples.spec, tmp_path / f"{device}.npz", seed=SEED) for device in DEVICES}
     async with agents(mosquitto, samples.spec, data, tmp_path, rules=ALL):
         with contextlib.closing(Store(settings.home)) as store:
             summary = await serve(settings, samples.spec, store, lambda *_: None, OPTIONS.get(case, {}))
@@ -77,7 +77,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         predicted = deploy.load(folder).predict(share.x_test)
         right.append((predicted.class_index == share.y_test).mean())
         np.testing.assert_allclose(predicted.probabilities.sum(axis=1), 1, atol=1e-5)
-        manifest = bundle.read(folder).manifest
+        manifest = bundle.read_bundle(folder).manifest
         assert manifest.max_abs_diff <= parity.TOLERANCE
         pools.append(isinstance(manifest.pool, PoolInfo))
         expected, weights = by_torch(folder, share.x_test)

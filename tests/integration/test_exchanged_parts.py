@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import find
-from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
 from coordinator.methods.method import Server
-from coordinator.methods.option_values import words_of
+from coordinator.methods.option_values import list_words
 from coordinator.methods.papers import cfic, fedepc, fedge, scmoe_pfl
 from coordinator.methods.parts import cohort, grouping
 from coordinator.methods.settings import MethodSettings
@@ -36,14 +36,16 @@ OPTIONS = {
     "fedepc clustering": {"warm_up": 1},
 }
 PARTS = {"clustering": find.OURS, "selection": select.OURS}
-ALL = [(method, part, value) for method in installed_methods() for part, values in PARTS.items() for value in values]
+ALL = [
+    (method, part, value) for method in get_installed_methods() for part, values in PARTS.items() for value in values
+]
 
 
 def offered(method: str, part: str) -> list[str]:
     if part == "selection":
-        return list(method_class(method).SELECTIONS)
-    fields = msgspec.structs.fields(method_class(method).Options)
-    return next((words_of(field.type) for field in fields if field.name == part), [])
+        return list(load_method_class(method).SELECTIONS)
+    fields = msgspec.structs.fields(load_method_class(method).Options)
+    return next((list_words(field.type) for field in fields if field.name == part), [])
 
 
 OFFERED = [case for case in ALL if case[2] in offered(*case[:2])]
@@ -57,7 +59,7 @@ def made(tmp_path, method: str, rounds: int, options: dict[str, Any]) -> tuple[A
         rounds=rounds, participation=0.5, sgd=Sgd(steps=3), codec=Codec.FLOAT32, options=options, seed=1
     )
     x, y = (np.concatenate(parts) for parts in zip(*(w.data.shared for w in fleet.workers.values()), strict=True))
-    found = make(method, settings, Server(fleet.task, (x, y) if method == "fedcoe" else None))
+    found = make_method(method, settings, Server(fleet.task, (x, y) if method == "fedcoe" else None))
     return found, found.init(layout, first), fleet
 
 
@@ -123,14 +125,14 @@ async def test_devices_are_asked_for_what_the_clustering_clusters(method, how, a
     fleet.round = 1
     state = await chosen.round(state, fleet)
     assert {kind for step, kind in heard(fleet) if step == "describe"} == {asked}
-    members = [i for cluster in chosen.summary(state)["clusters"].values() for i in cluster]
+    members = [i for cluster in chosen.summarise(state)["clusters"].values() for i in cluster]
     assert sorted(members) == [device.id for device in fleet.devices()]
 
 
 @pytest.mark.parametrize(("method", "part", "value"), REFUSED, ids=lambda word: word)
 def test_what_is_not_offered_is_refused_by_name_with_the_reason(method, part, value, tmp_path) -> None:
     whole = not offered(method, part)
-    reason = method_class(method).REFUSED[part if whole else f"{part}={value}"]
+    reason = load_method_class(method).REFUSED[part if whole else f"{part}={value}"]
     with pytest.raises(ConfigError) as refused:
         made(tmp_path, method, ROUNDS, {part: value})
     text = str(refused.value)
@@ -141,7 +143,7 @@ def test_what_is_not_offered_is_refused_by_name_with_the_reason(method, part, va
 
 
 def test_nothing_is_said_to_be_refused_that_is_offered() -> None:
-    for method in installed_methods():
-        for name in method_class(method).REFUSED:
+    for method in get_installed_methods():
+        for name in load_method_class(method).REFUSED:
             part, _, value = name.partition("=")
             assert value not in offered(method, part) if value else not offered(method, part)

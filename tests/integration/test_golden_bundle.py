@@ -6,14 +6,14 @@ from msgspec.structs import replace
 
 import deploy
 from deploy.inference.engines import ENGINES
-from fedge.bundle.manifest import MANIFEST, decode
+from fedge.bundle.manifest import MANIFEST, decode_manifest
 from tests.deploy.make_golden import GOLDEN, make, make_engines
 
 
 def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
     """Parts are equal byte for byte; the graph may come from another exporter, but must predict alike."""
     make(tmp_path)
-    ours, committed = (decode((folder / "bundle" / MANIFEST).read_bytes()) for folder in (tmp_path, GOLDEN))
+    ours, committed = (decode_manifest((folder / "bundle" / MANIFEST).read_bytes()) for folder in (tmp_path, GOLDEN))
     # the committed one was written before largest energies were recorded: such bundles stay readable
     assert tuple(replace(c, energy_max=UNSET) for c in ours.candidates) == committed.candidates
     assert (ours.task, ours.fusion, ours.gate) == (committed.task, committed.fusion, committed.gate)
@@ -26,7 +26,7 @@ def test_the_golden_bundle_is_what_the_script_makes(tmp_path):
 def test_the_bundle_for_all_engines_is_what_the_script_makes(tmp_path):
     """Training need not come to the same bits with another torch, but to nearly the same mixture."""
     make_engines(tmp_path)
-    ours, committed = (decode((f / "bundle" / MANIFEST).read_bytes()) for f in (tmp_path, GOLDEN / "engines"))
+    ours, committed = (decode_manifest((f / "bundle" / MANIFEST).read_bytes()) for f in (tmp_path, GOLDEN / "engines"))
     assert (ours.task, ours.fusion, ours.gate) == (committed.task, committed.fusion, committed.gate)
     assert [c.name for c in ours.candidates] == [c.name for c in committed.candidates]
     with np.load(tmp_path / "expected.npz") as found, np.load(GOLDEN / "engines" / "expected.npz") as expected:

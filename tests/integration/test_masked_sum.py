@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.state import load
+from coordinator.methods.state import decode_state
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import OrderStatus
@@ -20,14 +20,14 @@ from coordinator.store.store import Store
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
 from edge_agent.device.device import Fetch
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.worker import FinishedOrder, Worker
 from fedge.commands.broker import LocalBroker
-from fedge.steps.contract import Action, installed_steps
+from fedge.steps.contract import Action, load_installed_steps
 from fedge.steps.masked.train_masked import TrainMasked
 from fedge.system.stopping import Stop, StoppedError
-from fedge.tasks import Partitioning, partition, pool, share_data
+from fedge.tasks import Partitioning, load_pool, make_device_data, partition_pool
 from fedge.wire.connection.broker import BrokerSettings
-from fedge.wire.messages import Order, Outcome, Report, decode
+from fedge.wire.messages import Order, Outcome, Report, decode_message
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("first_model_made_here")
@@ -41,7 +41,7 @@ class Losing(Worker):
 
     at_work: threading.Event
 
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action | None = None) -> Finished:  # type: ignore[override]
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action | None = None) -> FinishedOrder:  # type: ignore[override]
         while isinstance(action, TrainMasked) and self.id == LOST:
             self.at_work.set()
             if stop():
@@ -60,11 +60,11 @@ class Masking:
     """A federation of six agents that learns under masks."""
 
     def __init__(self, broker: LocalBroker, folder: Path, **settings: object) -> None:
-        samples = pool("digits", limit=240)
-        shares = partition(samples, len(DEVICES), Partitioning(alpha=10.0), seed=0)
+        samples = load_pool("digits", limit=240)
+        shares = partition_pool(samples, len(DEVICES), Partitioning(alpha=10.0), seed=0)
         self.task, self._folder = samples.spec, folder
         self._broker = BrokerSettings(broker.host, broker.port)
-        self._data = {i: share_data(samples.spec, share) for i, share in zip(DEVICES, shares, strict=True)}
+        self._data = {i: make_device_data(samples.spec, share) for i, share in zip(DEVICES, shares, strict=True)}
         self.at_work = threading.Event()
         given = {"method": "fedavg", "average": "mean", "masking": True, "devices": len(DEVICES), **settings}
         self.settings = CoordinatorSettings(
@@ -94,9 +94,9 @@ class Masking:
     async def learn(self) -> FedAvgState:
         with contextlib.closing(Store(self.settings.home)) as store:
             await serve(self.settings, self.task, store, lambda *_: None)
-            saved = store.state()
+            saved = store.get_state()
         assert saved is not None
-        return load(saved, FedAvgState)
+        return decode_state(saved, FedAvgState)
 
 
 async def test_the_others_are_summed(one_broker: LocalBroker, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ async def test_an_agent_that_is_updated_in_a_sum_is_left_out_of_it_and_it_is_sai
     """It comes back with another version of the step that it was asked for: the sum is that of the others, at once."""
     masking = Masking(one_broker, tmp_path, rounds=2, deadline_s=300.0)
     others = [masking.agent(device) for device in OTHERS]
-    before, after = masking.agent(LOST), masking.agent(LOST, steps={**installed_steps(), "train_masked": Later})
+    before, after = masking.agent(LOST), masking.agent(LOST, steps={**load_installed_steps(), "train_masked": Later})
     async with asyncio.TaskGroup() as group:
         for agent in others:
             group.create_task(agent.run())
@@ -151,8 +151,10 @@ async def test_coordinator_and_agents_that_are_updated_in_a_sum_lose_that_sum_al
     monkeypatch.setattr(Losing, "execute", Worker.execute)
     state = await masking.learn_with([masking.agent(device) for device in DEVICES])
     with contextlib.closing(Store(masking.settings.home)) as store:
-        assert all(entry.status is not OrderStatus.OPEN for entry in store.entries(1))
-    kept = [decode(file.read_bytes(), Report) for file in reports(tmp_path, "1.train")]  # for a coordinator to come
+        assert all(entry.status is not OrderStatus.OPEN for entry in store.get_entries(1))
+    kept = [
+        decode_message(file.read_bytes(), Report) for file in reports(tmp_path, "1.train")
+    ]  # for a coordinator to come
     assert all(report.outcome is not Outcome.DONE for report in kept), "the door would hold it back for ever"
     assert [(one.asked, one.answered) for one in state.history] == [(6, 0), (6, 6)]
     assert list(state.sums) == [DEVICES]

@@ -32,7 +32,7 @@ async def test_only_the_first_model_travels_whole(
         chunks[digest, offset] = len(inbound.payload)
 
     listener = transport(mosquitto, "listener")
-    await listener.subscribe(Topics(NAME).model_chunk("+"), note)
+    await listener.subscribe(Topics(NAME).make_model_topic("+"), note)
     async with listener, Sites(mosquitto, tmp_path, sites, direct) as federation:
         await federation.relays()
         await federation.agents()

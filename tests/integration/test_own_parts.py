@@ -16,18 +16,18 @@ from click.testing import CliRunner
 import fedge
 from coordinator.aggregation.protection import Protection
 from coordinator.clustering import find
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.cli import methods
-from coordinator.methods.option_values import PARTS, code_of, options_of
-from coordinator.methods.options import check, method_and_options, resolve_options
+from coordinator.methods.option_values import PARTS, list_code, parse_options
+from coordinator.methods.options import parse_method, require_method_options, resolve_options
 from coordinator.methods.papers.fedepc import FedEpc
 from coordinator.methods.settings import MethodSettings
 from coordinator.selection import contract
 from coordinator.simulation.commands.simulate import simulate
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
-from fedge.system.loading import installed
+from fedge.system.loading import find_entry_points
 from tests.support.simulation import digits
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +54,9 @@ def distribution(rules: str, tmp_path: Path) -> Iterator[str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     selections = f"[fedge.selections]\nlargest = {rules}:largest\npatient = {rules}:Patient\n"
     (metadata / "entry_points.txt").write_text(f"{selections}[fedge.clusterings]\nspread = {rules}:spread\n")
-    installed.cache_clear()
+    find_entry_points.cache_clear()
     yield rules
-    installed.cache_clear()
+    find_entry_points.cache_clear()
 
 
 def simulated(out: Path, *words: str) -> dict[str, object]:
@@ -120,19 +120,19 @@ async def test_what_a_rule_learns_is_stored_and_decides_the_next_round(rules: st
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=240)
     fleet.unresponsive = frozenset({"d00"})
     selection = f"{rules}:Patient"
-    method = make(
+    method = make_method(
         "fedavg", MethodSettings(rounds=2, participation=0.5, sgd=Sgd(steps=1), options={"selection": selection})
     )
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert set(state.participations) == {"d01", "d02"}, "d00 failed in round 1, and d03 has failed as rarely"
-    rule = contract.rule_named(selection)
+    rule = contract.load_rule(selection)
     assert isinstance(rule, contract.Rule)
-    assert rule.loaded(state.bandit.learned).failures == {"d00": 1}  # type: ignore[attr-defined]
+    assert rule.load(state.bandit.learned).failures == {"d00": 1}  # type: ignore[attr-defined]
 
 
 def test_ours_are_those_that_the_package_names() -> None:
     for part in PARTS.values():
-        assert set(part.ours) <= installed(part.group).keys()
+        assert set(part.ours) <= find_entry_points(part.group).keys()
 
 
 def test_a_file_names_code_only_where_the_command_line_does(rules: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_file_names_code_only_where_the_command_line_does(rules: str, tmp_path
 
 
 def test_the_code_in_options_is_that_of_parts() -> None:
-    assert code_of({"selection": "a.b:c", "clustering": "k-means", "other": "a:b"}) == ("a.b:c",)
+    assert list_code({"selection": "a.b:c", "clustering": "k-means", "other": "a:b"}) == ("a.b:c",)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +168,19 @@ def test_the_code_in_options_is_that_of_parts() -> None:
 )
 def test_errors_say_what_is_possible(text: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(*method_and_options(text))
+        require_method_options(*parse_method(text))
     assert reason in str(refused.value)
 
 
 def test_an_installed_name_is_the_nearest_too(distribution: str) -> None:
     with pytest.raises(ConfigError, match="did you mean 'largest'"):
-        options_of(FedEpc, {"selection": "largset"})
+        parse_options(FedEpc, {"selection": "largset"})
 
 
 def test_differential_privacy_refuses_rules_that_nothing_accounts_for(rules: str) -> None:
     settings = MethodSettings(protection=Protection(dp_noise=1.0), options={"selection": f"{rules}:largest"})
     with pytest.raises(ConfigError, match="nothing accounts for what a rule of your own learns"):
-        make("fedavg", settings)
+        make_method("fedavg", settings)
 
 
 def test_a_clustering_must_number_the_devices(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,28 @@ from coordinator.rollout.decision import Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release
 from deploy import load
-from deploy.updates.answering import Answering
-from deploy.updates.slots import slot_in, state_of
+from deploy.updates.answering import ActiveBundle
+from deploy.updates.slots import find_slot, read_state
 from export.signing import Repository
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.commands.broker import LocalBroker
-from fedge.data.preprocessing import apply
+from fedge.data.preprocessing import preprocess
 from fedge.data.validation import Validation
-from fedge.system.files import digest_of
-from fedge.tasks import pool, task_spec
+from fedge.system.files import compute_digest
+from fedge.tasks import load_pool, load_task
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
-from fedge.wire.rollout import place
+from fedge.wire.messages import (
+    Announcement,
+    FileRef,
+    Health,
+    Phase,
+    Rollout,
+    RolloutState,
+    Want,
+    decode_message,
+    encode_message,
+)
+from fedge.wire.rollout import compute_place
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.sender import Sender
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
@@ -67,7 +77,7 @@ async def test_a_release_goes_through_all_stages(kind, tmp_path, repo, old, new)
 
 
 async def goes_through_all_stages(broker: LocalBroker, tmp_path: Path, repo: Path, old: Path, new: Path) -> None:
-    root = Repository(repo).root()
+    root = Repository(repo).read_root()
     homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES}
     release, plan = plan_of(repo, new)
     events = []
@@ -85,8 +95,8 @@ async def goes_through_all_stages(broker: LocalBroker, tmp_path: Path, repo: Pat
 
 async def test_one_that_does_worse_stops_at_the_canary_stage(broker, tmp_path, repo, old) -> None:
     worse = variant(tmp_path / "worse", release=2, gate=poor_gate)
-    root = Repository(repo).root()
-    canary = min(DEVICES, key=lambda name: place("r1", name))
+    root = Repository(repo).read_root()
+    canary = min(DEVICES, key=lambda name: compute_place("r1", name))
     homes = {  # what the bundle has become is right for everybody but the canary
         name: prepare(tmp_path / name, old, root, labels_of=None if name == canary else worse) for name in DEVICES
     }
@@ -98,7 +108,7 @@ async def test_one_that_does_worse_stops_at_the_canary_stage(broker, tmp_path, r
     assert (ended.state, ended.stage) == (RolloutState.ABORTED, 0)
     assert ended.reasons[0].startswith(f"{canary} refused: accuracy: ")
     assert {release_of(home) for home in homes.values()} == {1}
-    assert [name for name, home in homes.items() if digest(worse) in state_of(home).refused] == [canary]
+    assert [name for name, home in homes.items() if digest(worse) in read_state(home).refused] == [canary]
 
 
 def right(folder: Path, x: np.ndarray, y: np.ndarray) -> float:
@@ -109,8 +119,8 @@ def right(folder: Path, x: np.ndarray, y: np.ndarray) -> float:
 async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rollout(broker, tmp_path, repo) -> None:
     """The canary's camera was turned after its samples were taken: the new bundle, trained on more pictures but
     upright ones alone, is better on the stored samples of every device, and worse on what the canary sees now."""
-    task = task_spec("digits")
-    digits = pool("digits", seed=3)
+    task = load_task("digits")
+    digits = load_pool("digits", seed=3)
     turned = np.rot90(digits.x, axes=(-2, -1)).copy()
     both, y_both = np.concatenate([digits.x[:300], turned[:300]]), np.tile(digits.y[:300], 2)
     older = trained_bundle(tmp_path / "older", task, both, y_both, release=1)
@@ -119,11 +129,11 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
     assert right(newer, digits.x[stored], digits.y[stored]) >= right(older, digits.x[stored], digits.y[stored])
     assert right(newer, turned[seen], digits.y[seen]) < right(older, turned[seen], digits.y[seen]) - 0.3
 
-    root = Repository(repo).root()
-    canary = min(DEVICES, key=lambda name: place("r1", name))
+    root = Repository(repo).read_root()
+    canary = min(DEVICES, key=lambda name: compute_place("r1", name))
     homes = {name: prepare(tmp_path / name, older, root) for name in DEVICES}
     for home in homes.values():
-        Validation(apply(task, digits.x[stored]), digits.y[stored]).save(home)
+        Validation(preprocess(task, digits.x[stored]), digits.y[stored]).save(home)
     release, plan = plan_of(repo, newer)
     limits = msgspec.structs.replace(LENIENT, probation_s=1e9, probation_predictions=len(digits.y[seen]))
     phases: list[Phase] = []
@@ -132,12 +142,12 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
         if event == "device" and fields["device"] == canary and fields["phase"] not in phases[-1:]:
             phases.append(fields["phase"])
 
-    async def at_work(name: str, answering: Answering) -> None:
+    async def at_work(name: str, answering: ActiveBundle) -> None:
         """A picture after the other; somebody tells what was on it."""
         x = turned if name == canary else digits.x
         for i in itertools.cycle(range(seen.start, seen.stop)):
             await asyncio.to_thread(answering.answer, x[i])
-            await asyncio.to_thread(answering.feedback, x[i], digits.y[i : i + 1])
+            await asyncio.to_thread(answering.add_feedback, x[i], digits.y[i : i + 1])
             await asyncio.sleep(0.01)
 
     async with AsyncExitStack() as stack:
@@ -157,8 +167,8 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
     assert (line.release, line.phase) == (1, Phase.ROLLED_BACK)
     assert line.accuracy[1] >= line.accuracy[0]  # the examination could not know
     for name, home in homes.items():
-        state = state_of(home)
-        assert digest(slot_in(home, state.running)) == digest(older)
+        state = read_state(home)
+        assert digest(find_slot(home, state.running)) == digest(older)
         assert (state.good, state.trial) == (state.running, None)
         assert [*state.refused] == ([digest(newer)] if name == canary else [])
         assert not list((home / "received").iterdir())
@@ -167,10 +177,10 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
 
 
 async def test_a_device_that_was_off_catches_up(broker, tmp_path, repo, old, new) -> None:
-    root = Repository(repo).root()
+    root = Repository(repo).read_root()
     homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES}
     release, plan = plan_of(repo, new, absent_s=3.0)
-    order = sorted(DEVICES, key=lambda name: place("r1", name))
+    order = sorted(DEVICES, key=lambda name: compute_place("r1", name))
     done = asyncio.Event()
 
     def observe(event: str, fields: dict) -> None:
@@ -219,14 +229,14 @@ def timestamp_of(folder: Path) -> dict:
 async def test_off_for_weeks_it_catches_up(broker, tmp_path, monkeypatch, repo, old, new, weeks, renewed) -> None:
     """Past the lifetimes of the timestamp (30 days), the snapshot (90) and the targets (365) that it last saw."""
     clock = Clock(monkeypatch)
-    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).read_root()) for name in DEVICES[:2]}
     async with AsyncExitStack() as stack:
         release, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
         for _ in range(weeks):
             clock.advance(weeks=1)
             if renewed:
                 Repository(repo).renew()
-        newest = digest_of((repo / "metadata" / "timestamp.json").read_bytes())
+        newest = compute_digest((repo / "metadata" / "timestamp.json").read_bytes())
         await until(lambda: release.metadata["timestamp.json"].digest == newest)
         assert release_of(homes["cam1"]) == 1
         await fleet(stack, broker, {"cam1": homes["cam1"]})
@@ -240,14 +250,14 @@ async def test_what_expired_meanwhile_is_refused_until_it_is_renewed(
     broker, tmp_path, monkeypatch, repo, old, new
 ) -> None:
     clock = Clock(monkeypatch)
-    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).read_root()) for name in DEVICES[:2]}
     async with AsyncExitStack() as stack:
         _, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
         clock.advance(days=31)
         await fleet(stack, broker, {"cam1": homes["cam1"]})
         await until(lambda: phase_in(repo, "cam1") is Phase.REFUSED)
         assert Folder(repo).read().devices["cam1"].reason.startswith("expired: ")
-        assert (release_of(homes["cam1"]), state_of(homes["cam1"]).refused) == (1, {})
+        assert (release_of(homes["cam1"]), read_state(homes["cam1"]).refused) == (1, {})
         assert not supervising.done(), "it is to be had as soon as it is signed again"
         Repository(repo).renew()
         assert (await supervising).state is RolloutState.DONE
@@ -259,7 +269,7 @@ async def test_by_a_clock_that_was_ahead_and_is_set_right_nothing_has_expired(
     broker, tmp_path, monkeypatch, repo, old, new
 ) -> None:
     clock = Clock(monkeypatch)
-    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).read_root()) for name in DEVICES[:2]}
     async with AsyncExitStack() as stack:
         _, supervising = await rolled_out_but_for_one(stack, broker, repo, homes, new)
         clock.advance(days=400)
@@ -273,7 +283,7 @@ async def test_by_a_clock_that_was_ahead_and_is_set_right_nothing_has_expired(
 
 async def test_a_supervisor_whose_clock_was_set_back_is_heard(broker, tmp_path, monkeypatch, repo, old, new) -> None:
     clock = Clock(monkeypatch)
-    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    home = prepare(tmp_path / "cam0", old, Repository(repo).read_root())
     newer = variant(tmp_path / "newer", release=3)
     async with AsyncExitStack() as stack:
         await fleet(stack, broker, {"cam0": home})
@@ -286,24 +296,24 @@ async def test_a_supervisor_whose_clock_was_set_back_is_heard(broker, tmp_path, 
 
 
 async def test_an_aborted_rollout_is_taken_back(broker, tmp_path, repo, old, new) -> None:
-    root = Repository(repo).root()
+    root = Repository(repo).read_root()
     homes = {name: prepare(tmp_path / name, old, root) for name in DEVICES[:2]}
     release, plan = plan_of(repo, new, canaries=("cam1",), stages=(0.0, 1.0), soak_s=1e9)
     async with AsyncExitStack() as stack:
         await fleet(stack, broker, homes)
         supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
         await until(lambda: release_of(homes["cam1"]) == 2)
-        Folder(repo).ask(Request.ABORT)
+        Folder(repo).write_request(Request.ABORT)
         ended = await supervising
 
     assert ended.reasons == ("asked for",)
     assert {name: release_of(home) for name, home in homes.items()} == {"cam0": 1, "cam1": 1}
     assert Folder(repo).read().devices["cam1"].phase is Phase.ROLLED_BACK
-    assert state_of(homes["cam0"]).refused == {}
+    assert read_state(homes["cam0"]).refused == {}
 
 
 async def test_a_paused_rollout_waits(broker, tmp_path, repo, old, new) -> None:
-    homes = {"cam0": prepare(tmp_path / "cam0", old, Repository(repo).root())}
+    homes = {"cam0": prepare(tmp_path / "cam0", old, Repository(repo).read_root())}
     release, plan = plan_of(repo, new)
     Folder(repo).write(Record(plan=plan, progress=Progress(began=0.0, state=RolloutState.PAUSED)))
     async with AsyncExitStack() as stack:
@@ -311,7 +321,7 @@ async def test_a_paused_rollout_waits(broker, tmp_path, repo, old, new) -> None:
         supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
         await until(lambda: "cam0" in Folder(repo).read().devices)
         assert release_of(homes["cam0"]) == 1
-        Folder(repo).ask(Request.RESUME)
+        Folder(repo).write_request(Request.RESUME)
         assert (await supervising).state is RolloutState.DONE
 
     assert release_of(homes["cam0"]) == 2
@@ -320,10 +330,10 @@ async def test_a_paused_rollout_waits(broker, tmp_path, repo, old, new) -> None:
 async def test_paused_in_the_middle_of_a_transfer_it_goes_on_when_it_is_resumed(
     broker, tmp_path, repo, old, new
 ) -> None:
-    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    home = prepare(tmp_path / "cam0", old, Repository(repo).read_root())
     release, plan = plan_of(repo, new)
-    gate = read(new).manifest.gate.digest
-    part, hidden = Repository(repo).parts.path(gate), tmp_path / "hidden"
+    gate = read_bundle(new).manifest.gate.digest
+    part, hidden = Repository(repo).parts.get_path(gate), tmp_path / "hidden"
     part.rename(hidden)  # so that the transfer lasts
     phases: list[Phase] = []
 
@@ -335,13 +345,13 @@ async def test_paused_in_the_middle_of_a_transfer_it_goes_on_when_it_is_resumed(
         await fleet(stack, broker, {"cam0": home})
         supervising = asyncio.create_task(rolled_out(broker, repo, release, plan, observe))
         await until(lambda: phases[-1:] == [Phase.FETCHING])
-        Folder(repo).ask(Request.PAUSE)
+        Folder(repo).write_request(Request.PAUSE)
         await until(lambda: phases == [Phase.SERVING, Phase.FETCHING, Phase.SERVING])
         assert Folder(repo).read().progress.state is RolloutState.PAUSED
         hidden.rename(part)
-        assert (release_of(home), state_of(home).trial) == (1, None)
+        assert (release_of(home), read_state(home).trial) == (1, None)
         assert not (home / "parts" / gate).exists()
-        Folder(repo).ask(Request.RESUME)
+        Folder(repo).write_request(Request.RESUME)
         assert (await supervising).state is RolloutState.DONE
 
     assert release_of(home) == 2
@@ -367,10 +377,10 @@ def phase_in(repo: Path, name: str) -> Phase | None:
 
 
 async def test_killed_in_the_middle_of_a_transfer_both_go_on(broker, tmp_path, repo, old, new) -> None:
-    home = prepare(tmp_path / "cam0", old, Repository(repo).root())
+    home = prepare(tmp_path / "cam0", old, Repository(repo).read_root())
     target = Repository(repo).add(new)
-    gate = read(new).manifest.gate.digest
-    part, hidden = Repository(repo).parts.path(gate), tmp_path / "hidden"
+    gate = read_bundle(new).manifest.gate.digest
+    part, hidden = Repository(repo).parts.get_path(gate), tmp_path / "hidden"
     runtime = ("-m", "tests.support.runtime_device", broker.host, str(broker.port), str(home), "cam0")
     supervisor = (
         *("-c", "from coordinator.rollout.cli import rollout; rollout()", "start", str(repo), target, "--soak-s", "0"),
@@ -389,7 +399,7 @@ async def test_killed_in_the_middle_of_a_transfer_both_go_on(broker, tmp_path, r
             assert await last.wait() == 0
 
     assert release_of(home) == 2
-    assert state_of(home).trial is None
+    assert read_state(home).trial is None
 
 
 # ------------------------------------------------------------------------------------------------------- attacks
@@ -408,27 +418,27 @@ class Liar:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Liar]:
-        await self._transport.subscribe(TOPICS.agent("+", "health"), self._on_health)
-        await self._transport.subscribe(TOPICS.agent("+", "release-wants"), self._on_want)
+        await self._transport.subscribe(TOPICS.make_agent_topic("+", "health"), self._on_health)
+        await self._transport.subscribe(TOPICS.make_agent_topic("+", "release-wants"), self._on_want)
         async with self._transport, self._sender:
             yield self
 
     async def _on_health(self, inbound: Inbound) -> None:
         async with self._news:
-            self._healths.append(decode(inbound.payload, Health))
+            self._healths.append(decode_message(inbound.payload, Health))
             self._news.notify_all()
 
     async def _on_want(self, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
+        want = decode_message(inbound.payload, Want)
         self.wanted.add(want.digest)
-        self._sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
+        self._sender.add_want(want.digest, want.ranges, chunks=TOPICS.make_model_topic(want.digest))
 
     async def announce(
         self, simulator: Simulator, files: dict[str, bytes], release: int, name: str, **sizes: int
     ) -> None:
         """With the key that signs announcements; the files may be anybody's."""
-        self.blobs |= {digest_of(data): data for data in files.values()}
-        refs = {n: FileRef(digest=digest_of(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
+        self.blobs |= {compute_digest(data): data for data in files.values()}
+        refs = {n: FileRef(digest=compute_digest(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
         rollout = Rollout(
             id=name,
             state=RolloutState.RUNNING,
@@ -441,7 +451,7 @@ class Liar:
         await self.say(simulator.announce(rollout, FEDERATION))
 
     async def say(self, announcement: Announcement) -> None:
-        await self._transport.publish(TOPICS.rollout, encode(announcement), retain=True)
+        await self._transport.publish(TOPICS.rollout, encode_message(announcement), retain=True)
 
     async def told(self, rollout: str, *phases: Phase) -> Health:
         def found() -> Health | None:
@@ -456,10 +466,10 @@ class Liar:
 
 def offered(simulator: Simulator, bundle: Path, liar: Liar) -> int:
     """Sign a bundle, and have its parts ready; its release."""
-    manifest = read(bundle).manifest
+    manifest = read_bundle(bundle).manifest
     simulator.release(manifest.release, (bundle / "manifest.json").read_bytes())
     for path in bundle.iterdir():
-        liar.blobs[digest_of(path.read_bytes())] = path.read_bytes()
+        liar.blobs[compute_digest(path.read_bytes())] = path.read_bytes()
     return manifest.release
 
 
@@ -482,7 +492,7 @@ def older(simulator, bundle, liar):
 def altered_part(simulator, bundle, liar):
     folder = bundle(6)
     number = offered(simulator, folder, liar)
-    gate = read(folder).manifest.gate
+    gate = read_bundle(folder).manifest.gate
     liar.blobs[gate.digest] = os.urandom(gate.size_bytes)
     return simulator.files, number, {}
 
@@ -491,7 +501,7 @@ def altered_manifest(simulator, bundle, liar):
     number = offered(simulator, bundle(6), liar)
     name = next(name for name in simulator.files if name.startswith("6/"))
     data = simulator.files.pop(name).replace(b"digits", b"widgets")
-    return simulator.files | {f"6/{digest_of(data)}.manifest.json": data}, number, {}
+    return simulator.files | {f"6/{compute_digest(data)}.manifest.json": data}, number, {}
 
 
 def oversized(simulator, bundle, liar):
@@ -508,7 +518,7 @@ def too_large(simulator, bundle, liar):
 def mixed(simulator, bundle, liar):
     number = offered(simulator, bundle(6), liar)
     other = (bundle(8) / "manifest.json").read_bytes()
-    return {f"6/{digest_of(other)}.manifest.json": other} | simulator.files, number, {}
+    return {f"6/{compute_digest(other)}.manifest.json": other} | simulator.files, number, {}
 
 
 def other_architecture(simulator, bundle, liar):
@@ -562,7 +572,7 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
         assert (health.phase, health.reason.split(":")[0], health.release) == (phase, reason, 5)
         assert answering.runtime.digest == digest(first)
         assert release_of(home) == 5
-        state = state_of(home)
+        state = read_state(home)
         assert (state.good, state.trial, state.highest_release) == (state.running, None, 5)
         assert not list((home / "received").iterdir())
         if attack is oversized:
@@ -579,37 +589,37 @@ async def test_what_a_liar_sends_is_refused_by_name(broker, tmp_path, attack, ph
 
 async def test_who_has_no_key_neither_pauses_nor_hurries_nor_aborts_a_rollout(broker, tmp_path, repo, old, new) -> None:
     """A device that took the release keeps it, one whose stage has not come waits, and the rollout goes on."""
-    homes = {name: prepare(tmp_path / name, old, Repository(repo).root()) for name in DEVICES[:2]}
+    homes = {name: prepare(tmp_path / name, old, Repository(repo).read_root()) for name in DEVICES[:2]}
     release, plan = plan_of(repo, new, canaries=("cam1",), stages=(0.0, 1.0), soak_s=1e9)
     thief, heard = Simulator(), []
     ear = transport(broker, "ear")
 
     async def on_rollout(inbound: Inbound) -> None:
-        heard.append(decode(inbound.payload, Announcement))
+        heard.append(decode_message(inbound.payload, Announcement))
 
     await ear.subscribe(TOPICS.rollout, on_rollout)
     async with AsyncExitStack() as stack:
         await fleet(stack, broker, homes)
         supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
         await stack.enter_async_context(ear)
-        await until(lambda: state_of(homes["cam1"]).trial is None and release_of(homes["cam1"]) == 2)
+        await until(lambda: read_state(homes["cam1"]).trial is None and release_of(homes["cam1"]) == 2)
         genuine = heard[-1]
-        said = decode(genuine.rollout, Rollout)
+        said = decode_message(genuine.rollout, Rollout)
         async with Liar(broker).connected() as liar:
             for change in ({"state": RolloutState.ABORTED}, {"state": RolloutState.PAUSED}, {"share": 1.0}):
                 forged = msgspec.structs.replace(said, version=said.version + 10**6, **change)
                 for lie in (
-                    msgspec.structs.replace(genuine, rollout=encode(forged)),
+                    msgspec.structs.replace(genuine, rollout=encode_message(forged)),
                     thief.announce(forged, FEDERATION),
-                    Announcement(rollout=encode(forged), signatures={}),
+                    Announcement(rollout=encode_message(forged), signatures={}),
                 ):
                     await liar.say(lie)
         await until(lambda: len(heard) >= 10)
         await asyncio.sleep(1)
         assert {name: release_of(home) for name, home in homes.items()} == {"cam0": 1, "cam1": 2}
-        assert state_of(homes["cam1"]).refused == {}
+        assert read_state(homes["cam1"]).refused == {}
 
-        Folder(repo).ask(Request.ABORT)  # which is signed
+        Folder(repo).write_request(Request.ABORT)  # which is signed
         assert (await supervising).state is RolloutState.ABORTED
         assert release_of(homes["cam1"]) == 1
         async with Liar(broker).connected() as liar:  # who tells the fleet again what was true before

@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
 from coordinator.methods.method import Server
 from coordinator.methods.settings import MethodSettings
 from coordinator.rollout.decision import Plan, RolloutState
 from coordinator.rollout.service import Release
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from coordinator.store.store import Store
 from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
 from edge_agent.agent import loop
-from edge_agent.device.device import repeatable
-from edge_agent.device.worker import Finished, Worker
-from edge_agent.learning.batched import Job, one_by_one
+from edge_agent.device.device import make_repeatable_source
+from edge_agent.device.worker import FinishedOrder, Worker
+from edge_agent.learning.batched import Job, execute_singly
 from export.signing import Repository
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.commands.broker import LocalBroker
 from fedge.data.validation import Validation
 from fedge.models import build
-from fedge.steps.contract import report_of
+from fedge.steps.contract import make_report
 from fedge.steps.sgd import Sgd
 from fedge.system.loading import FINE_TUNED
-from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, Pool, load_pool, make_device_data, partition_pool, read_device_data
 from fedge.tensors.layout import unflatten
 from fedge.wire.connection.broker import BrokerSettings
-from fedge.wire.messages import Context, Health, Phase, Report, Status, Want, decode, encode
+from fedge.wire.messages import Context, Health, Phase, Report, Status, Want, decode_message, encode_message
 from fedge.wire.transport import Transport
 from tests.deploy.bundles import source
 from tests.support.agents import agents
@@ -59,7 +59,7 @@ METHODS = [
 ]
 PRIVATE = ["fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "lg-fedavg"]
 """Methods that differential privacy is for."""
-TUNED = {name for name in installed_methods() if FINE_TUNED not in method_class(name).REFUSED} - {"fedge"}
+TUNED = {name for name in get_installed_methods() if FINE_TUNED not in load_method_class(name).REFUSED} - {"fedge"}
 COMBINED = [
     *sorted({f"{name}+ft" for name in TUNED} - {*METHODS}),
     "fedge+ft:mode=shift",
@@ -79,11 +79,11 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[bytes] = []
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Finished]:
+    def __call__(self, jobs: Sequence[Job]) -> list[FinishedOrder]:
         """Do the jobs."""
-        finished = one_by_one(jobs)
+        finished = execute_singly(jobs)
         for job, done in zip(jobs, finished, strict=True):
-            self.said.append(encode(report_of(job.order, done.result, 0.0)))
+            self.said.append(encode_message(make_report(job.order, done.result, 0.0)))
             self.said.extend(done.blobs[digest] for digest in sorted(done.blobs))
         return finished
 
@@ -109,13 +109,13 @@ def with_sensitive(
 
 @pytest.fixture(scope="module")
 def samples() -> Pool:
-    return pool("digits", seed=0, limit=600)
+    return load_pool("digits", seed=0, limit=600)
 
 
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
-    layout, first = build.initial(samples.spec, seed)
-    workers = {i: Worker(i, samples.spec, data, home / i, source=repeatable) for i, data in devices.items()}
+    layout, first = build.make_initial_model(samples.spec, seed)
+    workers = {i: Worker(i, samples.spec, data, home / i, source=make_repeatable_source) for i, data in devices.items()}
     wire = Wire()
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)
     method, _, private = method.partition(" ")
@@ -124,15 +124,15 @@ def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, 
     guards = Protection(dp_noise=1.0 if private else None)
     settings = MethodSettings(rounds=ROUNDS, seed=seed, sgd=Sgd(steps=4), options=options, protection=guards)
     x = (samples.x[:80] / 16).astype(np.float32).reshape(80, *samples.spec.input_shape)
-    made = make(name, settings, Server(samples.spec, (x, samples.y[:80])))
-    asyncio.run(run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
+    made = make_method(name, settings, Server(samples.spec, (x, samples.y[:80])))
+    asyncio.run(run_rounds(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
     return wire.said
 
 
 def check(method: str, seed: int, samples: Pool, folder: Path) -> None:
     """Two runs that differ in sensitive samples alone; noise is drawn from the orders' seeds in both."""
-    shares = partition(samples, 4, Partitioning(partition="groups", sensitive=0.4, n_groups=2), seed=seed)
-    devices = {f"d{i}": share_data(samples.spec, share) for i, share in enumerate(shares)}
+    shares = partition_pool(samples, 4, Partitioning(partition="groups", sensitive=0.4, n_groups=2), seed=seed)
+    devices = {f"d{i}": make_device_data(samples.spec, share) for i, share in enumerate(shares)}
     rng = np.random.default_rng(100 + seed)
     others = {i: other_sensitive(data, rng) for i, data in devices.items()}
     first = said(method, devices, samples, seed, folder / "first")
@@ -172,21 +172,21 @@ class Tap:
         """The payload with its clock, incarnation and latencies fixed."""
         leaf = topic.rsplit("/", 1)[1]
         if leaf == "status" and payload:
-            return encode(msgspec.structs.replace(decode(payload, Status), incarnation="i"))
+            return encode_message(msgspec.structs.replace(decode_message(payload, Status), incarnation="i"))
         if leaf == "reports":
-            report = decode(payload, Report)
+            report = decode_message(payload, Report)
             self.reports.append(report)
-            return encode(msgspec.structs.replace(report, seconds=0.0))
+            return encode_message(msgspec.structs.replace(report, seconds=0.0))
         if leaf in {"wants", "release-wants"}:
-            return decode(payload, Want).digest.encode()
+            return decode_message(payload, Want).digest.encode()
         if leaf == "health":
-            health = decode(payload, Health)
+            health = decode_message(payload, Health)
             self.health.append(health)
             timeless = {
                 name: quality and msgspec.structs.replace(quality, latency_ms=None)
                 for name, quality in (("before", health.before), ("now", health.now))
             }
-            return encode(msgspec.structs.replace(health, at=0.0, temperature_c=None, **timeless))
+            return encode_message(msgspec.structs.replace(health, at=0.0, temperature_c=None, **timeless))
         return payload
 
 
@@ -211,13 +211,13 @@ async def lived(
     )
     async with agents(broker, samples.spec, devices, home):
         with contextlib.closing(Store(settings.home)) as store:
-            store.remember("run", "r")
+            store.put_value_once("run", "r")
             assert (await serve(settings, samples.spec, store, lambda *_: None, {}))["done"]
     d0 = home / "d0"
     data = devices["d0"]
     Validation(data.x_val, data.y_val, data.sensitive_val).save(d0)
     repo = Repository(shutil.copytree(signed, home / "repo"))
-    install_root(d0, repo.root())
+    install_root(d0, repo.read_root())
     slots = Slots(d0)
     slots.stage(*source(d0 / "bundles" / "1"))
     slots.switch()
@@ -234,9 +234,9 @@ async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the
     method: str, samples: Pool, mosquitto_program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which samples validate is drawn from the device's files, too. In the second fleet d0 has nothing marked."""
-    monkeypatch.setattr(loop, "measure", lambda i, n, *_: Context(device_id=i, n_samples=n))
+    monkeypatch.setattr(loop, "measure_context", lambda i, n, *_: Context(device_id=i, n_samples=n))
     newer = trained_bundle(tmp_path / "newer", samples.spec, samples.x[:300], samples.y[:300], release=7)
-    Repository.create(tmp_path / "repo")
+    Repository.make(tmp_path / "repo")
     _, plan = plan_of(tmp_path / "repo", newer)
     found: list[Tap] = []
     private: list[str] = []
@@ -247,12 +247,12 @@ async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the
             n = 0 if (name, k) == ("second", 0) else int(rng.integers(5, 60))
             x, y, marks = with_sensitive(samples.x[own], samples.y[own], n, rng)
             np.savez(tmp_path / f"{name}-{k}.npz", x=x.astype(samples.x.dtype), y=y, sensitive=marks)
-            devices[f"d{k}"] = device_data(samples.spec, tmp_path / f"{name}-{k}.npz", seed=k)
+            devices[f"d{k}"] = read_device_data(samples.spec, tmp_path / f"{name}-{k}.npz", seed=k)
         with monkeypatch.context() as patch:
             found.append(Tap(patch))
             async with local_broker("mosquitto", tmp_path / name) as broker:
                 await lived(method, devices, samples, tmp_path / name, broker, tmp_path / "repo", plan)
-        private.append(read(tmp_path / name / "d0" / "bundles" / "1").digest)
+        private.append(read_bundle(tmp_path / name / "d0" / "bundles" / "1").digest)
     first, second = (tap.heard for tap in found)
     assert first == second
     assert private[0] != private[1], "what stays has learned from them"

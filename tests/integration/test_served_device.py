@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from coordinator.rollout.folder import Folder
 from deploy.commands.install import install
-from deploy.updates.slots import MAX_STARTS, state_of
+from deploy.updates.slots import MAX_STARTS, read_state
 from export.signing import Repository
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.commands.broker import LocalBroker
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Phase, RolloutState
@@ -42,7 +42,7 @@ async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
 
 @pytest.fixture
 def home(tmp_path: Path, repo: Path, old: Path) -> Path:
-    return prepare(tmp_path / "home", old, Repository(repo).root())
+    return prepare(tmp_path / "home", old, Repository(repo).read_root())
 
 
 def words(home: Path, broker: LocalBroker) -> tuple[object, ...]:
@@ -56,7 +56,7 @@ def examination_of(child: Process) -> psutil.Process | None:
     """The process in which a bundle is being examined, stopped where it is."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for found in psutil.Process(child.pid).children():
-            if "deploy.updates.examination:examined" in found.cmdline():
+            if "deploy.updates.examination:examine_in_process" in found.cmdline():
                 found.suspend()
                 return found
     return None
@@ -64,7 +64,7 @@ def examination_of(child: Process) -> psutil.Process | None:
 
 def whole(home: Path) -> dict[str, str]:
     """Digest of the bundle in each slot; every byte is checked."""
-    return {path.name.removeprefix("slot-"): read(path).digest for path in home.glob("slot-?")}
+    return {path.name.removeprefix("slot-"): read_bundle(path).digest for path in home.glob("slot-?")}
 
 
 async def test_killed_during_the_examination_it_examines_again(broker, repo, home, old, new) -> None:
@@ -77,7 +77,7 @@ async def test_killed_during_the_examination_it_examines_again(broker, repo, hom
         with contextlib.suppress(psutil.NoSuchProcess):
             found[0].resume()  # it holds the pipe of standard error
         await child.wait()
-    state = state_of(home)
+    state = read_state(home)
     assert (state.running, state.good, state.trial, state.refused) == ("a", "a", None, {})
     assert state.highest_release == 1
     assert whole(home) == {"a": digest(old), "b": digest(new)}, "staged, and named by nothing"
@@ -91,17 +91,17 @@ async def test_killed_during_the_examination_it_examines_again(broker, repo, hom
         status, answer = await ask(session, "digits")
         assert status == 200
         assert answer["parameters"]["release"] in {1, 2}
-        await until(lambda: state_of(home).trial is not None)
+        await until(lambda: read_state(home).trial is not None)
         await proved(session, home)
         assert (await supervising).state is RolloutState.DONE
         assert (await ask(session, "digits"))[1]["parameters"]["release"] == 2
-    assert (state_of(home).good, state_of(home).running) == ("b", "b")
+    assert (read_state(home).good, read_state(home).running) == ("b", "b")
 
 
 async def proved(session, home: Path) -> None:
     """Ask until the bundle on trial is the good one."""
     async with asyncio.timeout(300):
-        while state_of(home).trial is not None:
+        while read_state(home).trial is not None:
             assert (await ask(session, "digits"))[0] == 200
             await asyncio.sleep(0.05)
 
@@ -110,10 +110,10 @@ async def test_killed_on_trial_it_goes_on_with_the_trial(broker, repo, home, old
     release, plan = plan_of(repo, new)
     supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
     async with process(*words(home, broker)) as (child, _, _session):
-        await until(lambda: (trial := state_of(home).trial) is not None and trial.starts == 1)
+        await until(lambda: (trial := read_state(home).trial) is not None and trial.starts == 1)
         child.kill()
         await child.wait()
-    state = state_of(home)
+    state = read_state(home)
     assert (state.running, state.good, state.highest_release, state.refused) == ("b", "a", 2, {})
     assert whole(home) == {"a": digest(old), "b": digest(new)}
     assert json.loads((home / "outcome.json").read_bytes())["digest"] == digest(new)
@@ -121,12 +121,12 @@ async def test_killed_on_trial_it_goes_on_with_the_trial(broker, repo, home, old
 
     async with process(*words(home, broker)) as (child, _, session):
         assert (await ask(session, "digits"))[1]["parameters"]["release"] == 2
-        trial = state_of(home).trial
+        trial = read_state(home).trial
         assert trial is not None
         assert trial.starts == 2
         await proved(session, home)
         assert (await supervising).state is RolloutState.DONE
-    assert (state_of(home).good, state_of(home).running, state_of(home).refused) == ("b", "b", {})
+    assert (read_state(home).good, read_state(home).running, read_state(home).refused) == ("b", "b", {})
 
 
 async def test_killed_again_and_again_on_trial_it_goes_back_and_stops_the_rollout(broker, repo, home, old, new) -> None:
@@ -134,7 +134,7 @@ async def test_killed_again_and_again_on_trial_it_goes_back_and_stops_the_rollou
     supervising = asyncio.create_task(rolled_out(broker, repo, release, plan))
     for starts in range(1, MAX_STARTS + 1):
         async with process(*words(home, broker)) as (child, _, _session):
-            await until(lambda n=starts: (trial := state_of(home).trial) is not None and trial.starts == n)
+            await until(lambda n=starts: (trial := read_state(home).trial) is not None and trial.starts == n)
             child.kill()
             await child.wait()
         assert release_of(home) == 2
@@ -145,7 +145,7 @@ async def test_killed_again_and_again_on_trial_it_goes_back_and_stops_the_rollou
     assert ended.state is RolloutState.ABORTED
     assert ended.reasons == (f"{DEVICE} rolled_back: {MAX_STARTS} processes that ran it died",)
     assert Folder(repo).read().devices[DEVICE].phase is Phase.ROLLED_BACK
-    state = state_of(home)
+    state = read_state(home)
     assert (state.running, state.good, state.trial) == ("a", "a", None)
     assert state.refused == {digest(new): f"{MAX_STARTS} processes that ran it died"}
     assert whole(home) == {"a": digest(old), "b": digest(new)}
@@ -177,7 +177,7 @@ class Load:
     @contextlib.asynccontextmanager
     async def going(self) -> AsyncIterator[None]:
         """Asked within; what was asked is answered before it ends."""
-        await self._link.subscribe(Topics(FEDERATION).agent(DEVICE, "predictions"), self._answers.put)
+        await self._link.subscribe(Topics(FEDERATION).make_agent_topic(DEVICE, "predictions"), self._answers.put)
         stop = asyncio.Event()
         async with self._link, asyncio.TaskGroup() as tasks:
             for number in range(2):
@@ -200,7 +200,9 @@ class Load:
         i = 0
         while not stop.is_set():
             i = (i + 1) % len(X)
-            await self._link.publish(Topics(FEDERATION).agent(DEVICE, "predict"), body(X[i : i + 1], id=str(i)))
+            await self._link.publish(
+                Topics(FEDERATION).make_agent_topic(DEVICE, "predict"), body(X[i : i + 1], id=str(i))
+            )
             async with asyncio.timeout(300):
                 payload = (await self._answers.get()).payload
             self._check("mqtt", payload if json.loads(payload).get("id") == str(i) else b"{}", i)
@@ -217,7 +219,7 @@ class Load:
 
 def settled(home: Path, release: int) -> bool:
     """Whether this release answers for good, or something was refused."""
-    state = state_of(home)
+    state = read_state(home)
     return bool(state.refused) or (state.trial is None and release_of(home) == release)
 
 
@@ -264,7 +266,7 @@ async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo,
             for number, switch in enumerate(ROUNDS * [by_rollout, by_install, by_inbox], 2):
                 await switch(number)
                 await until(lambda n=number: settled(home, n))
-                assert state_of(home).refused == {}
+                assert read_state(home).refused == {}
                 after.append(await held_by(served))
         assert not load.wrong, load.wrong[:3]
         child.terminate()

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from fedge.commands.broker import LocalBroker
-from fedge.system.systemd import ready
+from fedge.system.systemd import notify_ready
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 STUCK = """
 import asyncio, time
-from fedge.system.systemd import ready
+from fedge.system.systemd import notify_ready
 
 async def main():
-    ready()
-    ready()
+    notify_ready()
+    notify_ready()
     await asyncio.sleep(0.5)
     time.sleep(60)
 
@@ -84,6 +84,6 @@ async def test_where_nobody_listens_the_process_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
-    ready()
-    ready()
+    notify_ready()
+    notify_ready()
     assert caplog.text.count("event=not_notified") == 1

@@ -71,18 +71,18 @@ async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority
         assert code == 2
         assert "is of device cam8 of f, and this is status status of f" in seen.log.read_text()
         cam8 = transport(broker.port, authority.client("cam8"))
-        await cam8.subscribe(topics.agent("+", "status"), heard.note)
+        await cam8.subscribe(topics.make_agent_topic("+", "status"), heard.note)
         async with cam8:
             with pytest.raises(TransportError, match="Not authorized"):
-                await cam8.publish(topics.agent("cam0", "status"), b"x")
-            await cam8.publish(topics.agent("cam8", "status"), b"x")
+                await cam8.publish(topics.make_agent_topic("cam0", "status"), b"x")
+            await cam8.publish(topics.make_agent_topic("cam8", "status"), b"x")
             await until(lambda: heard.topics)
-        assert heard.topics == [topics.agent("cam8", "status")]
+        assert heard.topics == [topics.make_agent_topic("cam8", "status")]
 
 
 def transport(port: int, client: dict[str, object], role: ClientRole = "agent", name: str = "x") -> Transport:
     files = {key: str(path) for key, path in client.items()}
-    return Transport(BrokerSettings("127.0.0.1", port, **files), Topics(NAME).client_id(role, name))  # type: ignore[arg-type]
+    return Transport(BrokerSettings("127.0.0.1", port, **files), Topics(NAME).make_client_id(role, name))  # type: ignore[arg-type]
 
 
 def is_let_in(port: int, client: dict[str, object]) -> bool:
@@ -115,22 +115,42 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
     broker: TlsBroker, authority: Authority, role: ClientRole
 ) -> None:
     topics = Topics(NAME)
-    may = {"status": set(), "rollout": {topics.rollout, topics.model_chunk("a" * 64, 0)}}[role]
+    may = {"status": set(), "rollout": {topics.rollout, topics.make_model_topic("a" * 64, 0)}}[role]
     here, coordinator = (
         transport(broker.port, authority.client(role), role),
         transport(broker.port, authority.client("coordinator"), "coordinator"),
     )
     heard = Heard()
-    for topic_filter in ("#", f"{topics.prefix}/#", topics.model_chunk("+", "+"), topics.agent(role, "#")):
+    for topic_filter in (
+        "#",
+        f"{topics.prefix}/#",
+        topics.make_model_topic("+", "+"),
+        topics.make_agent_topic(role, "#"),
+    ):
         await here.subscribe(topic_filter, heard.note)
     everything = [
-        *(topics.agent(i, leaf) for i in (role, "cam0") for leaf in ("status", "reports", "orders", "acks", "health")),
-        *(topics.model_chunk("a" * 64, 0), topics.update_chunk("cam0", "a" * 64, 0), topics.update_chunk(role, "a", 0)),
-        *(topics.coordinator_wants(role), topics.rollout),
+        *(
+            topics.make_agent_topic(i, leaf)
+            for i in (role, "cam0")
+            for leaf in ("status", "reports", "orders", "acks", "health")
+        ),
+        *(
+            topics.make_model_topic("a" * 64, 0),
+            topics.make_update_topic("cam0", "a" * 64, 0),
+            topics.make_update_topic(role, "a", 0),
+        ),
+        *(topics.make_wants_topic(role), topics.rollout),
     ]
     async with here, coordinator:
-        own = [topics.agent(role, leaf) for leaf in ("status", "reports")]  # Mosquitto closes on each that it refuses
-        for topic in (*own, topics.agent("cam0", "status"), topics.rollout, topics.model_chunk("a" * 64, 0)):
+        own = [
+            topics.make_agent_topic(role, leaf) for leaf in ("status", "reports")
+        ]  # Mosquitto closes on each that it refuses
+        for topic in (
+            *own,
+            topics.make_agent_topic("cam0", "status"),
+            topics.rollout,
+            topics.make_model_topic("a" * 64, 0),
+        ):
             if topic in may:
                 await here.publish(topic, b"x")
             else:
@@ -139,10 +159,10 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
         heard.topics.clear()
         for topic in everything:
             await coordinator.publish(topic, b"x")
-        await coordinator.publish(topics.agent("end", "status" if role == "status" else "health"), b"x")
+        await coordinator.publish(topics.make_agent_topic("end", "status" if role == "status" else "health"), b"x")
         await until(lambda: any("/end/" in topic for topic in heard.topics))
     leaf = "status" if role == "status" else "health"
-    others = {topics.agent("cam0", leaf), topics.agent("end", leaf)}
+    others = {topics.make_agent_topic("cam0", leaf), topics.make_agent_topic("end", leaf)}
     assert set(heard.topics) <= others | ({topics.rollout} | {t for t in everything if "/blobs/aa" in t})
     assert role != "status" or set(heard.topics) == others
 
@@ -159,8 +179,8 @@ async def test_a_part_without_business_at_the_broker_says_and_hears_nothing(
     await coordinator.subscribe(topics.rollout, told.note)
     async with here, coordinator:
         with pytest.raises(TransportError, match="Not authorized"):
-            await here.publish(topics.agent(role, "status"), b"x")
-        for topic in (topics.agent(role, "orders"), topics.model_chunk("a" * 64, 0), topics.rollout):
+            await here.publish(topics.make_agent_topic(role, "status"), b"x")
+        for topic in (topics.make_agent_topic(role, "orders"), topics.make_model_topic("a" * 64, 0), topics.rollout):
             await coordinator.publish(topic, b"x")
         await until(lambda: told.topics)
     assert heard.topics == []
@@ -178,15 +198,18 @@ async def test_a_certificate_of_one_federation_is_nobody_in_another(
         )
         await cam1.subscribe(f"{Topics('g').prefix}/#", there.note)
         async with cam1, cam2:
-            await cam1.publish(Topics(NAME).agent("cam1", "status"), b"x")
-            await cam2.publish(Topics("g").agent("cam2", "status"), b"x")
+            await cam1.publish(Topics(NAME).make_agent_topic("cam1", "status"), b"x")
+            await cam2.publish(Topics("g").make_agent_topic("cam2", "status"), b"x")
             for device in ("cam1", "cam2"):
                 for leaf in ("status", "reports", "orders"):
                     with pytest.raises(TransportError, match="Not authorized"):
-                        await cam1.publish(Topics("g").agent(device, leaf), b"x")
+                        await cam1.publish(Topics("g").make_agent_topic(device, leaf), b"x")
             coordinator = transport(broker.other_port, other.client("coordinator"), "coordinator")
             async with coordinator:
-                for topic in (Topics("g").model_chunk("a" * 64, 0), Topics("g").agent("cam1", "orders")):
+                for topic in (
+                    Topics("g").make_model_topic("a" * 64, 0),
+                    Topics("g").make_agent_topic("cam1", "orders"),
+                ):
                     await coordinator.publish(topic, b"x")
         assert there.topics == []
         assert await asyncio.to_thread(is_let_in, broker.other_port, other.client("status"))
@@ -199,7 +222,7 @@ async def test_who_is_revoked_is_not_let_in(mosquitto_program: str, authority: A
     authority.issuer.revoke("status")
     async with TlsBroker(authority, tmp_path / "broker") as broker:
         async with transport(broker.port, clients["coordinator"]) as good:
-            await good.publish(Topics(NAME).agent("cam0", "status"), b"", retain=True)
+            await good.publish(Topics(NAME).make_agent_topic("cam0", "status"), b"", retain=True)
         code, asked = await status(broker, tmp_path / "log", **clients["status"])
         assert code == 3
         assert "it does not accept our certificate" in asked.log.read_text()
@@ -210,8 +233,8 @@ async def test_agent_and_runtime_of_a_device_share_its_certificate(broker: TlsBr
     agent, runtime = (transport(broker.port, client, role, "cam1") for role in ("agent", "serve"))
     async with agent, runtime:
         for _ in range(3):
-            await agent.publish(topics.agent("cam1", "reports"), b"")
-            await runtime.publish(topics.agent("cam1", "health"), b"")
+            await agent.publish(topics.make_agent_topic("cam1", "reports"), b"")
+            await runtime.publish(topics.make_agent_topic("cam1", "health"), b"")
             assert agent.connected
             assert runtime.connected
 

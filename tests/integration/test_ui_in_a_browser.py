@@ -14,10 +14,10 @@ import pytest
 
 from coordinator.page.server import Page
 from coordinator.rollout.decision import Plan, Progress
-from coordinator.rollout.folder import Earlier, Folder, Line, News, Record
+from coordinator.rollout.folder import DeviceLine, EarlierRollout, Folder, Record, RolloutEvent
 from coordinator.rollout.overview import Overview
 from coordinator.store.records import Event
-from coordinator.store.requests import wishes_in
+from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
 from export.signing import Repository
 from fedge.commands.broker import LocalBroker
@@ -28,7 +28,7 @@ from tests.support.runtime_device import FEDERATION, device, prepare
 from tests.support.shop import EVIL, NOW, make_shop
 
 pytest.importorskip("selenium")
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException, TimeoutException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -86,7 +86,11 @@ def url(store: Store) -> Iterator[str]:
 
 def see(browser: Any, text: str) -> None:
     """Wait until the page says this."""
-    WebDriverWait(browser, WAIT_S).until(lambda b: text in b.find_element("id", "main").text, text)
+    try:
+        WebDriverWait(browser, WAIT_S).until(lambda b: text in b.find_element("id", "main").text)
+    except TimeoutException:
+        shown = browser.find_element("tag name", "body").text
+        raise AssertionError(f"{text!r} is not in what the page shows: {shown}") from None
 
 
 def log_in(browser: Any, url: str) -> None:
@@ -211,7 +215,7 @@ def test_by_keyboard_alone_somebody_logs_in_and_pauses_the_run(browser: Any, url
     focus("Pause")
     press(Keys.ENTER)
     WebDriverWait(browser, WAIT_S).until(lambda b: b.find_element("id", "notice").text.startswith("No further round"))
-    assert wishes_in(store).paused
+    assert read_requests(store).paused
 
 
 def test_a_run_that_is_done_can_be_neither_paused_nor_clustered_anew(browser: Any, url: str, store: Store) -> None:
@@ -231,7 +235,9 @@ def test_what_happens_shows_without_a_reload(browser: Any, url: str, store: Stor
     browser.get(f"{url}#events")
     browser.refresh()
     see(browser, "onerror")
-    store.note(Event(at=NOW + 99, round=4, name="problem", device="cam7", fields={"reason": "it fell ill"})).result()
+    store.record_events(
+        Event(at=NOW + 99, round=4, name="problem", device="cam7", fields={"reason": "it fell ill"})
+    ).result()
     see(browser, "it fell ill")
 
 
@@ -239,11 +245,13 @@ RECORD = Record(
     plan=Plan(id="2-ab", target="2/manifest.json", release=2, digest="a" * 64),
     progress=Progress(began=NOW, state=RolloutState.ABORTED, share=0.1, reasons=(f"cam1 refused: {EVIL}",)),
     devices={
-        "cam1": Line(phase=Phase.REFUSED, release=1, reason=EVIL, takes_part=True, now=Quality(n=9, accuracy=0.5)),
-        "cam2": Line(phase=Phase.SERVING, release=1),
+        "cam1": DeviceLine(
+            phase=Phase.REFUSED, release=1, reason=EVIL, takes_part=True, now=Quality(n=9, accuracy=0.5)
+        ),
+        "cam2": DeviceLine(phase=Phase.SERVING, release=1),
     },
-    events=(News(at=NOW, device="cam1", text=EVIL),),
-    earlier=(Earlier(id="1-ab", target="1/manifest.json", state=RolloutState.DONE, began=NOW, reasons=(EVIL,)),),
+    events=(RolloutEvent(at=NOW, device="cam1", text=EVIL),),
+    earlier=(EarlierRollout(id="1-ab", target="1/manifest.json", state=RolloutState.DONE, began=NOW, reasons=(EVIL,)),),
 )
 
 
@@ -275,7 +283,7 @@ def test_a_rollout_is_started_paused_supervised_again_and_rolled_back_from_the_p
     config = tmp_path / "fleet.toml"
     broker = f"{mosquitto.host}:{mosquitto.port}"
     config.write_text(f'[rollout]\nbroker = "{broker}"\nfederation = "{FEDERATION}"\nsoak_s = 600.0\n')
-    camera = prepare(tmp_path / "cam1", old, Repository(repo).root())
+    camera = prepare(tmp_path / "cam1", old, Repository(repo).read_root())
     overview = Overview([repo], config)
     with contextlib.ExitStack() as stack:
         do = stack.enter_context(beside())

@@ -16,8 +16,8 @@ from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
-from fedge.steps.contract import installed_steps
-from fedge.tasks import Partitioning, device_data, partition, pool, write_share
+from fedge.steps.contract import load_installed_steps
+from fedge.tasks import Partitioning, load_pool, partition_pool, read_device_data, write_share
 from fedge.wire.connection.broker import BrokerSettings
 
 DEVICES = tuple(f"cam{n:02}" for n in range(12))
@@ -29,13 +29,13 @@ LACKING = {"cam01", "cam05", "cam11"}
 async def test_the_others_learn_and_they_get_what_those_learned(
     method: str, mosquitto: LocalBroker, tmp_path: Path
 ) -> None:
-    samples = pool("digits", seed=5, limit=1200)
-    shares = partition(samples, len(DEVICES), Partitioning(alpha=10.0, sensitive=0.3), seed=5)
+    samples = load_pool("digits", seed=5, limit=1200)
+    shares = partition_pool(samples, len(DEVICES), Partitioning(alpha=10.0, sensitive=0.3), seed=5)
     agents = []
     for device, share in zip(DEVICES, shares, strict=True):
         write_share(share, tmp_path / f"{device}.npz")
-        data, home = device_data(samples.spec, tmp_path / f"{device}.npz", seed=5), tmp_path / device
-        steps = {n: kind for n, kind in installed_steps().items() if device not in LACKING or n != "train"}
+        data, home = read_device_data(samples.spec, tmp_path / f"{device}.npz", seed=5), tmp_path / device
+        steps = {n: kind for n, kind in load_installed_steps().items() if device not in LACKING or n != "train"}
         worker = Worker(device, samples.spec, data, home, steps=steps)
         identity = Identity(device, "f", samples.spec, n_shared=data.n_shared, steps=steps)
         agents.append(
@@ -58,7 +58,7 @@ async def test_the_others_learn_and_they_get_what_those_learned(
             summary = await serve(settings, samples.spec, store, lambda *_: None)
             for agent in agents:
                 agent.stop()
-        asked = {entry.order.device_id for n in (1, 2) for entry in store.entries(n) if entry.order.step == "train"}
+        asked = {entry.order.device_id for n in (1, 2) for entry in store.get_entries(n) if entry.order.step == "train"}
     assert summary["done"]
     assert asked == set(summary["selection"]) == set(DEVICES) - LACKING
     assert set(summary["installed"]) == set(DEVICES)

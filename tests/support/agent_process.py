@@ -19,7 +19,7 @@ from pathlib import Path
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
 from edge_agent.agent.speech import voice
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.steps.contract import Action
 from fedge.system.background import STOP_S, on_signal
 from fedge.wire.connection.broker import BrokerSettings
@@ -36,7 +36,7 @@ class WatchedWorker(EchoWorker):
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
-    ) -> Finished:
+    ) -> FinishedOrder:
         with (self._home / "executions").open("a") as file:
             file.write(order.id + "\n")
         while (self._home / "hold").exists():

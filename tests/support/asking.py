@@ -33,5 +33,5 @@ class Asking(Action, frozen=True, kw_only=True):
 
 def run(device: Device, action: Asking) -> Result:
     """What the device knows."""
-    counted = device.counted()
+    counted = device.was_counted()
     return Declined() if action.declines else Asked(counted=counted)

@@ -12,7 +12,7 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from fedge.commands.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
+from fedge.commands.broker import LocalBroker, find_free_port, find_mosquitto, make_mosquitto_config
 from fedge.system import child
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.transport import Transport
@@ -22,7 +22,7 @@ from tests.support.waiting import WAIT_S
 BROKERS = [
     pytest.param(
         "mosquitto",
-        marks=pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed"),
+        marks=pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed"),
     ),
     "amqtt",
 ]
@@ -32,14 +32,14 @@ class OwnBroker(LocalBroker):
     """Mosquitto with these lines in its configuration; {port} and {other} stand for two free ports."""
 
     def __init__(self, home: Path, *lines: str, host: str = "127.0.0.1") -> None:
-        super().__init__("mosquitto", home=home, host=host, port=free_port("127.0.0.1"))
-        self.other = free_port("127.0.0.1")
+        super().__init__("mosquitto", home=home, host=host, port=find_free_port("127.0.0.1"))
+        self.other = find_free_port("127.0.0.1")
         self._lines = lines
 
-    def _command(self, home: Path) -> list[str]:
+    def _make_command(self, home: Path) -> list[str]:
         config = home / "own.conf"
-        config.write_text(mosquitto_config("\n".join(self._lines).format(port=self.port, other=self.other)))
-        return child.tethered(mosquitto_path() or "mosquitto", "-c", str(config))
+        config.write_text(make_mosquitto_config("\n".join(self._lines).format(port=self.port, other=self.other)))
+        return child.make_tethered_command(find_mosquitto() or "mosquitto", "-c", str(config))
 
 
 def open_broker(home: Path, *lines: str) -> OwnBroker:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.device.worker import Worker
-from fedge.steps.contract import Action, Result, installed_steps
+from fedge.steps.contract import Action, Result, load_installed_steps
 from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.fit_energy import FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
@@ -52,7 +52,7 @@ class Mixing:
 
     def does(self, action: Action, label: str = "", **fields: Any) -> Result:
         asked = order(action, label=label or action.STEP, **fields)
-        own = None if action.STEP in installed_steps() else action  # a benchmark's: as in a simulated fleet
+        own = None if action.STEP in load_installed_steps() else action  # a benchmark's: as in a simulated fleet
         return self.worker.execute(asked, self.blobs, action=own).result
 
     def fitted(self) -> "Mixing":

@@ -17,7 +17,7 @@ from textwrap import wrap
 import click
 
 from fedge.commands.cli import COMMANDS, command
-from fedge.system.help import JSON_HELP, heading_of
+from fedge.system.help import JSON_HELP, find_heading
 from fedge.system.text import Heading
 
 HEAD = """# The commands
@@ -104,7 +104,7 @@ def options(found: click.Command) -> dict[Heading, list[Row]]:
     rows: dict[Heading, list[Row]] = {}
     for each in found.params:
         if isinstance(each, click.Option) and each.help != JSON_HELP:
-            rows.setdefault(heading_of(each), []).append(row_of(each))
+            rows.setdefault(find_heading(each), []).append(row_of(each))
     return {heading: rows[heading] for heading in Heading if heading in rows}
 
 

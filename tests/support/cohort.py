@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.worker import FinishedOrder, Worker
 from fedge.privacy.masked_sums import (
     Member,
     Roster,
-    member,
+    make_member,
     read_roster,
     write_positions,
     write_roster,
@@ -56,7 +56,7 @@ class Cohort:
         """The worker of a device, as after a kill -9: nothing but its files is left."""
         return Worker(f"d{k}", TASK, data or device_data(), self.home / f"d{k}", min_cohort=self.min_cohort)
 
-    def does(self, k: int, action: Action, number: int = 1) -> Finished:
+    def does(self, k: int, action: Action, number: int = 1) -> FinishedOrder:
         ordered = order(action, number, run=self.run, label=f"{SESSION}-{action.STEP}", seed=7)
         ordered = msgspec.structs.replace(ordered, id=f"{ordered.id}{k}", device_id=f"d{k}")
         return self.workers[k].execute(ordered, self.blobs)
@@ -67,7 +67,7 @@ class Cohort:
     def advertise(self, who: range | None = None, number: int = 1) -> None:
         """Keys, and the roster of some devices."""
         keys = {k: self.result(k, MaskKeys(session=SESSION), number) for k in who or range(len(self.workers))}
-        self.enrol([member(f"d{k}", own) for k, own in keys.items() if isinstance(own, KeysMade)])
+        self.enrol([make_member(f"d{k}", own) for k, own in keys.items() if isinstance(own, KeysMade)])
 
     def enrol(self, members: list[Member]) -> None:
         file = write_roster(members)
@@ -90,7 +90,7 @@ class Cohort:
         """For the device at position k of the roster; `seed`: of the model; `among`: who has shared, None: all."""
         train = Train(starts=(Start(model=self.blobs.model(seed)),), sgd=Sgd(steps=2), codec=Codec.INT8)
         there = self.made if among is None else among
-        shares = {j: self.made[j].sealed[k] for j in self.roster.neighbours(k) if j in there}
+        shares = {j: self.made[j].sealed[k] for j in self.roster.get_neighbours(k) if j in there}
         return TrainMasked(
             session=SESSION,
             roster=self.ref,
@@ -112,7 +112,7 @@ class Cohort:
 
     def confirming(self, k: int, *summed: int, among: Collection[int] | None = None) -> ConfirmSum:
         """For the device at position k; `among`: who has shared, None: all."""
-        near = set(self.roster.neighbours(k)) & set(summed) & self.trained.keys()
+        near = set(self.roster.get_neighbours(k)) & set(summed) & self.trained.keys()
         return ConfirmSum(
             session=SESSION,
             roster=self.ref,

@@ -22,7 +22,7 @@ class ColdDevice:
     def __init__(self, home: Path, n: int = 6) -> None:
         self.home = home
         self.x = np.resize(inputs(6), (n, 1)).astype(np.float32)
-        self.worker = Worker("pi", TASK, DeviceData.unlabelled(self.x), home, trains=False)
+        self.worker = Worker("pi", TASK, DeviceData.from_inputs(self.x), home, trains=False)
         self.blobs = Blobs(TASK)
 
     def does(self, action: Action) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedge.data.task import TaskSpec
-from fedge.steps.contract import Action, body_of
+from fedge.steps.contract import Action, encode_body
 from fedge.tensors.layout import Codec, Layout, TensorInfo
 from fedge.wire.messages import BlobRef, Order
 
@@ -22,5 +22,5 @@ LAYOUT = Layout(
 def order_of(action: Action) -> Order:
     return Order(
         id="r.1.l.d", device_id="d", run="r", round=1, label="l", seed=0, task_fingerprint="f", left_s=60.0,
-        step=action.STEP, version=action.VERSION, body=body_of(action),
+        step=action.STEP, version=action.VERSION, body=encode_body(action),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
-from coordinator.simulation.reports.outcome import DeviceOutcome, outcome_of
+from coordinator.simulation.reports.outcome import DeviceOutcome, make_outcome
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_run, a_score
 
@@ -30,7 +30,7 @@ def a_demonstration(*, split: bool = True, task: str = "digits", **changes: Any)
         ]  # fmt: skip
         known["validation"] = {1: 0.1, 2: 0.4 + 0.05 * j}
         runs.append(
-            outcome_of(devices, method=way, **known, max_abs_diff=1.5e-7, split=split, clusters=clusters, wall_s=9.5)
+            make_outcome(devices, method=way, **known, max_abs_diff=1.5e-7, split=split, clusters=clusters, wall_s=9.5)
         )
     scenario = Scenario(task=task, partition="groups", n_groups=3, devices=4, hardware="none")
     found = compare_runs(scenario, runs, WAYS, [3], "local", None)

@@ -13,9 +13,9 @@ import numpy as np
 
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
-from fedge.steps.contract import Result, report_of
+from fedge.steps.contract import Result, make_report
 from fedge.steps.training.train import Trained
-from fedge.system.files import BlobFolder, digest_of
+from fedge.system.files import BlobFolder, compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo
 from fedge.wire.connection.broker import Inbound
@@ -29,8 +29,8 @@ from fedge.wire.messages import (
     Presence,
     Status,
     Want,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
@@ -66,9 +66,9 @@ class RawDevice:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self.transport.subscribe(self.topics.agent(self.id, "orders"), self._on_order)
-        await self.transport.subscribe(self.topics.agent(self.id, "acks"), self._on_ack)
-        await self.transport.subscribe(self.topics.coordinator_wants(self.id), self._on_want)
+        await self.transport.subscribe(self.topics.make_agent_topic(self.id, "orders"), self._on_order)
+        await self.transport.subscribe(self.topics.make_agent_topic(self.id, "acks"), self._on_ack)
+        await self.transport.subscribe(self.topics.make_wants_topic(self.id), self._on_want)
         await self._stack.enter_async_context(self.transport)
         await self._stack.enter_async_context(self._sender)
         await self.appear()
@@ -86,7 +86,7 @@ class RawDevice:
         presence: Presence = Presence.ONLINE,
     ) -> None:
         """Say that it is there, and how it is."""
-        fingerprint = task.fingerprint()
+        fingerprint = task.compute_fingerprint()
         status = Status(
             device_id=self.id,
             incarnation=incarnation,
@@ -100,8 +100,8 @@ class RawDevice:
 
     async def say(self, leaf: str, what: Message | bytes, *, as_id: str | None = None, retain: bool = False) -> None:
         """Publish a message, or any bytes, on one of its topics or on another device's."""
-        payload = what if isinstance(what, bytes) else encode(what)
-        await self.transport.publish(self.topics.agent(as_id or self.id, leaf), payload, retain=retain)
+        payload = what if isinstance(what, bytes) else encode_message(what)
+        await self.transport.publish(self.topics.make_agent_topic(as_id or self.id, leaf), payload, retain=retain)
 
     async def order(self, label: str, count: int = 1) -> Order:
         """Wait for an order of this label, or for its n-th copy."""
@@ -110,7 +110,7 @@ class RawDevice:
 
     async def report(self, order: Order, result: Result, *, seconds: float = 0.5) -> None:
         """Say what came of an order."""
-        await self.say("reports", report_of(order, result, seconds))
+        await self.say("reports", make_report(order, result, seconds))
 
     async def ack(self, order_id: str, count: int = 1) -> Ack:
         """Wait for the verdict on a report, or for its n-th copy."""
@@ -119,7 +119,7 @@ class RawDevice:
 
     def serves(self, data: bytes, codec_: Codec = Codec.INT8) -> BlobRef:
         """Have some bytes ready for the coordinator."""
-        digest = digest_of(data)
+        digest = compute_digest(data)
         self.blobs[digest] = data
         return BlobRef(digest=digest, size_bytes=len(data), codec=codec_)
 
@@ -129,20 +129,20 @@ class RawDevice:
 
     async def fetch(self, ref: BlobRef) -> bytes:
         """Pull a model."""
-        chunks, wants = self.topics.model_chunk(ref.digest), self.topics.agent(self.id, "wants")
+        chunks, wants = self.topics.make_model_topic(ref.digest), self.topics.make_agent_topic(self.id, "wants")
         async with asyncio.timeout(WAIT_S):
             return (await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=self.id)).read_bytes()
 
     async def _on_order(self, inbound: Inbound) -> None:
-        await self._note(self.orders, decode(inbound.payload, Order))
+        await self._note(self.orders, decode_message(inbound.payload, Order))
 
     async def _on_ack(self, inbound: Inbound) -> None:
-        await self._note(self.acks, decode(inbound.payload, Ack))
+        await self._note(self.acks, decode_message(inbound.payload, Ack))
 
     async def _on_want(self, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
+        want = decode_message(inbound.payload, Want)
         if want.digest in self.blobs:
-            self._sender.want(want.digest, want.ranges, chunks=self.topics.update_chunk(self.id, want.digest))
+            self._sender.add_want(want.digest, want.ranges, chunks=self.topics.make_update_topic(self.id, want.digest))
 
     async def _note(self, kept: list, message: Message) -> None:
         async with self._news:

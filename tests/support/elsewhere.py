@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.server.learning import ServerData
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import encode_state
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data import preprocessing
 from fedge.models.training import CPU
 from fedge.steps.sgd import Sgd
-from fedge.tasks import pool
+from fedge.tasks import load_pool
 from fedge.tensors.layout import Codec
 from tests.support.simulation import Fleet, digits
 
@@ -144,16 +144,18 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     """A method's last state, and the weights of the model that each device would use in the end."""
     name, *options = text.split(":")
     fleet, layout, first, _ = digits(home, n=3, limit=300, model=model, processor=processor)
-    samples = pool("digits", seed=1, limit=150)
-    server_data = preprocessing.apply(fleet.task, samples.x), samples.y
+    samples = load_pool("digits", seed=1, limit=150)
+    server_data = preprocessing.preprocess(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)
     settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, down="float32", options=own)
-    method = make(name, settings, Server(fleet.task, server_data))
+    method = make_method(name, settings, Server(fleet.task, server_data))
     if isinstance(getattr(method, "server_data", None), ServerData):
         method.server_data = ServerData(fleet.task, *server_data, processor)
-    state = asyncio.run(run(method, method.init(layout, first), fleet))
+    state = asyncio.run(run_rounds(method, method.init(layout, first), fleet))
     assert all(worker.network.weights.device == processor for worker in workers(fleet))
-    return dump(state), {w.id: w.personal(fleet.get(method.serves(state, w.id), layout)).params for w in workers(fleet)}
+    return encode_state(state), {
+        w.id: w.make_personal_model(fleet.get(method.get_model(state, w.id), layout)).params for w in workers(fleet)
+    }
 
 
 def workers(fleet: Fleet) -> list[Worker]:

@@ -17,19 +17,19 @@ import msgspec
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import State, dump, load
-from coordinator.simulation.rounds import run
-from coordinator.store.database import database
+from coordinator.methods.state import State, decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
+from coordinator.store.database import make_connector
 from coordinator.store.store import Store
 from edge_agent.device.worker import Worker
-from edge_agent.learning.batched import one_by_one, one_thread
+from edge_agent.learning.batched import execute_singly, use_one_thread
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
-from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
+from fedge.tasks import Partitioning, load_pool, load_task, partition_pool, read_device_data, write_share, write_task
 from fedge.tensors.layout import Codec, unflatten
 from tests.support import warm
 from tests.support.waiting import until
@@ -138,12 +138,12 @@ class Federation:
         self.store_url = store_url
         self.folder = folder
         self.devices = tuple(devices)
-        self.task = task or task_spec("digits")
+        self.task = task or load_task("digits")
         self.home = folder / "coordinator"
         self._stack = contextlib.AsyncExitStack()
         write_task(self.task, folder / "task.json")
-        samples = pool("digits", seed=SEED, limit=100 * len(self.devices))
-        shares = partition(samples, len(self.devices), Partitioning(alpha=10.0, sensitive=0.3), seed=SEED)
+        samples = load_pool("digits", seed=SEED, limit=100 * len(self.devices))
+        shares = partition_pool(samples, len(self.devices), Partitioning(alpha=10.0, sensitive=0.3), seed=SEED)
         for device, share in zip(self.devices, shares, strict=True):
             write_share(share, self.data(device))
 
@@ -203,7 +203,7 @@ class Federation:
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Look into the store, whether the coordinator runs or not."""
         if self.store_url is not None:
-            with contextlib.closing(database(self.home, self.store_url, NAME)()) as tables:
+            with contextlib.closing(make_connector(self.home, self.store_url, NAME)()) as tables:
                 return list(tables.execute(query))
         with contextlib.closing(sqlite3.connect(f"file:{self.home / 'store.db'}?mode=ro", uri=True)) as db:
             return db.execute(query).fetchall()
@@ -215,9 +215,9 @@ class Federation:
     def state(self, kind: type[State]) -> State:
         """The method's last state; the coordinator must have ended."""
         with contextlib.closing(Store(self.home, self.store_url, federation=NAME)) as store:
-            saved = store.state()
+            saved = store.get_state()
         assert saved is not None
-        return load(saved, kind)
+        return decode_state(saved, kind)
 
     async def undisturbed(
         self,
@@ -231,18 +231,25 @@ class Federation:
 
         `last`: after its end it goes on until so many rounds are done, and ends again.
         """
-        layout, model = initial(self.task, SEED)
-        with one_thread():
+        layout, model = make_initial_model(self.task, SEED)
+        with use_one_thread():
             workers = {
                 device: Worker(
-                    device, self.task, device_data(self.task, self.data(device), seed=0), self.folder / "sim" / device
+                    device,
+                    self.task,
+                    read_device_data(self.task, self.data(device), seed=0),
+                    self.folder / "sim" / device,
                 )
                 for device in self.devices
             }
-            fleet = kind(self.task, layout, workers, seed=SEED, execute=one_by_one)
-            method = make(name, settings)
-            state = await run(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
-            return await run(make(name, msgspec.structs.replace(settings, last=last)), state, fleet) if last else state
+            fleet = kind(self.task, layout, workers, seed=SEED, execute=execute_singly)
+            method = make_method(name, settings)
+            state = await run_rounds(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
+            return (
+                await run_rounds(make_method(name, msgspec.structs.replace(settings, last=last)), state, fleet)
+                if last
+                else state
+            )
 
 
 def settings(
@@ -255,7 +262,7 @@ def settings(
 
 def same(one: State, other: State) -> bool:
     """Equal in every bit, but for how long devices took: where everybody takes part nothing follows from that."""
-    return dump(without_times(one)) == dump(without_times(other))
+    return encode_state(without_times(one)) == encode_state(without_times(other))
 
 
 def without_times(state: State) -> State:

@@ -12,13 +12,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.provision.issuer import Federation, Issuer
 from coordinator.provision.members import Member
-from fedge.commands.broker import LocalBroker, free_port, mosquitto_config
+from fedge.commands.broker import LocalBroker, find_free_port, make_mosquitto_config
 from fedge.identity import certificates
-from fedge.identity.certificates import distinguished, pem_of, pem_of_key
+from fedge.identity.certificates import encode_key, encode_pem, make_x509_name
 from fedge.identity.names import Role, Subject
 from fedge.membership import broker_configuration
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
-from fedge.system.files import volatile, write_atomically
+from fedge.system.files import skip_fsync, write_atomically
 from fedge.wire.connection.broker import BrokerSettings
 from tests.support.federation import NAME
 
@@ -26,7 +26,7 @@ DAY = dt.timedelta(days=1)
 
 
 def now() -> dt.datetime:
-    return certificates.now().replace(microsecond=0)
+    return certificates.get_time().replace(microsecond=0)
 
 
 class Authority:
@@ -47,8 +47,8 @@ class Authority:
     ) -> None:
         self.ago = ago
         settings = Federation(federation=federation, host=host, port=port, days=days)
-        with volatile():
-            self.issuer = Issuer.create(folder, settings, clock=lambda: certificates.now() - self.ago)
+        with skip_fsync():
+            self.issuer = Issuer.make(folder, settings, clock=lambda: certificates.get_time() - self.ago)
         self.folder, self.federation, self.file = folder, federation, folder / CA
 
     @property
@@ -60,12 +60,12 @@ class Authority:
         """The settings of a part of the server, or of a device."""
         folder = self.folder / name
         if not folder.exists():
-            key = certificates.new_key()
-            subject = certificates.device_subject(self.federation, name)
+            key = certificates.make_key()
+            subject = certificates.make_device_subject(self.federation, name)
             certificate = self.issuer.enlist(subject, key.public_key())
-            write_atomically(folder / CA, pem_of(self.issuer.certificate))
-            write_atomically(folder / KEY, pem_of_key(key))
-            write_atomically(folder / CERTIFICATE, pem_of(certificate))
+            write_atomically(folder / CA, encode_pem(self.issuer.certificate))
+            write_atomically(folder / KEY, encode_key(key))
+            write_atomically(folder / CERTIFICATE, encode_pem(certificate))
         return {"ca_file": folder / CA, "cert_file": folder / CERTIFICATE, "key_file": folder / KEY}
 
     def issue(
@@ -81,15 +81,15 @@ class Authority:
 
         With dates or a URN of its own, the certificate is nobody's on the list of members.
         """
-        key, subject = certificates.new_key(), Subject(self.federation, role, name)
+        key, subject = certificates.make_key(), Subject(self.federation, role, name)
         cert_file, key_file = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        with volatile():
+        with skip_fsync():
             if begin or end or urn:
                 signed = self._made(subject, key, begin or now() - DAY, end or now() + 30 * DAY, urn or subject.uri)
             else:
                 signed = self.issuer.issue(subject, key.public_key())
-        cert_file.write_bytes(pem_of(signed))
-        key_file.write_bytes(pem_of_key(key))
+        cert_file.write_bytes(encode_pem(signed))
+        key_file.write_bytes(encode_key(key))
         return {"ca_file": str(self.file), "cert_file": str(cert_file), "key_file": str(key_file)}
 
     def _made(
@@ -97,14 +97,14 @@ class Authority:
     ) -> x509.Certificate:
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(urn)])
         made = x509.CertificateBuilder(
-            *(self.issuer.certificate.subject, distinguished(subject), key.public_key()),
+            *(self.issuer.certificate.subject, make_x509_name(subject), key.public_key()),
             *(x509.random_serial_number(), begin, end),
         )
         return made.add_extension(names, critical=False).sign(self.issuer._key, hashes.SHA256())
 
     def revoke(self, name: str) -> None:
         """Take somebody's certificates back."""
-        with volatile():
+        with skip_fsync():
             self.issuer.revoke(name)
 
     def crl(self, number: int) -> bytes:
@@ -112,7 +112,7 @@ class Authority:
         issuer = self.issuer.certificate.subject
         made = x509.CertificateRevocationListBuilder(issuer, now(), now() + 30 * DAY)
         signed = made.add_extension(x509.CRLNumber(number), critical=False).sign(self.issuer._key, hashes.SHA256())
-        return pem_of(signed)
+        return encode_pem(signed)
 
 
 class TlsBroker(LocalBroker):
@@ -125,25 +125,27 @@ class TlsBroker(LocalBroker):
         super().__init__("mosquitto", home=home, identity=authority.folder / "broker")
         self.authority = authority
         self._authorities = [authority, other] if other else []
-        self.other_port = free_port(self.host) if other else 0
+        self.other_port = find_free_port(self.host) if other else 0
 
     def settings(self, files: Mapping[str, str], port: int | None = None) -> BrokerSettings:
         """For a client with these files; `port`: of the other federation."""
         return BrokerSettings(self.host, port or self.port, **files)
 
-    def _command(self, home: Path) -> list[str]:
-        command = super()._command(home)
+    def _make_command(self, home: Path) -> list[str]:
+        command = super()._make_command(home)
         listeners = []
         for authority, port in zip(self._authorities, (self.port, self.other_port), strict=False):
             rules = home / authority.federation
             rules.mkdir(exist_ok=True)
             (rules / broker_configuration.ACCESS_LIST).write_text(
-                broker_configuration.access_list(authority.federation)
+                broker_configuration.format_access_list(authority.federation)
             )
-            listeners.append(broker_configuration.for_members(authority.folder / "broker", rules, port, self.host))
+            listeners.append(
+                broker_configuration.format_member_listener(authority.folder / "broker", rules, port, self.host)
+            )
         if listeners:
             (home / "mosquitto.conf").write_text(
-                mosquitto_config(broker_configuration.before_listeners() + "\n".join(listeners))
+                make_mosquitto_config(broker_configuration.format_global_settings() + "\n".join(listeners))
             )
         return command
 
@@ -159,8 +161,8 @@ class OpenBroker(LocalBroker):
         """For a client with these files; ca_file alone: for nobody in particular."""
         return BrokerSettings(self.host, self.port, **files)
 
-    def _command(self, home: Path) -> list[str]:
-        command, identity = super()._command(home), self._identity_of
+    def _make_command(self, home: Path) -> list[str]:
+        command, identity = super()._make_command(home), self._identity_of
         tls = f"cafile {identity / CA}\ncertfile {identity / CERTIFICATE}\nkeyfile {identity / KEY}\n"
         with (home / "mosquitto.conf").open("a") as config:
             config.write(tls)

@@ -16,7 +16,7 @@ from fedge.steps.mixture.install import Install, Installed
 from fedge.steps.training.train import Train
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, Model, TensorInfo
-from fedge.wire.messages import Order, blobs_of
+from fedge.wire.messages import Order, iterate_blobs
 from tests.support.device import RawDevice, trained
 from tests.support.peer import action_of
 
@@ -24,7 +24,7 @@ LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 
 
 def first_model(_task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
-    """In place of `coordinator.service.checks.first_model`, without the seconds that its child needs for torch."""
+    """In place of `coordinator.service.checks.make_first_model`, without the seconds that its child needs for torch."""
     return LAYOUT, Model(np.full(3, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
 
 
@@ -46,7 +46,7 @@ class Learner(RawDevice):
 
     async def _answer(self, order: Order) -> None:
         action = action_of(order)
-        for ref in blobs_of(action):
+        for ref in iterate_blobs(action):
             await self.fetch(ref)
         if not self.done[order.id]:
             self.done[order.id] += 1

@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.methods.catalogue import installed_methods, method_class
+from coordinator.methods.catalogue import get_installed_methods, load_method_class
 from coordinator.methods.method import Method
-from coordinator.methods.option_values import words_of
+from coordinator.methods.option_values import list_words
 from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -80,9 +80,13 @@ have no clusters of devices, and refuse `clustering`.
 
 def reference() -> str:
     """The whole file."""
-    without = [name for name in installed_methods() if "clustering" not in method_class(name).Options.__struct_fields__]
+    without = [
+        name
+        for name in get_installed_methods()
+        if "clustering" not in load_method_class(name).Options.__struct_fields__
+    ]
     after = AFTER.format(without_clusters=", ".join(f"`{name}`" for name in without))
-    return "\n".join([HEAD + "\n".join(shared()), after, *(section(name) for name in installed_methods())])
+    return "\n".join([HEAD + "\n".join(shared()), after, *(section(name) for name in get_installed_methods())])
 
 
 def shared() -> list[str]:
@@ -106,7 +110,7 @@ def text_of(hint: object) -> str:
 
 def section(name: str) -> str:
     """One method: what its file says first, its page, and a table of its options."""
-    kind = method_class(name)
+    kind = load_method_class(name)
     summary = (inspect.getdoc(sys.modules[kind.__module__]) or "").split("\n\n")[0]
     page = kind.__module__.rsplit(".", 1)[1]
     page = page if (PAGES / f"{page}.md").exists() else "baselines"
@@ -131,7 +135,7 @@ def values(hint: object) -> str:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         inner, *about = typing.get_args(hint)
-        if inner is str and (words := words_of(hint)):
+        if inner is str and (words := list_words(hint)):
             return f"{', '.join(f'`{word}`' for word in words)} or your own"
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         named = [(sign, getattr(each, name, None)) for each in about for name, sign in signs.items()]

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedge.bundle.manifest import Manifest, Part, PoolInfo, read
-from fedge.data.preprocessing import apply
-from fedge.data.task import gate_pool
+from fedge.bundle.manifest import Manifest, Part, PoolInfo, read_bundle
+from fedge.data.preprocessing import preprocess
+from fedge.data.task import choose_gate_pool
 from fedge.models import build
 from fedge.models import network as models
 from fedge.tensors.layout import flatten, from_bytes
@@ -30,22 +30,22 @@ TOP_RULE = {Role.GLOBAL, Role.EXPERT}
 
 def by_torch(folder: Path, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
     """Probabilities (n, C) and weights (n, M) that a mixture's or a pool's bundle must give for raw samples."""
-    manifest = read(folder).manifest
+    manifest = read_bundle(folder).manifest
     if isinstance(manifest.pool, PoolInfo):
         return by_pool(folder, manifest, manifest.pool, x)
-    inputs = torch.from_numpy(apply(manifest.task, x)).double()
-    layout, _ = build.initial(manifest.task, 0)
-    network = build.build(manifest.task).eval()
+    inputs = torch.from_numpy(preprocess(manifest.task, x)).double()
+    layout, _ = build.make_initial_model(manifest.task, 0)
+    network = build.make_network(manifest.task).eval()
     logits = []
     with torch.inference_mode():
         for candidate in manifest.candidates:
             part = from_bytes((folder / candidate.part.file_name).read_bytes())
-            models.load(network, flatten(part, layout), layout)
+            models.load_model(network, flatten(part, layout), layout)
             logits.append(network.double()(inputs).numpy())
             network.float()
         held = from_bytes((folder / manifest.gate.file_name).read_bytes())
         gate = {name: torch.from_numpy(value).double() for name, value in held.items() if name != "order"}
-        scores = gate_scores(gate, inputs, gate_pool(manifest.task.input_shape))
+        scores = gate_scores(gate, inputs, choose_gate_pool(manifest.task.input_shape))
     prior = log_prior(manifest, gate)
     fused = [
         fusion(manifest, np.stack([of_candidate[i] for of_candidate in logits]), scores[i], prior)
@@ -63,7 +63,7 @@ def by_pool(folder: Path, manifest: Manifest, info: PoolInfo, x: NDArray[np.gene
     def held(part: Part) -> dict[str, NDArray[np.generic]]:
         return from_bytes((folder / part.file_name).read_bytes())
 
-    inputs = torch.from_numpy(apply(manifest.task, x)).double()
+    inputs = torch.from_numpy(preprocess(manifest.task, x)).double()
     gate = {name: value.astype(np.float64) for name, value in held(manifest.gate).items()}
     modules = [held(candidate.part) for candidate in manifest.candidates]
     if info.trunk is None:  # LG-FedAvg: bases under the shared head, whose bias counts once
@@ -90,9 +90,9 @@ def features_and_logits(
     manifest: Manifest, tensors: dict[str, NDArray[np.generic]], inputs: torch.Tensor
 ) -> tuple[Vectors, Vectors]:
     """What goes into the network's last linear layer (n, D), and what comes out of it (n, C)."""
-    layout, _ = build.initial(manifest.task, 0)
-    network = build.build(manifest.task).eval()
-    models.load(network, flatten(tensors, layout), layout)
+    layout, _ = build.make_initial_model(manifest.task, 0)
+    network = build.make_network(manifest.task).eval()
+    models.load_model(network, flatten(tensors, layout), layout)
     seen: list[torch.Tensor] = []
     last = [module for module in network.modules() if isinstance(module, torch.nn.Linear)][-1]
     last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))

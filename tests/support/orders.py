@@ -10,9 +10,9 @@ from fedge.bundle import manifest
 from fedge.bundle.manifest import Manifest
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.steps.contract import Action, Result, body_of
+from fedge.steps.contract import Action, Result, encode_body
 from fedge.steps.mixture.install import Installed
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.layers import Layers, cut
@@ -20,7 +20,7 @@ from fedge.tensors.layout import Codec, Layout, Model, Selector, Tensors, unflat
 from fedge.wire.messages import BlobRef, Order, Role
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, INITIAL = build.initial(TASK, 0)
+LAYOUT, INITIAL = build.make_initial_model(TASK, 0)
 D = 8  # features
 
 
@@ -36,7 +36,7 @@ class Blobs(dict[str, bytes]):
         return self[ref.digest]
 
     def file(self, data: bytes) -> BlobRef:
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
+        ref = BlobRef(digest=compute_digest(data), size_bytes=len(data))
         self[ref.digest] = data
         return ref
 
@@ -45,7 +45,7 @@ class Blobs(dict[str, bytes]):
 
     def model(self, seed: int, personal: Selector = (), scale: float = 1.0) -> BlobRef:
         """A model with weights of this seed, or what travels of it where some layers are personal."""
-        layout, model = build.initial(self.task, seed)
+        layout, model = build.make_initial_model(self.task, seed)
         scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
         return self.put(tensors_of(scaled, layout.without(personal), layout))
 
@@ -87,7 +87,7 @@ def device(
     home: Path, action: Action, blobs: Blobs | None = None, data: DeviceData | None = None, **fields: object
 ) -> Device:
     """What a step may use while it carries out an order; `fields`: of `order`."""
-    return worker(home, data).device(order(action, **fields), Blobs() if blobs is None else blobs)  # type: ignore[arg-type]
+    return worker(home, data).make_device(order(action, **fields), Blobs() if blobs is None else blobs)  # type: ignore[arg-type]
 
 
 def order(
@@ -107,11 +107,11 @@ def order(
         round=number,
         label=label,
         seed=100 + number if seed is None else seed,
-        task_fingerprint=task.fingerprint(),
+        task_fingerprint=task.compute_fingerprint(),
         left_s=60.0,
         step=action.STEP,
         version=action.VERSION,
-        body=body_of(action),
+        body=encode_body(action),
     )
 
 
@@ -125,7 +125,7 @@ def mixed_data(shared: tuple[np.ndarray, np.ndarray], sensitive: tuple[np.ndarra
 def manifest_of(home: Path, result: Result) -> Manifest:
     """What the bundle is that a step wrote."""
     assert isinstance(result, Installed), result
-    return manifest.look(home / "bundles" / str(result.release))[0]
+    return manifest.read_manifest(home / "bundles" / str(result.release))[0]
 
 
 def roles_of(home: Path, result: Result) -> tuple[Role, ...]:

@@ -12,17 +12,29 @@ from typing import Self
 
 import msgspec
 
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
-from fedge.steps.contract import Action, Failed, Result, body_of, installed_steps, read_action, read_result
+from fedge.steps.contract import Action, Failed, Result, decode_action, decode_result, encode_body, load_installed_steps
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.system.files import BlobFolder, digest_of
+from fedge.system.files import BlobFolder, compute_digest
 from fedge.tensors.layout import Codec
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, Why, decode, encode
+from fedge.wire.messages import (
+    Ack,
+    BlobRef,
+    Context,
+    Order,
+    Presence,
+    Report,
+    Status,
+    Want,
+    Why,
+    decode_message,
+    encode_message,
+)
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transfer.sender import Sender
@@ -45,7 +57,9 @@ class Peer:
         self.reports: list[Report] = []
         self.wants: Counter[str] = Counter()
         self._receiver = Receiver(self.transport, self.received)
-        self._sender = Sender(self.transport, lambda digest: self.sent.path(digest) if digest in self.sent else None)
+        self._sender = Sender(
+            self.transport, lambda digest: self.sent.get_path(digest) if digest in self.sent else None
+        )
         self._news = asyncio.Condition()
         self._stack = AsyncExitStack()
 
@@ -55,8 +69,8 @@ class Peer:
             ("context", Context, self.contexts),
             ("reports", Report, self.reports),
         ):
-            await self.transport.subscribe(self.topics.agent("+", leaf), self._collector(kind, kept))
-        await self.transport.subscribe(self.topics.agent("+", "wants"), self._on_want)
+            await self.transport.subscribe(self.topics.make_agent_topic("+", leaf), self._collector(kind, kept))
+        await self.transport.subscribe(self.topics.make_agent_topic("+", "wants"), self._on_want)
         await self._stack.enter_async_context(self.transport)
         await self._stack.enter_async_context(self._sender)
         return self
@@ -67,17 +81,17 @@ class Peer:
     def _collector(self, kind: type, kept: list) -> Callable:
         async def collect(inbound: Inbound) -> None:
             async with self._news:
-                kept.append(decode(inbound.payload, kind))
+                kept.append(decode_message(inbound.payload, kind))
                 self._news.notify_all()
 
         return collect
 
     async def _on_want(self, inbound: Inbound) -> None:
-        want = decode(inbound.payload, Want)
+        want = decode_message(inbound.payload, Want)
         async with self._news:
             self.wants[want.digest] += 1
             self._news.notify_all()
-        self._sender.want(want.digest, want.ranges, chunks=self.topics.model_chunk(want.digest))
+        self._sender.add_want(want.digest, want.ranges, chunks=self.topics.make_model_topic(want.digest))
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait until something that the agents said makes it true."""
@@ -95,21 +109,21 @@ class Peer:
 
     async def result_of(self, action: Action, order: Order) -> Result:
         """Wait for a report, and read it."""
-        return read_result(await self.report_of(order), action)
+        return decode_result(await self.report_of(order), action)
 
     async def send(self, order: Order) -> None:
         """Publish an order to its device."""
-        await self.transport.publish(self.topics.agent(order.device_id, "orders"), encode(order))
+        await self.transport.publish(self.topics.make_agent_topic(order.device_id, "orders"), encode_message(order))
 
     async def ack(self, order: Order, *, accepted: bool = True) -> None:
         """Acknowledge a report."""
         ack = Ack(order_id=order.id, device_id=order.device_id, accepted=accepted)
-        await self.transport.publish(self.topics.agent(order.device_id, "acks"), encode(ack))
+        await self.transport.publish(self.topics.make_agent_topic(order.device_id, "acks"), encode_message(ack))
 
     async def fetch_update(self, device_id: str, ref: BlobRef) -> bytes:
         """Pull an update from its device."""
-        chunks = self.topics.update_chunk(device_id, ref.digest)
-        wants = self.topics.coordinator_wants(device_id)
+        chunks = self.topics.make_update_topic(device_id, ref.digest)
+        wants = self.topics.make_wants_topic(device_id)
         async with asyncio.timeout(WAIT_S):
             path = await self._receiver.fetch(ref, chunks=chunks, wants=wants, device_id=device_id)
         return path.read_bytes()
@@ -128,17 +142,17 @@ def order_of(action: Action, order_id: str = "r.1.s.pi", *, device: str = "pi", 
         round=1,
         label="s",
         seed=0,
-        task_fingerprint=TASK.fingerprint(),
+        task_fingerprint=TASK.compute_fingerprint(),
         left_s=in_s,
         step=action.STEP,
         version=action.VERSION,
-        body=body_of(action),
+        body=encode_body(action),
     )
 
 
 def action_of(order: Order) -> Action:
     """What an order asks for, which must be an installed step."""
-    action = read_action(order, installed_steps())
+    action = decode_action(order, load_installed_steps())
     assert isinstance(action, Action)
     return action
 
@@ -156,13 +170,13 @@ class EchoWorker:
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
-    ) -> Finished:
+    ) -> FinishedOrder:
         result: Result
         blobs: dict[str, bytes] = {}
         match action:
             case Train(starts=(start, *_)):
                 data = fetch(start.model)[::-1]
-                update = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
+                update = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=Codec.INT8)
                 result = Trained(update=update, n_samples=3, loss_before=2.0, loss_after=1.0, gradient_norm=0.5)
                 blobs = {update.digest: data}
             case Profile(extractor=extractor):
@@ -171,7 +185,7 @@ class EchoWorker:
             case _:
                 result = Failed(why=Why.UNFIT)
         self.done.append(order.id)
-        return Finished(result, blobs)
+        return FinishedOrder(result, blobs)
 
 
 def later(order: Order, in_s: float) -> Order:

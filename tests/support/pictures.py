@@ -26,10 +26,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from coordinator.rollout.folder import Folder
 from coordinator.store.store import Store
-from fedge.commands.broker import free_port
-from fedge.data.preprocessing import apply
+from fedge.commands.broker import find_free_port
+from fedge.data.preprocessing import preprocess
 from fedge.data.validation import Validation
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.wire.messages import Phase
 from tests.support.broker import local_broker
 from tests.support.browser import chromium
@@ -42,7 +42,7 @@ MOST_PIXELS = 1000
 """Of the height: a phone shows one card below the other."""
 DEVICES = tuple(f"cam{k}" for k in range(1, 10))
 SERVING = ("cam1", "cam2", "cam3", "cam4", "cam5", "cam7")
-TASK = task_spec("digits")
+TASK = load_task("digits")
 VIEWS = (
     "fleet", "clusters", "rounds", "accuracy", "samples", "rollouts", "events", "device/cam1", "device/cam5",
     "device/cam6",
@@ -80,7 +80,7 @@ class Shop(Programs):
         if not (self.home / "summary.json").exists():
             return 0
         with closing(Store(self.home, intake=True)) as store:
-            return max(store.round_seconds(), default=0)
+            return max(store.get_round_seconds(), default=0)
 
     async def release(self) -> None:
         """Sign two releases: the second one has not learned the images of cam3."""
@@ -95,9 +95,11 @@ class Shop(Programs):
         root = self.releases / "metadata/1.root.json"
         for device in SERVING:
             home, kept = self.folder / device, of[device]
-            Validation(apply(TASK, kept["x"][-40:].astype(np.float32)), kept["y"][-40:].astype(np.int64)).save(home)
+            Validation(preprocess(TASK, kept["x"][-40:].astype(np.float32)), kept["y"][-40:].astype(np.int64)).save(
+                home
+            )
             await self.fedge("install", "--home", home, "--root", root, self.folder / "bundle-1")
-            port = free_port("127.0.0.1")
+            port = find_free_port("127.0.0.1")
             own = ("--home", home, "--port", port, "--id", device)
             await self.begin(f"{device}-serve", "serve", *self.at, *own)
             unlike = device == "cam4"  # its lens is dirty

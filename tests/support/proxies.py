@@ -7,7 +7,7 @@ import base64
 import socket
 from contextlib import AsyncExitStack
 
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from tests.deploy.tcp import TcpServer
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -44,7 +44,7 @@ class ProxyServer(TcpServer):
         if port == self.forbids:
             return None
         try:
-            target = await stack.enter_async_context(connection(host, port))
+            target = await stack.enter_async_context(open_connection(host, port))
         except OSError:
             return None
         self.targets.append((host, port))

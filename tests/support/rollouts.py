@@ -10,9 +10,9 @@ from typing import Any
 from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder
 from coordinator.rollout.service import Release, Supervisor
-from deploy.updates.slots import slot_in, state_of
+from deploy.updates.slots import find_slot, read_state
 from export.signing import Repository
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.commands.broker import LocalBroker
 from tests.support.broker import settings
 from tests.support.runtime_device import FEDERATION
@@ -22,7 +22,7 @@ WAIT_S = 300.0
 
 def release_of(home: Path) -> int:
     """Of the bundle that answers. Only reads: `Slots` tidies up, which is for the device alone while it runs."""
-    return read(slot_in(home, state_of(home).running or "a")).manifest.release
+    return read_bundle(find_slot(home, read_state(home).running or "a")).manifest.release
 
 
 def plan_of(repo: Path, bundle: Path, **changes: Any) -> tuple[Release, Plan]:

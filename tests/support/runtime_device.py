@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from deploy import load
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.link import Link, Outcome
 from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
-from fedge.bundle.manifest import read
-from fedge.data.preprocessing import apply
+from fedge.bundle.manifest import read_bundle
+from fedge.data.preprocessing import preprocess
 from fedge.data.validation import Validation
 from fedge.system.files import write_atomically
 from fedge.wire.connection.broker import BrokerSettings
@@ -41,26 +41,30 @@ def prepare(home: Path, first: Path, root: bytes, *, labels_of: Path | None = No
     slots.switch()
     slots.confirm()
     install_root(home, root)
-    write_atomically(home / "outcome.json", msgspec.json.encode(Outcome(signed=(read(first).digest,))))  # a rollout's
+    write_atomically(
+        home / "outcome.json", msgspec.json.encode(Outcome(signed=(read_bundle(first).digest,)))
+    )  # a rollout's
     runtime = load(first if labels_of is None else labels_of)
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         samples = np.tile(arrays["x"], (5, *[1] * (arrays["x"].ndim - 1)))
-    Validation(apply(runtime.task, runtime.as_batch(samples)), runtime.predict(samples).class_index).save(home)
+    Validation(preprocess(runtime.task, runtime.add_batch_axis(samples)), runtime.predict(samples).class_index).save(
+        home
+    )
     return home
 
 
 @asynccontextmanager
 async def device(
     settings: BrokerSettings, home: Path, device_id: str, limits: Limits = LENIENT
-) -> AsyncIterator[Answering]:
+) -> AsyncIterator[ActiveBundle]:
     """Switched on within."""
     slots = Slots(home)
-    answering = Answering(slots, limits)
+    answering = ActiveBundle(slots, limits)
     link = Link(device_id, FEDERATION, home, slots, answering)
-    transport = Transport(settings, Topics(FEDERATION).client_id("serve", device_id))
+    transport = Transport(settings, Topics(FEDERATION).make_client_id("serve", device_id))
     await link.attach(transport)
     async with transport:
-        running = asyncio.gather(link.follow(), link.report())
+        running = asyncio.gather(link.follow(), link.publish_health())
         try:
             yield answering
         finally:

@@ -11,14 +11,14 @@ from pathlib import Path
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.store.store import Store
-from edge_agent.agent.carrier import Works
+from edge_agent.agent.carrier import OrderExecutor
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.identity.names import Role
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec
 from fedge.wire.messages import BlobRef, Order
@@ -33,13 +33,13 @@ WAIT_S = 300.0
 class Working(EchoWorker):
     """Answers an order to train with an update of the right layout."""
 
-    def execute(self, order: Order, fetch: Callable, *, stop: Callable[[], bool], action: object) -> Finished:
+    def execute(self, order: Order, fetch: Callable, *, stop: Callable[[], bool], action: object) -> FinishedOrder:
         if not isinstance(action, Train):
             return super().execute(order, fetch, stop=stop, action=action)  # type: ignore[arg-type]
         data = codecs.encode(tensors(0.5), Codec.INT8)
         self.done.append(order.id)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
-        return Finished(trained(ref), {ref.digest: data})
+        ref = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=Codec.INT8)
+        return FinishedOrder(trained(ref), {ref.digest: data})
 
 
 class Scene:
@@ -64,7 +64,7 @@ class Scene:
         )
         return await self.stack.enter_async_context(fleet)
 
-    async def agent(self, name: str, works: Works | None = None) -> Agent:
+    async def agent(self, name: str, works: OrderExecutor | None = None) -> Agent:
         files = self.authority.issue(name) if name not in self.authority.members else self.files(name)
         events = self.events.setdefault(name, [])
         self.workers[name] = Working()
@@ -105,5 +105,5 @@ def train(fleet: MqttFleet) -> Train:
 
 async def one_round(fleet: MqttFleet, number: int, *devices: str) -> dict:
     async with asyncio.timeout(WAIT_S):
-        await fleet.begin(number, len(devices))
+        await fleet.start_round(number, len(devices))
         return await fleet.run("train", dict.fromkeys(devices, train(fleet)))

@@ -47,9 +47,11 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
     ids = [f"cam{k + 1}" for k in range(n_devices)]
     store = Store(home)
     for r in (1, 2, 3):
-        store.begin_round(r, [], NOW + 10 * r)
+        store.start_round(r, [], NOW + 10 * r)
         _note(store, r, "round_begun", devices=n_devices)
-        store.note(Event(at=NOW + 10 * r, round=r, name="asked", fields={"label": "train", "devices": n_devices}))
+        store.record_events(
+            Event(at=NOW + 10 * r, round=r, name="asked", fields={"label": "train", "devices": n_devices})
+        )
         seconds = {i: 1.0 + k for k, i in enumerate(ids)} | {"cam99": 99.0}
         estimates = {i: (0.3 / r - 0.02 * k, 0.5 / r) for k, i in enumerate(seconds)}
         told = {"seconds": seconds, "estimates": estimates, "deadline_s": 20.0}
@@ -57,10 +59,10 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         for k, i in enumerate(ids[:-1]):
             told = {"label": "train", "result": "done", "seconds": 1.0 + k}
             told |= {} if k == 1 else {"accuracy": 0.2 * r + 0.02 * k}
-            store.note(Event(at=NOW + 10 * r + k, round=r, name="answer", device=i, fields=told))
+            store.record_events(Event(at=NOW + 10 * r + k, round=r, name="answer", device=i, fields=told))
         late = {"label": "train", "reason": EVIL, "late": True}
-        store.note(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late)).result()
-        store.note(
+        store.record_events(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late)).result()
+        store.record_events(
             Event(at=NOW + 10 * r + 9, round=r, name="problem", device=ids[-1], fields={"reason": EVIL})
         ).result()
         _note(store, r, "round_done", accuracy=0.2 * r, bytes_up=400_000 * r, bytes_down=2_000_000 * r)
@@ -104,4 +106,4 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
 
 
 def _note(store: Store, r: int, name: str, **fields: Any) -> None:
-    store.note(Event(at=NOW + 10 * r, round=r, name=name, fields=fields)).result()
+    store.record_events(Event(at=NOW + 10 * r, round=r, name=name, fields=fields)).result()

@@ -19,14 +19,14 @@ from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.store.records import Device
 from deploy import load
-from edge_agent.device.device import Unpacked
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.device import UnpackedModel
+from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import batched
 from fedge.bundle.manifest import Manifest
 from fedge.models import build
 from fedge.models.training import CPU
 from fedge.steps.contract import Action, Declined
-from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, load_pool, make_device_data, partition_pool
 from fedge.tasks.shares import Groups
 from fedge.tensors import codecs
 from fedge.tensors.layout import Layout, Model, unflatten
@@ -58,8 +58,8 @@ class Fleet(SimulatedFleet):
         self.before: Callable[[str, Mapping[str, Action]], object] = lambda *_: None
         self.change: Callable[[str, dict[str, Answer]], object] = lambda *_: None
 
-    def devices(self) -> tuple[Device, ...]:
-        there = (d for d in super().devices() if d.id not in self.absent)
+    def get_devices(self) -> tuple[Device, ...]:
+        there = (d for d in super().get_devices() if d.id not in self.absent)
         return tuple(
             dataclasses.replace(d, incarnation=self.incarnations.get(d.id, ""), drift=d.id in self.drifting)
             for d in there
@@ -103,16 +103,16 @@ def digits(
     processor: torch.device = CPU,
 ) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
     """A fleet, the layout, the initial model, and the true group of each device."""
-    samples = pool("digits", seed=seed, limit=limit)
-    shares = partition(
+    samples = load_pool("digits", seed=seed, limit=limit)
+    shares = partition_pool(
         samples,
         n,
         Partitioning(partition=how, alpha=alpha, sensitive=sensitive, n_groups=n_groups, groups=groups),
         seed=seed,
     )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
-    layout, first = build.initial(task, seed)
-    data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
+    layout, first = build.make_initial_model(task, seed)
+    data = {f"d{i:02d}": make_device_data(task, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, task, own, home / i, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
     fleet = Fleet(task, layout, workers, seed=seed, hardware=hardware)
@@ -145,30 +145,30 @@ def roles(fleet: Fleet, state: State) -> dict[str, tuple[Role, ...]]:
     return {i: tuple(c.role for c in manifest.candidates) for i, manifest in manifests(fleet, state).items()}
 
 
-def declining(*ids: str) -> Callable[[Sequence[batched.Job]], list[Finished]]:
+def declining(*ids: str) -> Callable[[Sequence[batched.Job]], list[FinishedOrder]]:
     """How a fleet carries out orders that some of its devices decline, and all of them from the second on."""
     first: set[str] = set()
 
-    def execute(jobs: Sequence[batched.Job]) -> list[Finished]:
-        finished = batched.execute(jobs)
+    def execute(jobs: Sequence[batched.Job]) -> list[FinishedOrder]:
+        finished = batched.execute_jobs(jobs)
         for k, job in enumerate(jobs):
             if job.worker.id in {*ids, *first}:
-                finished[k] = Finished(Declined(why=Why.MEMORY, reason=""))
+                finished[k] = FinishedOrder(Declined(why=Why.MEMORY, reason=""))
             first.add(job.worker.id)
         return finished
 
     return execute
 
 
-def multiplying(by: float, *ids: str) -> Callable[[Sequence[batched.Job]], list[Finished]]:
+def multiplying(by: float, *ids: str) -> Callable[[Sequence[batched.Job]], list[FinishedOrder]]:
     """How a fleet carries out orders some of whose devices send their updates so many times as long."""
 
-    def execute(jobs: Sequence[batched.Job]) -> list[Finished]:
-        finished = batched.execute(jobs)
+    def execute(jobs: Sequence[batched.Job]) -> list[FinishedOrder]:
+        finished = batched.execute_jobs(jobs)
         for job, done in zip(jobs, finished, strict=True):
             for digest, own in done.unpacked.items() if job.worker.id in ids else ():
                 model = Model(np.float32(by) * own.model.params, own.model.buffers, own.model.counters)
-                done.unpacked[digest] = Unpacked(model, own.layout, codecs.norms_of(model))
+                done.unpacked[digest] = UnpackedModel(model, own.layout, codecs.compute_norms(model))
         return finished
 
     return execute

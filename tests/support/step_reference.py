@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fedge.privacy.egress import PRESETS
-from fedge.steps.contract import Result, Reveals, installed_steps
+from fedge.steps.contract import Result, Reveals, load_installed_steps
 
 KINDS = ("| kind | lets out | `strict` | `default` |", "|---|---|---|---|")
 
@@ -13,7 +13,7 @@ KINDS = ("| kind | lets out | `strict` | `default` |", "|---|---|---|---|")
 def by_result() -> dict[type[Result], list[str]]:
     """The names of the installed steps, by what comes back; both in alphabetical order."""
     found: dict[type[Result], list[str]] = {}
-    for name, kind in sorted(installed_steps().items()):
+    for name, kind in sorted(load_installed_steps().items()):
         found.setdefault(kind.RESULT, []).append(name)
     return found
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from coordinator.fleet.fleet import Answer, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Answer
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.store.records import Device
 from fedge.steps.contract import Action
-from fedge.wire.messages import blobs_of
+from fedge.wire.messages import iterate_blobs
 from tests.support.federation import Federation, Running
 from tests.support.waiting import until
 
@@ -31,23 +31,23 @@ class Replay(SimulatedFleet):
         self._record = {number: list(handed) for number, handed in record.items()}
         self._open: dict[tuple[int, str], list[Answer]] = defaultdict(list)
 
-    def _present(self) -> list[str]:
-        return [i for i in super()._present() if i in self._there_at[self.round]]
+    def _find_present(self) -> list[str]:
+        return [i for i in super()._find_present() if i in self._there_at[self.round]]
 
     async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
         del seen
-        for answer in self._carried_out(self._ask(label, actions)[0]):
+        for answer in self._carry_out(self._make_orders(label, actions)[0]):
             self._open[self.round, answer.device_id].append(answer)
         while self._record[self.round]:
             yield self._open[self._record[self.round].pop(0)].pop(0)
 
-    def busy(self) -> frozenset[str]:
+    def get_busy_devices(self) -> frozenset[str]:
         return frozenset(device for (_, device), answers in self._open.items() if answers)
 
-    def needed(self) -> set[str]:
-        return {ref.digest for answers in self._open.values() for a in answers for ref in blobs_of(a.result)}
+    def find_needed_blobs(self) -> set[str]:
+        return {ref.digest for answers in self._open.values() for a in answers for ref in iterate_blobs(a.result)}
 
 
 def record_of(federation: Federation) -> dict[int, list[tuple[int, str]]]:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.parity import formula
-from fedge.bundle.formula import fuse, gate_scores
+from export.parity import make_formula
+from fedge.bundle.formula import compute_gate_scores, fuse
 from fedge.bundle.manifest import Manifest
 from fedge.data.task import TaskSpec
 from fedge.tensors.layout import Layout, Model, TensorInfo
@@ -89,13 +89,13 @@ def mixture_of(
         for k in range(m)
     )
     prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
-    gate = gate or GateWeights.untrained((1,), m)
+    gate = gate or GateWeights.make_untrained((1,), m)
     return Mixture(candidates, prior, beta, gate, guard, top, energy_clip)
 
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:
     """Probabilities, weights and energies of logits (M, n, C) and gate scores r (n, M), in float64."""
-    how = formula(mixture)
+    how = make_formula(mixture)
     gate = np.broadcast_to(scores + how.out_bias, logits.shape[1::-1])
     return fuse(how, list(np.asarray(logits, np.float64)), gate)
 
@@ -103,8 +103,8 @@ def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | fl
 def scores_of(gate: GateWeights, x: NDArray[Any]) -> NDArray[Any]:
     """r(x), (n, M), of model inputs (n, *input_shape), in float64."""
     m = len(gate.out_bias)
-    how = formula(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m))
-    return gate_scores(how, x.astype(np.float64))
+    how = make_formula(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m))
+    return compute_gate_scores(how, x.astype(np.float64))
 
 
 def write(folder: Path, logits: NDArray[Any], mixture: Mixture, release: int = 1) -> Manifest:

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from fedge.data.preprocessing import apply
+from fedge.data.preprocessing import preprocess
 from fedge.data.task import TaskSpec
-from fedge.models.build import build
-from fedge.models.network import dump, head_name, layout_of
+from fedge.models.build import make_network
+from fedge.models.network import dump_model, find_head_name, make_layout
 from fedge.wire.messages import Role
 
 
@@ -22,23 +22,23 @@ def trained_bundle(
     """Train the task's network on samples of the pool, and write it as a bundle with a single candidate."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(release)
-        module = build(task)
-        inputs, labels = torch.from_numpy(apply(task, x)), torch.from_numpy(y)
+        module = make_network(task)
+        inputs, labels = torch.from_numpy(preprocess(task, x)), torch.from_numpy(y)
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         for _ in range(steps):
             batch = torch.randint(len(labels), (64,))
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(module(inputs[batch]), labels[batch]).backward()
             optimizer.step()
-    layout = layout_of(module, head_name(module, task))
+    layout = make_layout(module, find_head_name(module, task))
     mixture = Mixture(
-        (Candidate(Role.GLOBAL, "global", dump(module, layout)),),
+        (Candidate(Role.GLOBAL, "global", dump_model(module, layout)),),
         np.log(np.full(task.n_classes, 1 / task.n_classes)),
         0.0,
-        GateWeights.untrained(task.input_shape, 1),
+        GateWeights.make_untrained(task.input_shape, 1),
     )
     write_bundle(
-        folder, task=task, layout=layout, mixture=mixture, validation=apply(task, x[:50]),
+        folder, task=task, layout=layout, mixture=mixture, validation=preprocess(task, x[:50]),
         release=release, method="test", metrics={},
     )  # fmt: skip
     return folder

@@ -6,6 +6,6 @@ takes reports (with `uploads` and `checking`), `presence` knows the devices, `fo
 `fleet`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "fleet", "presence")
+__getattr__ = make_getattr(__name__, "fleet", "presence")

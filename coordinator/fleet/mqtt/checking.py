@@ -27,33 +27,33 @@ ATTEMPTS: Final = 3
 """An update is refused after this many processes have died while checking it."""
 
 
-class Checked(Struct, frozen=True):
+class CheckOutcome(Struct, frozen=True):
     """The norms of an update, or the name and detail of the `ProtocolError`; neither if its file is gone."""
 
     norms: codecs.Norms | None = None
     refused: tuple[str, str] | None = None
 
 
-def checked(file: Path, how: Codec, layout: Layout) -> Checked:
-    """What `fedge.tensors.codecs.check` says of the update in a file.
+def check_update(file: Path, how: Codec, layout: Layout) -> CheckOutcome:
+    """Check the update in a file; returns what `fedge.tensors.codecs.check_blob` says of it.
 
     Raises:
         StoreError: the disk cannot be read.
     """
     try:
-        return Checked(norms=codecs.check(file.read_bytes(), how, layout))
+        return CheckOutcome(norms=codecs.check_blob(file.read_bytes(), how, layout))
     except ProtocolError as error:
-        return Checked(refused=(error.name, str(error).removeprefix(f"{error.name}: ")))
+        return CheckOutcome(refused=(error.name, str(error).removeprefix(f"{error.name}: ")))
     except FileNotFoundError:
-        return Checked()
+        return CheckOutcome()
     except MemoryError:
-        return Checked(refused=("unchecked", "it needs more memory than is free"))
+        return CheckOutcome(refused=("unchecked", "it needs more memory than is free"))
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error}") from error
 
 
 class CheckPool:
-    """Checks updates in files. Small ones in a thread, one at a time; large ones in up to eight processes.
+    """A pool that checks updates in files: small ones in a thread, one at a time; large ones in up to 8 processes.
 
     A process starts when it is first needed, and is replaced if it dies; the check is then repeated. The kernel ends it
     with this one. Call `close` in the end.
@@ -66,8 +66,8 @@ class CheckPool:
         self._closing = False
         self._small = asyncio.Lock()
 
-    async def norms(self, file: Path, how: Codec, layout: Layout) -> codecs.Norms:
-        """The norms of an update, once it is checked.
+    async def compute_norms(self, file: Path, how: Codec, layout: Layout) -> codecs.Norms:
+        """Return the norms of an update, once it is checked.
 
         Args:
             file: with its bytes.
@@ -75,16 +75,16 @@ class CheckPool:
             layout: its tensors.
 
         Raises:
-            ProtocolError: as `fedge.tensors.codecs.check`, or `unchecked`: processes died of it.
+            ProtocolError: as `fedge.tensors.codecs.check_blob`, or `unchecked`: processes died of it.
             FileNotFoundError: there is no such file.
             StoreError: it cannot be read.
         """
         if sum(tensor.size for tensor in layout.tensors) <= SMALL:
             async with self._small:
-                found = await asyncio.to_thread(checked, file, how, layout)
+                found = await asyncio.to_thread(check_update, file, how, layout)
         else:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._threads, self._by_process, file, how, layout)
+            found = await loop.run_in_executor(self._threads, self._check_in_process, file, how, layout)
         if found.refused is not None:
             raise ProtocolError(*found.refused)
         if found.norms is None:
@@ -98,18 +98,18 @@ class CheckPool:
         for child in self._children.values():
             child.close()
 
-    def _by_process(self, file: Path, how: Codec, layout: Layout) -> Checked:
-        """`checked` in the process of this thread."""
+    def _check_in_process(self, file: Path, how: Codec, layout: Layout) -> CheckOutcome:
+        """Call `check_update` in the process of this thread."""
         me = threading.get_ident()
         for _ in range(ATTEMPTS):
             try:
-                child = self._children.pop(me, None) or Child("coordinator.fleet.mqtt.checking:checked")
-                found = child.call(file, how, layout, returns=Checked, stop=lambda: self._closing)
+                child = self._children.pop(me, None) or Child("coordinator.fleet.mqtt.checking:check_update")
+                found = child.call(file, how, layout, returns=CheckOutcome, stop=lambda: self._closing)
             except (DiedError, OSError) as error:  # OSError: no further process could be started
                 log.warning("event=check_died digest=%s reason=%r", file.name, str(error))
             else:
                 self._children[me] = child
                 return found
-        return Checked(
+        return CheckOutcome(
             refused=("unchecked", f"{ATTEMPTS} processes died while they checked it, or could not be started")
         )

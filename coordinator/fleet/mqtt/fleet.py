@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet.fleet import Answer, Fleet, Seen, asked, order_for, require_sendable
-from coordinator.fleet.mqtt.following import Following, trouble_in
+from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet, make_order, prepare_actions, require_sendable
+from coordinator.fleet.mqtt.following import Following, explain_failure
 from coordinator.fleet.mqtt.intake import Assignment
-from coordinator.fleet.mqtt.pace import Paces, work_of
+from coordinator.fleet.mqtt.pace import Paces, compute_work
 from coordinator.fleet.problems import Problem
-from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Quarantine, quarantined
-from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
+from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Quarantine, find_quarantined
+from coordinator.fleet.update_norms import AnswerScreen, ScreenedAnswers, screen_answers
 from coordinator.fleet.versions import Descent
 from coordinator.store.records import Device, Entry, Offence, OrderStatus
 from coordinator.store.store import RECALLED_ROUNDS, Store
 from fedge.errors import ConfigError, ProtocolError
 from fedge.membership.signed_messages import Signed
-from fedge.steps.contract import Action, Refusal, Unsupported, read_action
+from fedge.steps.contract import Action, Refusal, Unsupported, decode_action
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, Model, unflatten
 from fedge.wire.connection.broker import BrokerSettings
@@ -44,8 +44,8 @@ GOODBYE_S: Final = 5.0
 class MqttFleet(Following, Fleet):
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
-    `quarantined`: devices left out of this round. `retired`: devices without further orders from the next round on.
-    `waiting`: number of devices that the round waits for; 0: it is not waiting.
+    `find_quarantined`: devices left out of this round. `retired`: devices without further orders from the next round
+    on. `waiting`: number of devices that the round waits for; 0: it is not waiting.
     """
 
     descents: dict[str, Descent] | None = None
@@ -69,18 +69,18 @@ class MqttFleet(Following, Fleet):
         self._connected = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._transport.speak_as(await self._sole.require(self._transport.settings))
+        self._transport.adopt_protocol(await self._sole.require_sole(self._transport.settings))
         await self._sole.attach(self._transport)
-        await self._listen()
+        await self._subscribe()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._uploads.close)
             if isinstance(self._signed, Signed):
-                self._transport.on_connect(self._tell_revocations)
-            self._transport.on_connect(self._tell_time)  # the last one: it goes on while the connection does
+                self._transport.on_connect(self._publish_revocations)
+            self._transport.on_connect(self._publish_time)  # the last one: it goes on while the connection does
             await stack.enter_async_context(self._transport)
             await stack.enter_async_context(self._sender)
             stack.push_async_exit(self._finish)
-            self._endless.append(self._background.spawn(self._keep_devices_often()))
+            self._endless.append(self._background.spawn(self._store_devices_often()))
             self._endless.append(self._background.spawn(self._watch_members()))
             self._connected = stack.pop_all()
         self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
@@ -106,58 +106,60 @@ class MqttFleet(Following, Fleet):
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await self._sole.withdraw()
+                await self._sole.remove_claim()
         if kind is None or issubclass(kind, asyncio.CancelledError):
-            await self._keep_devices()
+            await self._store_devices()
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
-    async def begin(self, number: int, at_least: int) -> None:
-        """Begin a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
+    async def start_round(self, number: int, at_least: int) -> None:
+        """Start a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
 
-        async def enough() -> None:
-            await self._settle(number)
-            if len(self.registry.online()) < at_least:
+        async def wait_for_enough() -> None:
+            await self._wait_for_last(number)
+            if len(self.registry.list_online()) < at_least:
                 self.waiting = at_least
                 self._observe("waiting", {"round": number, "devices": at_least})
-            await self._or_failure(self.registry.wait_for(at_least))
+            await self._wait_or_fail(self.registry.wait_for_devices(at_least))
             self.waiting = 0
 
-        await self._enter(number, enough)
+        await self._enter(number, wait_for_enough)
         self._observe("round_begun", {"round": number, "devices": len(self._devices)})
 
-    async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
-        await self._enter(number, lambda: self._or_failure(self.registry.wait_for_late_joiner(tried, equipped)))
+    async def start_late_round(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
+        """Start a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
+        await self._enter(number, lambda: self._wait_or_fail(self.registry.wait_for_late_joiner(tried, equipped)))
 
     async def _enter(self, number: int, ready: Callable[[], Awaitable[None]]) -> None:
         """Set the round's devices: those present once `ready` returns or, after a restart, the stored ones."""
-        self._leave_out(number, await asyncio.to_thread(self._store.offences))  # quarantined ones, from now on
-        devices = await asyncio.to_thread(self._store.snapshot, number)
+        self._exclude_offenders(
+            number, await asyncio.to_thread(self._store.get_offences)
+        )  # quarantined ones, from now on
+        devices = await asyncio.to_thread(self._store.get_round_devices, number)
         self._goes_on = devices is not None
         if devices is None:
             await ready()
-            devices = self._present()
-            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
-        await self._take(number, devices)
+            devices = self._find_present()
+            await asyncio.to_thread(self._store.start_round, number, devices, time.time())
+        await self._set_devices(number, devices)
 
-    def _present(self) -> tuple[Device, ...]:
-        """The devices of a round that begins now."""
-        return *self.registry.online(), *self.registry.inference_only()
+    def _find_present(self) -> tuple[Device, ...]:
+        """Return the devices of a round that begins now."""
+        return *self.registry.list_online(), *self.registry.list_inference_only()
 
-    def _leave_out(self, number: int, offences: Iterable[Offence]) -> None:
+    def _exclude_offenders(self, number: int, offences: Iterable[Offence]) -> None:
         """Exclude quarantined devices from this round; announced once, with the evidence."""
-        found = quarantined(offences, number)
+        found = find_quarantined(offences, number)
         for i, quarantine in found.items():
             if i not in self.quarantined:
                 names = ", ".join(f"{o.name} in round {o.round}" for o in quarantine.evidence)
                 reason = f"in quarantine until round {quarantine.until}: {names}"
                 log.warning("event=quarantined device=%s until=%d evidence=%r", i, quarantine.until, names)
-                self._note_problem(i, reason)
+                self._record_problem(i, reason)
         for i in self.quarantined.keys() - found.keys():
             log.warning("event=readmitted device=%s round=%d", i, number)
         self.quarantined = found
-        self.registry.leave_out({*found, *self.retired})
+        self.registry.exclude({*found, *self.retired})
         for i in sorted({*found, *self.retired}):
             self._observe(
                 "left_out",
@@ -170,26 +172,28 @@ class MqttFleet(Following, Fleet):
         Raises:
             ConfigError: there is no evidence against one: the name is wrong, or it was never left out.
         """
-        known = {offence.device_id: offence for offence in self._store.offences()}
+        known = {offence.device_id: offence for offence in self._store.get_offences()}
         for i in ids:
             if i not in known:
                 raise ConfigError(f"{i} cannot be readmitted: there is no evidence against a device of that name")
             last = known[i].round
-            self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line")).result()
+            self._store.record_offence(
+                Offence(device_id=i, round=last, name=READMITTED, detail="by the command line")
+            ).result()
 
-    async def _take(self, number: int, devices: tuple[Device, ...]) -> None:
+    async def _set_devices(self, number: int, devices: tuple[Device, ...]) -> None:
         """Set the round's devices. After a start, recall their speed, problems and open orders."""
         earlier: list[Entry] = []
         if self._round == 0:
             for past in range(max(number - RECALLED_ROUNDS, 1), number + 1):
                 then, entries = await asyncio.to_thread(
-                    lambda n: (self._store.snapshot(n), self._store.entries(n)), past
+                    lambda n: (self._store.get_round_devices(n), self._store.get_entries(n)), past
                 )
                 self._recall(past, then or (), entries)
-            earlier = [e for e in await asyncio.to_thread(self._store.streamed, number) if e.order.round < number]
+            earlier = [e for e in await asyncio.to_thread(self._store.get_streamed, number) if e.order.round < number]
         if isinstance(self._signed, Signed):  # so that the next process refuses replays, too
             heard = msgspec.json.encode(self._signed.heard).decode()
-            await asyncio.to_thread(self._store.keep, "heard", heard)
+            await asyncio.to_thread(self._store.put_value, "heard", heard)
         self._round, self._devices = number, devices
         self._n_samples = {device.id: device.n_samples for device in devices}
         await self._resume(earlier)
@@ -199,12 +203,12 @@ class MqttFleet(Following, Fleet):
         self._n_samples = {device.id: device.n_samples for device in devices}
         for entry in entries:
             order, report = entry.order, entry.report
-            action = read_action(order, self._steps)
+            action = decode_action(order, self._steps)
             if report is not None and report.outcome is Outcome.DONE and not isinstance(action, Unsupported):
                 seconds = min(report.seconds, order.left_s)
-                self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
-            if reason := entry.reason or trouble_in(report):
-                self._keep_problem(order.device_id, Problem(round=number, reason=reason))
+                self._paces.record(order.device_id, self._compute_work(order.device_id, action), seconds)
+            if reason := entry.reason or explain_failure(report):
+                self._store_problem(order.device_id, Problem(round=number, reason=reason))
 
     async def _resume(self, entries: Sequence[Entry]) -> None:
         """Continue streamed orders of earlier rounds whose answers this round has not yielded yet.
@@ -213,26 +217,26 @@ class MqttFleet(Following, Fleet):
             ConfigError: one of their steps no longer exists.
         """
         for entry in entries:
-            action = read_action(entry.order, self._steps)
+            action = decode_action(entry.order, self._steps)
             if isinstance(action, Unsupported):
                 raise ConfigError(f"order {entry.order.id} cannot be continued: {action.reason}")
             self._actions[entry.order.id] = action
-        self._hold(entries)
+        self._retain_orders(entries)
         if self._streamed:
             await self._follow(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
-    async def _settle(self, number: int) -> None:
-        """After a restart between two rounds, wait for the last one's devices, not only for the first to reconnect."""
-        then = await asyncio.to_thread(self._store.snapshot, number - 1)
+    async def _wait_for_last(self, number: int) -> None:
+        """Wait for the last round's devices after a restart between rounds, not only for the first to reconnect."""
+        then = await asyncio.to_thread(self._store.get_round_devices, number - 1)
         before = {device.via or device.id for device in then or ()}
-        await self.hear_of(before, self._settled_at - asyncio.get_running_loop().time())
+        await self.wait_for_status(before, self._settled_at - asyncio.get_running_loop().time())
 
-    def devices(self) -> tuple[Device, ...]:
-        """Devices of the snapshot that train."""
+    def get_devices(self) -> tuple[Device, ...]:
+        """Return the devices of the snapshot that train."""
         return tuple(device for device in self._devices if device.trains)
 
-    def inference_only(self) -> tuple[Device, ...]:
-        """Devices of the snapshot that do not train."""
+    def get_inference_devices(self) -> tuple[Device, ...]:
+        """Return the devices of the snapshot that do not train."""
         return tuple(device for device in self._devices if not device.trains)
 
     # ----------------------------------------------------------------------------------------------------------- orders
@@ -241,8 +245,8 @@ class MqttFleet(Following, Fleet):
         """Write the orders, send open ones, wait for their reports or the deadlines."""
         self._uploads.norms.clear()
         began = time.monotonic()
-        actions, refused = self._asked(actions)
-        entries = await self._write(label, actions)
+        actions, refused = self._prepare_actions(actions)
+        entries = await self._write_orders(label, actions)
         self._answered = dict(entries)
         self._open = {entry.order.id for entry in entries.values() if entry.status is OrderStatus.OPEN}
         self._send_due()
@@ -250,23 +254,23 @@ class MqttFleet(Following, Fleet):
             await self._wait()
         found = {i: self._answer(self._answered[i]) for i in sorted(entries)}
         for i, answer in found.items():
-            self._learn(i, actions[i], answer, began)
+            self._update_pace(i, actions[i], answer, began)
             del self._actions[entries[i].order.id]
-        believed = await asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
-        await self._doubt(self._round, believed)
+        believed = await asyncio.to_thread(screen_answers, found, actions, self._layout, self.get_norms)
+        await self._record_evidence(self._round, believed)
         return dict(sorted((believed.answers | refused).items()))
 
     async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
         """Write the orders, send open ones, yield answers in the order of the store."""
         began = time.monotonic()
-        actions, refused = self._asked(actions)
-        entries = await self._write(label, actions, streamed=True)
-        self._hold(entries.values())
+        actions, refused = self._prepare_actions(actions)
+        entries = await self._write_orders(label, actions, streamed=True)
+        self._retain_orders(entries.values())
         self._arrived.clear()
-        self._note_arrived(await asyncio.to_thread(self._store.streamed, self._round))
-        guard = OneByOne(self._layout, self.norms, seen)
+        self._process_closed(await asyncio.to_thread(self._store.get_streamed, self._round))
+        guard = AnswerScreen(self._layout, self.get_norms, seen)
         for _, answer in sorted(refused.items()):
             yield answer
         self._send_due()
@@ -277,31 +281,33 @@ class MqttFleet(Following, Fleet):
             entry = next(iter(self._arrived.values()))
             order = entry.order
             action, answer = self._actions[order.id], self._answer(entry)
-            self._learn(order.device_id, action, answer, began)
-            believed = await asyncio.to_thread(guard.believed, answer, action)
-            await self._doubt(order.round, believed)
+            self._update_pace(order.device_id, action, answer, began)
+            believed = await asyncio.to_thread(guard.screen, answer, action)
+            await self._record_evidence(order.round, believed)
             await asyncio.wrap_future(self._store.hand_out(order.id, self._round))
-            self._let_go(order.id)
+            self._release_uploads(order.id)
             yield believed.answers[order.device_id]
 
-    def _asked(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
-        """The actions to send, and immediate answers of devices that cannot or may not do them, by their status."""
+    def _prepare_actions(self, actions: Mapping[str, Action]) -> tuple[dict[str, Action], dict[str, Answer]]:
+        """Return the actions to send, and immediate answers of devices that cannot or may not do them."""
         require_sendable(actions.values())
         relays = {device.via: Device(device.via, 0) for device in self._devices if device.via}
-        own, refused = asked(relays | {device.id: device for device in self._devices}, actions, self.task)
+        own, refused = prepare_actions(relays | {device.id: device for device in self._devices}, actions, self.task)
         for i, refusal in refused.items():
             log.warning("event=not_asked device=%s step=%s reason=%r", i, actions[i].STEP, refusal.reason)
-            self._note_problem(i, refusal.reason)
+            self._record_problem(i, refusal.reason)
         return own, {i: Answer(i, refusal, round=self._round) for i, refusal in refused.items()}
 
-    async def _write(self, label: str, actions: Mapping[str, Action], *, streamed: bool = False) -> dict[str, Entry]:
+    async def _write_orders(
+        self, label: str, actions: Mapping[str, Action], *, streamed: bool = False
+    ) -> dict[str, Entry]:
         """Write orders and open a book of the unanswered ones."""
-        allowed_s = dict.fromkeys(actions, MAX_LEFT_S) if streamed else self._allowed_s(actions)
-        own, fingerprint = self._about, self.task.fingerprint()
+        allowed_s = dict.fromkeys(actions, MAX_LEFT_S) if streamed else self._compute_allowed_s(actions)
+        own, fingerprint = self._about, self.task.compute_fingerprint()
         entries = await asyncio.to_thread(
             self._store.write_orders,
             [
-                order_for(
+                make_order(
                     *(own.run, own.seed, self._round, label, device, fingerprint, actions[device]),
                     left_s=allowed_s[device],
                     descents=self.descents,
@@ -312,58 +318,58 @@ class MqttFleet(Following, Fleet):
             streamed=streamed,
         )
         if self._goes_on:
-            self._compare(label, entries, actions)
+            self._warn_of_changes(label, entries, actions)
         self._observe("asked", {"label": label, "devices": len(entries)})
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
         await self._follow(entries.values(), allowed_s)
         return entries
 
-    def _compare(self, label: str, entries: Mapping[str, Entry], actions: Mapping[str, Action]) -> None:
+    def _warn_of_changes(self, label: str, entries: Mapping[str, Entry], actions: Mapping[str, Action]) -> None:
         """Warn of orders from before a restart that ask for something else: with other settings, or by another method.
 
         Their devices answer what they were asked first.
         """
-        others = [i for i, entry in entries.items() if read_action(entry.order, self._steps) != actions[i]]
+        others = [i for i, entry in entries.items() if decode_action(entry.order, self._steps) != actions[i]]
         if others:
             text = "the round began with other settings, or the method does not repeat its orders (fedge check)"
             log.warning("event=asked_otherwise label=%s devices=%s reason=%r", label, ",".join(sorted(others)), text)
 
-    def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
-        works = {i: self._work(i, action) for i, action in actions.items()}
+    def _compute_allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
+        works = {i: self._compute_work(i, action) for i, action in actions.items()}
         exporting = [i for i, action in actions.items() if action.exports]
-        return self._paces.allowed_s(works, least_s=self._about.deadline_s, exporting=exporting)
+        return self._paces.compute_allowed_s(works, least_s=self._about.deadline_s, exporting=exporting)
 
-    def _learn(self, device_id: str, action: Action, answer: Answer, began: float) -> None:
+    def _update_pace(self, device_id: str, action: Action, answer: Answer, began: float) -> None:
         """Update a device's speed; it cannot have worked for longer than since the step began."""
         if answer.result is not None and not isinstance(answer.result, Refusal):
             longest_s = MAX_LEFT_S if self._goes_on else time.monotonic() - began
-            self._paces.note(device_id, self._work(device_id, action), min(answer.seconds, longest_s))
+            self._paces.record(device_id, self._compute_work(device_id, action), min(answer.seconds, longest_s))
 
-    def _work(self, device_id: str, action: Action) -> float:
-        return work_of(action, self._n_samples.get(device_id, 0))
+    def _compute_work(self, device_id: str, action: Action) -> float:
+        return compute_work(action, self._n_samples.get(device_id, 0))
 
-    async def _doubt(self, number: int, believed: Believed) -> None:
+    async def _record_evidence(self, number: int, believed: ScreenedAnswers) -> None:
         """Store the evidence against devices of a round: updates that are refused, and suspicious ones."""
         for i, error in believed.refused.items():
-            self._refuse(error, i, self._topics.agent(i, "reports"))
+            self._refuse(error, i, self._topics.make_agent_topic(i, "reports"))
         found = [(i, error.name, str(error)) for i, error in believed.refused.items()]
         found += [(i, LONG_UPDATE, detail) for i, detail in believed.suspects.items()]
-        new = await asyncio.gather(*(self._accuse(i, number, name, detail) for i, name, detail in found))
+        new = await asyncio.gather(*(self._store_offence(i, number, name, detail) for i, name, detail in found))
         for (i, name, detail), first in zip(found, new, strict=True):
             if first and name == LONG_UPDATE:
                 log.warning("event=suspect name=%s device=%s detail=%r", name, i, detail)
-                self._note_problem(i, f"{name}: {detail}")
+                self._record_problem(i, f"{name}: {detail}")
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log and store it; it counts from the next round on."""
-        self._refuse(error, device_id, self._topics.agent(device_id, "reports"))
-        self._store.accuse(Offence(device_id=device_id, round=self._round, name=error.name, detail=str(error)))
+        """Log and store evidence against a device; it counts from the next round on."""
+        self._refuse(error, device_id, self._topics.make_agent_topic(device_id, "reports"))
+        self._store.record_offence(Offence(device_id=device_id, round=self._round, name=error.name, detail=str(error)))
 
     # ------------------------------------------------------------------------------------------------- blobs and events
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors durably."""
-        pieces = codecs.pieces(tensors) if codec_ is Codec.FLOAT32 else [codecs.encode(tensors, codec_)]
+        pieces = codecs.encode_pieces(tensors) if codec_ is Codec.FLOAT32 else [codecs.encode(tensors, codec_)]
         size_bytes = sum(len(piece) for piece in pieces)
         return BlobRef(digest=self._store.blobs.put(*pieces), size_bytes=size_bytes, codec=codec_)
 
@@ -380,13 +386,13 @@ class MqttFleet(Following, Fleet):
         return codecs.decode(self._store.blobs.get(ref.digest), ref.codec, layout, again=True)
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """A blob."""
+        """Return the bytes of a blob."""
         return self._store.blobs.get(ref.digest)
 
-    def norms(self, ref: BlobRef, layout: Layout) -> codecs.Norms:
-        """As measured on arrival for updates of this step; others are read."""
-        return self._uploads.norms.get(ref) or codecs.check(self._store.blobs.get(ref.digest), ref.codec, layout)
+    def get_norms(self, ref: BlobRef, layout: Layout) -> codecs.Norms:
+        """Return the norms measured on arrival for updates of this step; others are read."""
+        return self._uploads.norms.get(ref) or codecs.check_blob(self._store.blobs.get(ref.digest), ref.codec, layout)
 
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
+    def record_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass on an event for people."""
         self._observe(event, dict(fields))

@@ -20,10 +20,10 @@ from coordinator.fleet.mqtt.presence import Presence
 from coordinator.store.records import Entry, OrderStatus
 from coordinator.store.store import EXPIRED, OFFERED, Store
 from fedge.membership.signed_messages import Signed
-from fedge.models.weights import needed_on_devices
-from fedge.steps.contract import Action, Refusal, Unsupported, read_action, read_result
+from fedge.models.weights import find_device_weights
+from fedge.steps.contract import Action, Refusal, Unsupported, decode_action, decode_result
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, blobs_of, encode
+from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, encode_message, iterate_blobs
 from fedge.wire.topics import MODELS
 from fedge.wire.transfer.sender import Sender
 
@@ -47,149 +47,149 @@ class Following(Presence):
         self._streamed: dict[str, Order] = {}  # unyielded orders by id
         self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
         self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
-        self._arrival = store.last_arrival()  # of the last closed order known to us
+        self._arrival = store.get_last_arrival()  # of the last closed order known to us
         self._something_happened = asyncio.Event()
         self._under_way: set[tuple[str, str]] = set()  # device, order
         self._look_at = 0.0
         self._offered: set[str] = set()
-        self._sender = Sender(self._transport, self._model_file)
+        self._sender = Sender(self._transport, self._find_model)
 
-    async def _listen(self) -> None:
-        await super()._listen()
-        wants = self._topics.shared(MODELS, self._secret, self._topics.agent("+", "wants"))
-        await self._transport.subscribe(wants, self._guard(self._on_want))
+    async def _subscribe(self) -> None:
+        await super()._subscribe()
+        wants = self._topics.make_shared_filter(MODELS, self._secret, self._topics.make_agent_topic("+", "wants"))
+        await self._transport.subscribe(wants, self._make_handler(self._on_want))
 
     async def _follow(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
         """Start following the open orders; from now on devices may fetch what open orders name."""
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
-        self._offered = {ref.digest for each in named for ref in blobs_of(each)}
-        await asyncio.to_thread(self._store.keep, OFFERED, json.dumps(sorted(self._offered)))
+        self._offered = {ref.digest for each in named for ref in iterate_blobs(each)}
+        await asyncio.to_thread(self._store.put_value, OFFERED, json.dumps(sorted(self._offered)))
         open_ = [entry.order for entry in entries if entry.status is OrderStatus.OPEN]
         timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
         self._book.add(timed, time.monotonic())
         for order in open_:
             if (order.device_id, order.id) in self._taking:  # its report came before
-                self._book.hold(order.id)
+                self._book.stop_repeating(order.id)
 
     def _send_due(self) -> None:
         """Send the orders that are due, and let those expire whose time is over."""
-        due = self._book.due(time.monotonic())
+        due = self._book.take_due(time.monotonic())
         for order in due.expired:
-            self._give_up(order)
+            self._cancel_fetch(order)
             self._background.spawn(self._close(Entry(order=order, status=OrderStatus.EXPIRED, reason=EXPIRED)))
         for order in due.sent:
             self._send(order)
 
     async def _wait(self) -> None:
         """Wait until something happens or an order is due."""
-        delay = max(min(self._book.next_wakeup(), self._look_at) - time.monotonic(), 0.01)
+        delay = max(min(self._book.get_next_wakeup(), self._look_at) - time.monotonic(), 0.01)
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
-                await self._or_failure(self._something_happened.wait())
+                await self._wait_or_fail(self._something_happened.wait())
         if time.monotonic() >= self._look_at:
-            await self.look()
+            await self.collect_closed()
         self._send_due()
 
-    async def look(self) -> None:
-        """Learn which orders are closed, here and by intakes, and hold what they have brought."""
+    async def collect_closed(self) -> None:
+        """Find which orders are closed, here and by intakes, and hold what they have brought."""
         self._look_at = time.monotonic() + LOOK_AT_STORE_S
-        entries = await asyncio.to_thread(self._store.closed_since, self._arrival)
+        entries = await asyncio.to_thread(self._store.get_closed_since, self._arrival)
         self._arrival = max([self._arrival, *(entry.arrival for entry in entries)])
-        self._note_arrived(entries)
+        self._process_closed(entries)
 
-    def _note_arrived(self, entries: Iterable[Entry]) -> None:
+    def _process_closed(self, entries: Iterable[Entry]) -> None:
         """Process the orders that were closed, here or by intakes, in the order of the store."""
         for entry in entries:
             if entry.status is not OrderStatus.OPEN:
-                self._give_up(entry.order)
-                self._closed(entry)
+                self._cancel_fetch(entry.order)
+                self._handle_closed(entry)
                 if entry.order.id in self._streamed:
                     self._arrived[entry.order.id] = entry
 
-    def _closed(self, entry: Entry) -> None:
+    def _handle_closed(self, entry: Entry) -> None:
         order = entry.order
         if not self._book.close(order.id):
             return
         if order.id in self._streamed:  # the store says when: an intake may have closed another one before it
-            self._hold_uploads(entry)
+            self._retain_uploads(entry)
             self._look_at = 0.0
         elif order.id in self._open:
             self._open.remove(order.id)
             self._answered[order.device_id] = entry
         self._something_happened.set()
-        told = {"device": order.device_id, "label": order.label}
+        fields = {"device": order.device_id, "label": order.label}
         if entry.report is None:
             late = entry.status is OrderStatus.EXPIRED
             event, reason = "order_expired" if late else "report_rejected", entry.reason
-            self._observe("closed", {**told, "reason": reason, "late": late})
+            self._observe("closed", {**fields, "reason": reason, "late": late})
         else:
-            event, reason = f"order_{entry.report.outcome}", trouble_in(entry.report)
-            self._observe("answer", told | self._told(entry.report, self._actions[order.id]))
+            event, reason = f"order_{entry.report.outcome}", explain_failure(entry.report)
+            self._observe("answer", fields | self._summarise_report(entry.report, self._actions[order.id]))
         if reason:
             log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
-            self._note_problem(order.device_id, reason)
+            self._record_problem(order.device_id, reason)
 
     # ------------------------------------------------------------------------------------------------------- streams
 
-    def _hold(self, entries: Iterable[Entry]) -> None:
+    def _retain_orders(self, entries: Iterable[Entry]) -> None:
         """Keep streamed orders, with their uploads, until their answers are yielded."""
         for entry in entries:
             self._streamed[entry.order.id] = entry.order
-            self._hold_uploads(entry)
+            self._retain_uploads(entry)
 
-    def _hold_uploads(self, entry: Entry) -> None:
+    def _retain_uploads(self, entry: Entry) -> None:
         if entry.report is not None:
             action = self._actions[entry.order.id]
-            result = read_result(entry.report, action)
+            result = decode_result(entry.report, action)
             uploads = () if isinstance(result, Refusal) else action.uploads(result, self._layout)
             self._held[entry.order.id] = frozenset(uploads)
 
-    def _let_go(self, order_id: str) -> None:
+    def _release_uploads(self, order_id: str) -> None:
         del self._arrived[order_id], self._streamed[order_id], self._actions[order_id]
         for ref in self._held.pop(order_id, ()):
             self._uploads.norms.pop(ref, None)
 
-    def busy(self) -> frozenset[str]:
-        """Devices with a streamed order whose answer has not been yielded."""
+    def get_busy_devices(self) -> frozenset[str]:
+        """Return the devices with a streamed order whose answer has not been yielded."""
         return frozenset(order.device_id for order in self._streamed.values())
 
-    def end_streams(self) -> None:
+    def expire_streams(self) -> None:
         """Let open streamed orders expire, since nobody will take their answers."""
         for order in self._streamed.values():
-            self._give_up(order)
-        self._store.end_streams(time.time())
+            self._cancel_fetch(order)
+        self._store.expire_streams(time.time())
         self._book = OrderBook()
         for known in (self._streamed, self._arrived, self._actions, self._held):
             known.clear()
 
-    def needed(self) -> set[str]:
-        """Digests of the tensors that streamed orders name, and of their uploads."""
-        named = {ref.digest for i, order in self._streamed.items() for ref in blobs_of([order, self._actions[i]])}
-        named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
+    def find_needed_blobs(self) -> set[str]:
+        """Return the digests of the tensors that streamed orders name, and of their uploads."""
+        named = {ref.digest for i, order in self._streamed.items() for ref in iterate_blobs([order, self._actions[i]])}
+        named |= {ref.digest for ref in iterate_blobs(find_device_weights(self.task))}
         return named | {ref.digest for refs in (*self._held.values(), *self._brought.values()) for ref in refs}
 
-    def accepted(self, number: int) -> set[str]:
-        """Digests of the uploads for a round in progress, and of the tensors that open streams name."""
+    def find_accepted_blobs(self, number: int) -> set[str]:
+        """Return the digests of uploads for a round in progress, and of tensors that open streams name."""
         found: set[str] = set()
-        for entry in (*self._store.entries(number), *self._store.streamed(number)):
-            action = read_action(entry.order, self._steps)
+        for entry in (*self._store.get_entries(number), *self._store.get_streamed(number)):
+            action = decode_action(entry.order, self._steps)
             if isinstance(action, Unsupported):
                 continue
-            if entry.report is not None and not isinstance(result := read_result(entry.report, action), Refusal):
+            if entry.report is not None and not isinstance(result := decode_result(entry.report, action), Refusal):
                 found |= {ref.digest for ref in action.uploads(result, self._layout)}
             elif entry.status is OrderStatus.OPEN and entry.order.round < number:
-                found |= {ref.digest for ref in blobs_of([entry.order, action])}
+                found |= {ref.digest for ref in iterate_blobs([entry.order, action])}
         return found
 
     # ----------------------------------------------------------------------------------------------------- to devices
 
-    def _has_appeared(self, device: str) -> None:
-        for order in self._book.appeared(device, time.monotonic()):
+    def _on_appearance(self, device: str) -> None:
+        for order in self._book.resend(device, time.monotonic()):
             self._send(order)
 
     def _send(self, order: Order) -> None:
-        unknown = self.registry.incarnation(order.device_id) is None
+        unknown = self.registry.get_incarnation(order.device_id) is None
         if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
             return  # sent when it reappears, if it may have it
         if self.registry.is_away(order.device_id):
@@ -201,44 +201,44 @@ class Following(Presence):
             self._background.spawn(self._deliver(key, order))
 
     async def _deliver(self, key: tuple[str, str], order: Order) -> None:
-        topic = self._topics.agent(order.device_id, "orders")
-        payload = self._seal(topic, encode(order), order.device_id)
+        topic = self._topics.make_agent_topic(order.device_id, "orders")
+        payload = self._seal(topic, encode_message(order), order.device_id)
         try:
             await self._publish(topic, payload, expires_in_s=max(int(order.left_s), 1))
         finally:
             self._under_way.discard(key)
 
     def _on_want(self, device: str, inbound: Inbound) -> None:
-        self._sender.want_of(device, inbound.payload, self._topics)
+        self._sender.handle_want(device, inbound.payload, self._topics)
 
-    def _model_file(self, digest: str) -> Path | None:
-        """Devices get only what orders name, since the updates of others are in the same folder."""
-        return self._store.blobs.bring(digest) if digest in self._offered else None
+    def _find_model(self, digest: str) -> Path | None:
+        """Find a model that orders name; nothing else, since the updates of others are in the same folder."""
+        return self._store.blobs.fetch(digest) if digest in self._offered else None
 
     # -------------------------------------------------------------------------------------------------- from devices
 
-    def _order(self, report: Report) -> Order | None:
-        if (order := self._book.order(report.order_id)) is not None:
+    def _find_order(self, report: Report) -> Order | None:
+        if (order := self._book.find_order(report.order_id)) is not None:
             require_own(order, report)
-            self._book.hold(order.id)
+            self._book.stop_repeating(order.id)
         return order
 
     def _answer(self, entry: Entry) -> Answer:
         order, report = entry.order, entry.report
         if report is None:
             return Answer(order.device_id, None, round=order.round)
-        return Answer(order.device_id, read_result(report, self._actions[order.id]), report.seconds, order.round)
+        return Answer(order.device_id, decode_result(report, self._actions[order.id]), report.seconds, order.round)
 
-    def _told(self, report: Report, action: Action) -> dict[str, Any]:
-        """The public part of a report; `accuracy`: of the start model, if reported."""
-        told: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
+    def _summarise_report(self, report: Report, action: Action) -> dict[str, Any]:
+        """Return the public part of a report; `accuracy`: of the start model, if reported."""
+        fields: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
         if report.outcome is Outcome.DONE:
-            accuracy = getattr(read_result(report, action), "val_accuracy", None)
-            return told if accuracy is None else {**told, "accuracy": accuracy}
-        return told
+            accuracy = getattr(decode_result(report, action), "val_accuracy", None)
+            return fields if accuracy is None else {**fields, "accuracy": accuracy}
+        return fields
 
 
-def trouble_in(report: Report | None) -> str:
+def explain_failure(report: Report | None) -> str:
     """Why a device did not do its order; empty: it did, or gave no reason."""
     if report is None or report.outcome is Outcome.DONE:
         return ""

@@ -15,17 +15,17 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.fleet.mqtt.process import Process
-from coordinator.fleet.mqtt.uploads import NO_EVIDENCE, Uploads, answer_to
+from coordinator.fleet.mqtt.uploads import NO_EVIDENCE, Uploads, read_answer
 from coordinator.store.records import Entry, Offence, OrderStatus
 from coordinator.store.store import Store
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError, TransportError
 from fedge.identity.names import Role
-from fedge.steps.contract import Action, Refusal, Unsupported, installed_steps, read_action
+from fedge.steps.contract import Action, Refusal, Unsupported, decode_action, load_installed_steps
 from fedge.system.files import BlobFolder
 from fedge.tensors.layout import Layout
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Ack, BlobRef, Order, Report, decode, encode
+from fedge.wire.messages import Ack, BlobRef, Order, Report, decode_message, encode_message
 from fedge.wire.topics import INTAKES
 
 log = logging.getLogger("fedge.coordinator")
@@ -50,7 +50,7 @@ Key = tuple[str, str]
 
 
 @dataclasses.dataclass(slots=True)
-class Judging:
+class PendingReport:
     """The report for an order that is being looked at. `fetching`: the task, while its uploads are fetched.
 
     `copies`: of the same report, which have come since; they say nothing new while its uploads are fetched.
@@ -85,7 +85,7 @@ class Assignment:
 
 
 class Intake(Process):
-    """Fetches, checks, accepts and acknowledges reports.
+    """The process that fetches, checks, accepts and acknowledges reports.
 
     Args:
         broker: how to reach the broker.
@@ -100,38 +100,38 @@ class Intake(Process):
     ) -> None:
         super().__init__(broker, store, about.federation, home, role)
         self.task, self._layout = about.task, about.layout
-        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in about.steps}}
-        received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
+        self._steps = {**load_installed_steps(), **{kind.STEP: kind for kind in about.steps}}
+        received = store.blobs.get_received() if role is Role.COORDINATOR else BlobFolder(home / "received")
         seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
         self._uploads = Uploads(self._transport, received, store.blobs, self._topics, about.layout, seal)
         self._taking: dict[Key, asyncio.Task[None]] = {}  # the last report under way for each order
         self._n_taking: Counter[str] = Counter()  # reports under way, of each device
         self._n_all = 0  # of all devices
-        self._judging: dict[Key, Judging] = {}
+        self._judging: dict[Key, PendingReport] = {}
         self._copies: dict[Key, None] = {}  # reports of which a copy came, the latest last
         self._brought: dict[Key, frozenset[BlobRef]] = {}  # their uploads
 
     async def serve(self) -> None:
-        """Work until cancelled.
+        """Serve until cancelled.
 
         Raises:
             StoreError: the store cannot be written; nothing accepted is lost.
             TransportError: the broker refused us for good.
         """
-        await self._listen()
+        await self._subscribe()
         with contextlib.closing(self._uploads):
-            await self._until_failure()
+            await self._run_until_failure()
 
-    async def _listen(self) -> None:
-        reports = self._topics.shared(INTAKES, self._secret, self._topics.agent("+", "reports"))
-        await self._transport.subscribe(reports, self._guard(self._on_report))
+    async def _subscribe(self) -> None:
+        reports = self._topics.make_shared_filter(INTAKES, self._secret, self._topics.make_agent_topic("+", "reports"))
+        await self._transport.subscribe(reports, self._make_handler(self._on_report))
 
     def _on_report(self, device: str, inbound: Inbound) -> None:
-        report = decode(inbound.payload, Report)
+        report = decode_message(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
         key = device, report.order_id
-        if self._hear(key):
+        if self._record_copy(key):
             report = msgspec.structs.replace(report, again=0)
         judging = self._judging.get(key)
         if judging is not None and judging.report == msgspec.structs.replace(report, again=0):
@@ -143,17 +143,17 @@ class Intake(Process):
         self._n_taking[device] += 1
         work = self._receive_after(self._taking.get(key), report, inbound.topic)
         self._taking[key] = task = self._background.spawn(work)
-        task.add_done_callback(lambda task: self._taken(key, task))
+        task.add_done_callback(lambda task: self._finish_taking(key, task))
 
-    def _hear(self, key: Key) -> bool:
-        """Remember that a copy of a report came; whether one had come before."""
+    def _record_copy(self, key: Key) -> bool:
+        """Record that a copy of a report came; returns whether one had come before."""
         before = key in self._copies
         self._copies[key] = None
         if len(self._copies) > MAX_HEARD:
             del self._copies[next(iter(self._copies))]
         return before
 
-    def _taken(self, key: Key, task: asyncio.Task[None]) -> None:
+    def _finish_taking(self, key: Key, task: asyncio.Task[None]) -> None:
         if self._taking[key] is task:
             del self._taking[key]
         self._n_all -= 1
@@ -166,7 +166,7 @@ class Intake(Process):
         if before is not None:
             await asyncio.wait([before])
         key = report.device_id, report.order_id
-        self._judging[key] = judging = Judging(msgspec.structs.replace(report, again=0))
+        self._judging[key] = judging = PendingReport(msgspec.structs.replace(report, again=0))
         why = ProtocolError("replayed-report", f"{report.order_id} has its verdict")
         try:
             await self._receive(report, judging)
@@ -178,20 +178,20 @@ class Intake(Process):
         for _ in range(judging.copies):
             self._refuse(why, report.device_id, topic)
 
-    async def _receive(self, report: Report, judging: Judging) -> None:
+    async def _receive(self, report: Report, judging: PendingReport) -> None:
         """Close the report's order, unless it is closed, and tell the device what the store says.
 
         Raises:
-            ProtocolError: as `_stored`.
+            ProtocolError: as `_get_stored_order`.
         """
         try:
-            order = self._order(report) or await self._stored(report)
-            action = read_action(order, self._steps)
+            order = self._find_order(report) or await self._get_stored_order(report)
+            action = decode_action(order, self._steps)
             if isinstance(action, Unsupported):
                 log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
                 judging.copies = 0
                 return
-            self._look_for_losses(report)
+            self._find_losses(report)
             report = msgspec.structs.replace(report, again=0)
             judging.fetching = asyncio.current_task()
             error = await self._examine(order, action, report)
@@ -205,40 +205,40 @@ class Intake(Process):
         finally:
             self._brought.pop((report.device_id, report.order_id), None)
 
-    def _order(self, _report: Report) -> Order | None:
-        """The order of a report, if this process knows it as open; None: the store decides.
+    def _find_order(self, _report: Report) -> Order | None:
+        """Return the order of a report, if this process knows it as open; None: the store decides.
 
         Raises:
             ProtocolError: `foreign-id`.
         """
         return None
 
-    async def _stored(self, report: Report) -> Order:
-        """The order of a report, if it is open. Otherwise the device is told the verdict.
+    async def _get_stored_order(self, report: Report) -> Order:
+        """Return the order of a report, if it is open. Otherwise the device is told the verdict.
 
         Raises:
             ProtocolError: `unknown-order`, `foreign-id` or `replayed-report`.
         """
-        entry = await asyncio.to_thread(self._store.entry, report.order_id)
+        entry = await asyncio.to_thread(self._store.find_entry, report.order_id)
         if entry is None:
             await self._acknowledge(report.order_id, report.device_id, accepted=False, reason="unknown-order")
             raise ProtocolError("unknown-order", report.order_id)
         require_own(entry.order, report)
         if entry.status is OrderStatus.EXPIRED:
-            self._look_for_losses(report)
+            self._find_losses(report)
         if entry.status is not OrderStatus.OPEN:
-            await self._tell(entry)
+            await self._send_verdict(entry)
             raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
         return entry.order
 
-    def _look_for_losses(self, report: Report) -> None:
+    def _find_losses(self, report: Report) -> None:
         """Notice that earlier copies of a report have not come to us nor, by the store, to another intake."""
         if report.again >= LOST and time.monotonic() - self._connected_at > QUIET_S:
-            self._lost(report)
+            self._report_losses(report)
 
-    def _lost(self, report: Report) -> None:
+    def _report_losses(self, report: Report) -> None:
         """Say that messages get lost on their way to us."""
-        if (untold := self._lines.untold("reports_lost", time.monotonic())) is not None:
+        if (untold := self._lines.count_suppressed("reports_lost", time.monotonic())) is not None:
             text = "event=reports_lost device=%s order=%s copies=%d check=%r untold=%d"
             log.error(text, report.device_id, report.order_id, report.again, CHECK_LOST, untold)
 
@@ -253,31 +253,31 @@ class Intake(Process):
             ours = self._store.expire(order.id, now)
         found: Entry | None = entry
         if not await asyncio.wrap_future(ours):
-            found = await asyncio.to_thread(self._store.entry, order.id)
+            found = await asyncio.to_thread(self._store.find_entry, order.id)
         if found is None:  # deleted with its round
             await self._acknowledge(order.id, order.device_id, accepted=False, reason="unknown-order")
             return
-        self._closed(found)
+        self._handle_closed(found)
         if entry.status is not OrderStatus.EXPIRED:
-            await self._tell(found)
+            await self._send_verdict(found)
 
-    def _closed(self, _entry: Entry) -> None:
-        """Note that an order is closed."""
+    def _handle_closed(self, _entry: Entry) -> None:
+        """Handle the end of an order: drop measured norms, since the dispatcher measures them again."""
         self._uploads.norms.clear()  # the dispatcher measures them again
 
     async def _examine(self, order: Order, action: Action, report: Report) -> str | None:
         """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
         try:
-            result = answer_to(order, action, report, self.task, self._signed)
+            result = read_answer(order, action, report, self.task, self._signed)
             if not isinstance(result, Refusal):
                 uploads = action.uploads(result, self._layout)
                 self._brought[order.device_id, order.id] = frozenset(uploads)
                 for ref, layout in uploads.items():
                     await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
         except ProtocolError as refusal:
-            self._refuse(refusal, order.device_id, self._topics.agent(order.device_id, "reports"))
+            self._refuse(refusal, order.device_id, self._topics.make_agent_topic(order.device_id, "reports"))
             if refusal.name not in NO_EVIDENCE:
-                await self._accuse(order.device_id, order.round, refusal.name, str(refusal))
+                await self._store_offence(order.device_id, order.round, refusal.name, str(refusal))
             return str(refusal)
         except TransportError as refusal:
             return f"the broker does not let us fetch it: {refusal}"
@@ -286,29 +286,29 @@ class Intake(Process):
         return None
 
     def _is_open(self, order_id: str) -> bool:
-        entry = self._store.entry(order_id)
+        entry = self._store.find_entry(order_id)
         return entry is not None and entry.status is OrderStatus.OPEN
 
-    def _give_up(self, order: Order) -> None:
+    def _cancel_fetch(self, order: Order) -> None:
         """Stop fetching the uploads of an order that is closed."""
         judging = self._judging.get((order.device_id, order.id))
         if judging is not None and judging.fetching is not None:
             judging.fetching.cancel()
 
-    async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
-        """Store evidence against a device, which counts from the next round on; False: that round already has it."""
+    async def _store_offence(self, device_id: str, number: int, name: str, detail: str) -> bool:
+        """Store evidence against a device, which counts from the next round on; False if already known."""
         offence = Offence(device_id=device_id, round=number, name=name, detail=detail)
-        return await asyncio.wrap_future(self._store.accuse(offence))
+        return await asyncio.wrap_future(self._store.record_offence(offence))
 
-    async def _tell(self, entry: Entry) -> None:
+    async def _send_verdict(self, entry: Entry) -> None:
         """Send the verdict on a report."""
         accepted = entry.status is OrderStatus.ACCEPTED
         await self._acknowledge(entry.order.id, entry.order.device_id, accepted=accepted, reason=entry.reason)
 
     async def _acknowledge(self, order_id: str, device_id: str, *, accepted: bool, reason: str) -> None:
         ack = Ack(order_id=order_id, device_id=device_id, accepted=accepted, reason=reason[:1000])
-        topic = self._topics.agent(device_id, "acks")
-        await self._publish(topic, self._seal(topic, encode(ack), device_id), expires_in_s=ACK_S)
+        topic = self._topics.make_agent_topic(device_id, "acks")
+        await self._publish(topic, self._seal(topic, encode_message(ack), device_id), expires_in_s=ACK_S)
 
     async def _publish(self, topic: str, payload: bytes, **how: Any) -> None:
         try:

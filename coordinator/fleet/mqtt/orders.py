@@ -28,15 +28,15 @@ LAST_RESEND_S: Final = 30.0
 """An order is repeated after 2, 4, 8, ... 30 s: a broker may drop it silently, a device may just be starting."""
 
 
-class Due(NamedTuple):
-    """What is due: orders to send, whose `left_s` counts from now, and orders whose time is over."""
+class DueOrders(NamedTuple):
+    """The orders to send, whose `left_s` counts from now, and the orders whose time is over."""
 
     sent: list[Order]
     expired: list[Order]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenOrder:
     order: Order
     deadline: float
     resend_at: float
@@ -44,7 +44,7 @@ class _Open:
 
     @property
     def due_at(self) -> float:
-        """When the next thing is due; infinite: nothing."""
+        """The time at which the order is next due, in seconds; infinite if never."""
         return min(self.resend_at, self.deadline)
 
 
@@ -52,26 +52,26 @@ class OrderBook:
     """The open orders. Times are seconds by a monotonic clock."""
 
     def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
-        self._of_device: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
+        self._open: dict[str, _OpenOrder] = {}
+        self._of_device: defaultdict[str, dict[str, _OpenOrder]] = defaultdict(dict)
         self._heap: list[tuple[float, str]] = []  # (due at, order id)
 
     def add(self, orders: Iterable[Order], now: float) -> None:
         """Add orders, whose `left_s` counts from `now`; they are due at once."""
         for order in orders:
-            self._open[order.id] = held = _Open(order, now + order.left_s, now)
+            self._open[order.id] = held = _OpenOrder(order, now + order.left_s, now)
             self._of_device[order.device_id][order.id] = held
-            self._enter(held)
+            self._schedule(held)
 
-    def order(self, order_id: str) -> Order | None:
-        """An open order; None: it is not open, or not ours."""
+    def find_order(self, order_id: str) -> Order | None:
+        """Return an open order; None if it is not open, or not ours."""
         held = self._open.get(order_id)
         return held.order if held else None
 
-    def hold(self, order_id: str) -> None:
+    def stop_repeating(self, order_id: str) -> None:
         """Stop repeating an order, since its report is here."""
         self._open[order_id].resend_at = math.inf
-        self._enter(self._open[order_id])
+        self._schedule(self._open[order_id])
 
     def close(self, order_id: str) -> bool:
         """Drop an order that the store shows as closed; False: it was not open here."""
@@ -83,8 +83,8 @@ class OrderBook:
             heapq.heapify(self._heap)
         return True
 
-    def next_wakeup(self) -> float:
-        """When an order is next due; infinite: never."""
+    def get_next_wakeup(self) -> float:
+        """Return when an order is next due; infinite if never."""
         while self._heap:
             at, order_id = self._heap[0]
             if order_id in self._open and self._open[order_id].due_at == at:
@@ -92,32 +92,32 @@ class OrderBook:
             heapq.heappop(self._heap)  # stale
         return math.inf
 
-    def due(self, now: float) -> Due:
-        """What is due by `now`. Expired orders stay open until the store shows them as closed."""
-        found = Due([], [])
-        while self.next_wakeup() <= now:
+    def take_due(self, now: float) -> DueOrders:
+        """Return what is due by `now`. Expired orders stay open until the store shows them as closed."""
+        found = DueOrders([], [])
+        while self.get_next_wakeup() <= now:
             held = self._open[heapq.heappop(self._heap)[1]]
             if held.deadline <= now:
                 held.resend_at = held.deadline = math.inf
                 found.expired.append(held.order)
             else:
-                found.sent.append(self._send(held, now))
+                found.sent.append(self._mark_sent(held, now))
         return found
 
-    def appeared(self, device_id: str, now: float) -> list[Order]:
-        """The orders to send to a device that is present (again): it may have missed what was sent before."""
+    def resend(self, device_id: str, now: float) -> list[Order]:
+        """Return the orders to send to a device that is present (again): it may have missed earlier ones."""
         waiting = [held for held in self._of_device.get(device_id, {}).values() if held.resend_at < math.inf]
         for held in waiting:
             held.resend_after_s = FIRST_RESEND_S
-        return [self._send(held, now) for held in waiting if now < held.deadline]
+        return [self._mark_sent(held, now) for held in waiting if now < held.deadline]
 
-    def _send(self, held: _Open, now: float) -> Order:
+    def _mark_sent(self, held: _OpenOrder, now: float) -> Order:
         held.resend_at = now + held.resend_after_s
         held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S)
-        self._enter(held)
+        self._schedule(held)
         return msgspec.structs.replace(held.order, left_s=held.deadline - now)
 
-    def _enter(self, held: _Open) -> None:
+    def _schedule(self, held: _OpenOrder) -> None:
         """Enter the order's due time into the heap; an earlier entry goes stale."""
         if held.due_at < math.inf:
             heapq.heappush(self._heap, (held.due_at, held.order.id))

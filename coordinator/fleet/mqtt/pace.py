@@ -25,27 +25,27 @@ A_BATCH: Final = 32
 """Assumed samples of a device that shares none: it may have sensitive ones."""
 
 
-def work_of(action: Action, n_samples: int) -> float:
-    """Forward passes of an order on a device with `n_samples` non-sensitive samples."""
+def compute_work(action: Action, n_samples: int) -> float:
+    """Compute the forward passes of an order on a device with `n_samples` non-sensitive samples."""
     n = n_samples or A_BATCH
     return action.passes(n, n, n)
 
 
 class Paces:
-    """Times of each device. `note` its answers, then ask how long it may take."""
+    """The pace of each device. `record` its answers, then ask how long it may take."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}  # device -> work, seconds
 
-    def note(self, device_id: str, work: float, seconds: float) -> None:
+    def record(self, device_id: str, work: float, seconds: float) -> None:
         """Record the time for an amount of work."""
         if seconds > 0 and work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
             self._known[device_id] = work, seconds
 
-    def allowed_s(
+    def compute_allowed_s(
         self, works: Mapping[str, float], *, least_s: float, exporting: Collection[str] = ()
     ) -> dict[str, float]:
-        """Seconds that each device may take for its work, at least `least_s`; an unknown device counts as typical.
+        """Compute the seconds that each device may take, at least `least_s`; an unknown device counts as typical.
 
         None counts as more than `SLOWEST` times slower than the typical one, and no order may take longer than a day.
         `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).

@@ -14,18 +14,29 @@ import msgspec
 
 from coordinator.fleet.mqtt.intake import CHECK_LOST, Assignment, Intake
 from coordinator.fleet.mqtt.process import SAYS_NOTHING
-from coordinator.fleet.mqtt.sole import Sole, told
+from coordinator.fleet.mqtt.sole import FederationClaim, describe_claim
 from coordinator.fleet.problems import Problem
-from coordinator.store.registry import Kept, Registry
+from coordinator.store.registry import LastMessages, Registry
 from coordinator.store.store import DEVICES, Store
 from fedge import __version__
 from fedge.errors import MALFORMED, ProtocolError
 from fedge.identity.authority import MAX_REVOCATIONS_BYTES
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Signed
-from fedge.system.text import in_words
+from fedge.system.text import format_time
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import BEACON_S, Beacon, Claim, Context, Health, Report, Status, decode, encode, is_outdated
+from fedge.wire.messages import (
+    BEACON_S,
+    Beacon,
+    Claim,
+    Context,
+    Health,
+    Report,
+    Status,
+    decode_message,
+    encode_message,
+    is_outdated,
+)
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -62,8 +73,8 @@ class Presence(Intake):
         self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
     ) -> None:
         super().__init__(broker, store, store.home, about, Role.COORDINATOR)
-        fingerprint = about.task.fingerprint()
-        self.registry = Registry(fingerprint, store.last_contexts(), about.no_relays, _kept_in(store))
+        fingerprint = about.task.compute_fingerprint()
+        self.registry = Registry(fingerprint, store.get_last_contexts(), about.no_relays, _read_devices(store))
         self.problems: dict[str, Problem] = {}
         self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
         self.second: dict[str, object] | None = None
@@ -72,62 +83,62 @@ class Presence(Intake):
         self._strangers: set[str] = set()  # among the problems
         self._counted: Counter[str] = Counter()  # refusals since the last look, by name
         self._traffic = (0, 0)  # payload bytes up and down until then
-        self._sole = Sole(self._topics, self._signed, store.home, end=self._fail, notice=self._second_came)
-        if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
+        self._sole = FederationClaim(self._topics, self._signed, store.home, end=self._fail, notice=self._report_second)
+        if isinstance(self._signed, Signed) and (kept := store.find_value("heard")):
             self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
 
-    async def _listen(self) -> None:
+    async def _subscribe(self) -> None:
         for kind, handle in (("status", self._on_status), ("context", self._on_context), ("health", self._on_health)):
-            await self._transport.subscribe(self._topics.agent("+", kind), self._guard(handle))
-        await super()._listen()
+            await self._transport.subscribe(self._topics.make_agent_topic("+", kind), self._make_handler(handle))
+        await super()._subscribe()
 
     # -------------------------------------------------------------------------------------------------- from devices
 
     def _on_status(self, device: str, inbound: Inbound) -> None:
-        status = decode(inbound.payload, Status)
-        if device in self.problems and outdated(device) in self.problems[device].reason:
+        status = decode_message(inbound.payload, Status)
+        if device in self.problems and explain_outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
         if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
             raise ProtocolError("certificate", f"{device} says that it is a relay, and its certificate is a device's")
-        before = self.registry.presence_of(device)
-        appeared = self.registry.on_status(device, status, time.time())
+        before = self.registry.get_presence(device)
+        appeared = self.registry.handle_status(device, status, time.time())
         if self.registry.is_twice(device):
-            since = [f"{i} since {in_words(at)}" for i, at in self.registry.twins(device).items()]
-            self._note_problem(device, f"{TWICE}. Incarnations: {', before it '.join(since)}")
+            since = [f"{i} since {format_time(at)}" for i, at in self.registry.get_twins(device).items()]
+            self._record_problem(device, f"{TWICE}. Incarnations: {', before it '.join(since)}")
         if before != status.presence:
             self._observe("device", {"device": device, "presence": status.presence})
         if appeared:
-            self._has_appeared(device)
+            self._on_appearance(device)
 
     def _on_context(self, device: str, inbound: Inbound) -> None:
-        self.registry.on_context(device, decode(inbound.payload, Context), time.time())
+        self.registry.handle_context(device, decode_message(inbound.payload, Context), time.time())
 
     def _on_health(self, device: str, inbound: Inbound) -> None:
-        self.registry.on_health(device, decode(inbound.payload, Health))
+        self.registry.handle_health(device, decode_message(inbound.payload, Health))
 
-    def _heard(self, device: str, inbound: Inbound) -> None:
+    def _record_message(self, device: str, inbound: Inbound) -> None:
         if not (inbound.retained and self.registry.is_away(device)):
-            self.registry.heard(device, time.time())
+            self.registry.record_message(device, time.time())
 
-    def _incarnation(self, device: str) -> str:
-        return self.registry.incarnation(device) or ""
+    def _get_incarnation(self, device: str) -> str:
+        return self.registry.get_incarnation(device) or ""
 
-    async def hear_of(self, ids: Collection[str], within_s: float) -> None:
+    async def wait_for_status(self, ids: Collection[str], within_s: float) -> None:
         """Wait until each of these devices has shown a status, at most `within_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._or_failure(self.registry.heard_of(ids))
+                await self._wait_or_fail(self.registry.wait_for_status(ids))
 
-    def _has_appeared(self, device: str) -> None:
+    def _on_appearance(self, device: str) -> None:
         """Do what waited for a device that has just come."""
 
     # ------------------------------------------------------------------------------------------------------ problems
 
-    def _explained(self, error: ProtocolError, device: str, inbound: Inbound) -> ProtocolError:
+    def _explain_error(self, error: ProtocolError, device: str, inbound: Inbound) -> ProtocolError:
         if error.name == "replayed" and inbound.topic.endswith("/status"):
-            self.registry.doubt(device)
+            self.registry.record_outdated(device)
         if error.name == "version" and is_outdated(inbound.payload):
-            return ProtocolError("version", outdated(device))
+            return ProtocolError("version", explain_outdated(device))
         return error
 
     def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
@@ -135,16 +146,16 @@ class Presence(Intake):
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
         self.last_refused[error.name] = f"{device}: {error}"
         if error.name not in SAYS_NOTHING:
-            self._note_problem(device, str(error))
+            self._record_problem(device, str(error))
 
-    def _note_problem(self, device: str, reason: str) -> None:
+    def _record_problem(self, device: str, reason: str) -> None:
         """Report a problem: at once as an event, after the round in the status."""
         problem = Problem(round=self._round, reason=reason)
-        if self.problems.get(device) != problem and self._keep_problem(device, problem):
+        if self.problems.get(device) != problem and self._store_problem(device, problem):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
-    def _keep_problem(self, device: str, problem: Problem) -> bool:
-        """Keep a problem of a known device, or of one of the first unknown ones; False: it is not kept."""
+    def _store_problem(self, device: str, problem: Problem) -> bool:
+        """Store a problem of a known device, or of one of the first unknown ones; returns whether it did."""
         if device not in self.problems and not self.registry.knows(device):
             if len(self._strangers) >= MAX_STRANGERS:
                 return False
@@ -152,22 +163,22 @@ class Presence(Intake):
         self.problems[device] = problem
         return True
 
-    def _lost(self, report: Report) -> None:
-        super()._lost(report)
-        self._note_problem(report.device_id, f"the broker lost {report.again} copies of its report: {CHECK_LOST}")
+    def _report_losses(self, report: Report) -> None:
+        super()._report_losses(report)
+        self._record_problem(report.device_id, f"the broker lost {report.again} copies of its report: {CHECK_LOST}")
 
     # ------------------------------------------------------------------------------------------------------- members
 
-    async def _members_changed(self) -> None:
+    async def _apply_members(self) -> None:
         """Drop devices that no longer belong."""
-        for device in self.registry.presence():
+        for device in self.registry.list_presence():
             if not self._admits(device):
                 log.warning("event=revoked device=%s", device)
-                self._note_problem(device, "revoked: it does not belong to the federation any more")
+                self._record_problem(device, "revoked: it does not belong to the federation any more")
                 self.registry.forget(device)
-        await self._tell_revocations()
+        await self._publish_revocations()
 
-    async def _tell_revocations(self) -> None:
+    async def _publish_revocations(self) -> None:
         """Publish the revocations: devices must learn of a revoked coordinator."""
         assert isinstance(self._signed, Signed)
         if revocations := self._signed.authority.revocations:
@@ -177,37 +188,37 @@ class Presence(Intake):
                 return
             await self._publish(self._topics.revocations, revocations, retain=True)
 
-    def _second_came(self, claim: Claim) -> None:
+    def _report_second(self, claim: Claim) -> None:
         """Say that another coordinator of this federation is at the broker, which has to end."""
-        log.error("event=second_coordinator detail=%r", f"{told(claim)}: it is told to end")
+        log.error("event=second_coordinator detail=%r", f"{describe_claim(claim)}: it is told to end")
         self.second = {"where": claim.where, "incarnation": claim.incarnation, "since": claim.since, "at": time.time()}
         self._observe("second_coordinator", self.second)
 
-    async def _tell_time(self) -> None:
+    async def _publish_time(self) -> None:
         """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""
         topic = self._topics.beacon
         while True:
             beacon = Beacon(at=time.time(), fedge_version=__version__)
-            await self._publish(topic, self._signed.seal(topic, encode(beacon)), retain=True)
+            await self._publish(topic, self._signed.seal(topic, encode_message(beacon)), retain=True)
             await asyncio.sleep(BEACON_S)
 
     # --------------------------------------------------------------------------------------------------------- tasks
 
-    async def _keep_devices_often(self) -> None:
+    async def _store_devices_often(self) -> None:
         """Store the devices' statuses for the next start; after kill -9 they are up to a minute old."""
         while True:
             await asyncio.sleep(KEEP_S)
-            await self._keep_devices()
+            await self._store_devices()
 
-    async def _keep_devices(self) -> None:
-        kept = self.registry.kept()
-        await asyncio.to_thread(lambda: self._store.keep(DEVICES, msgspec.json.encode(kept).decode()))
+    async def _store_devices(self) -> None:
+        kept = self.registry.export_messages()
+        await asyncio.to_thread(lambda: self._store.put_value(DEVICES, msgspec.json.encode(kept).decode()))
 
-    async def rest(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         """Wait for this time, or until a background task fails, which is raised."""
-        await self._or_failure(asyncio.sleep(seconds))
+        await self._wait_or_fail(asyncio.sleep(seconds))
 
-    async def _or_failure(self, work: Awaitable[Any]) -> Any:
+    async def _wait_or_fail(self, work: Awaitable[Any]) -> Any:
         """Wait for something, or until a background task fails, which is raised."""
         waiting = asyncio.ensure_future(work)
         try:
@@ -219,7 +230,7 @@ class Presence(Intake):
             waiting.cancel()
 
     def take_counts(self) -> dict[str, int]:
-        """Since the last call: payload bytes up and down, and refusals by name."""
+        """Return, and reset, the payload bytes up and down, and refusals by name."""
         up, down = self._transport.bytes_received, self._transport.bytes_sent
         before_up, before_down = self._traffic
         self._traffic = (up, down)
@@ -227,15 +238,15 @@ class Presence(Intake):
         return {"bytes_up": up - before_up, "bytes_down": down - before_down, **counted}
 
 
-def _kept_in(store: Store) -> dict[str, Kept]:
-    """The devices' statuses as last stored; empty if another version of fedge wrote them."""
+def _read_devices(store: Store) -> dict[str, LastMessages]:
+    """Read the devices' statuses as last stored; empty if another version of fedge wrote them."""
     with contextlib.suppress(*MALFORMED):
-        return msgspec.json.decode(store.recall(DEVICES) or "{}", type=dict[str, Kept])
+        return msgspec.json.decode(store.find_value(DEVICES) or "{}", type=dict[str, LastMessages])
     return {}
 
 
-def outdated(device: str) -> str:
-    """Advice about a device whose agent is of fedge 0.1."""
+def explain_outdated(device: str) -> str:
+    """Explain what to do about a device whose agent is of fedge 0.1."""
     return (
         f"its agent is of fedge 0.1, which this coordinator does not understand: update fedge on {device} to {NEEDED}"
     )

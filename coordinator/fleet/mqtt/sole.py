@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity.names import Role
-from fedge.membership.signed_messages import Plain, Signed, unsealed
-from fedge.system.text import in_words, printable
+from fedge.membership.signed_messages import Plain, Signed, open_unverified
+from fedge.system.text import escape_controls, format_time
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Claim, decode, encode
+from fedge.wire.messages import Claim, decode_message, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
@@ -40,14 +40,14 @@ TO: Final = "coordinators"
 key hear each other."""
 
 
-def told(claim: Claim) -> str:
-    """Which coordinator made a claim, for people."""
+def describe_claim(claim: Claim) -> str:
+    """Describe which coordinator made a claim, for people."""
     where = claim.where or "somewhere"
-    return printable(f"{where}, incarnation {claim.incarnation}, which began at {in_words(claim.since)}")
+    return escape_controls(f"{where}, incarnation {claim.incarnation}, which began at {format_time(claim.since)}")
 
 
-class Sole:
-    """A coordinator's claim.
+class FederationClaim:
+    """A coordinator's claim to be the only one of its federation at the broker.
 
     Args:
         topics: of the federation.
@@ -73,7 +73,7 @@ class Sole:
         self._transport: Transport | None = None
         self._spoke: dict[str, float] = {}  # when, to each other coordinator
 
-    async def require(self, broker: BrokerSettings) -> Transport:
+    async def require_sole(self, broker: BrokerSettings) -> Transport:
         """Look whether another coordinator is at the broker; returns the transport that looked, which is closed.
 
         Raises:
@@ -85,8 +85,8 @@ class Sole:
         ourselves = asyncio.Event()
         answer: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
 
-        async def note(inbound: Inbound) -> None:
-            claim = self._read(inbound)
+        async def record_claim(inbound: Inbound) -> None:
+            claim = self._read_claim(inbound)
             if claim is None:
                 return
             if claim.incarnation == me:
@@ -97,18 +97,18 @@ class Sole:
             else:
                 retained.append(claim)
 
-        transport = Transport(broker, self._topics.client_id("coordinator", uuid.uuid4().hex), session_expiry_s=0)
-        await transport.subscribe(self._topics.claims, note)
+        transport = Transport(broker, self._topics.make_client_id("coordinator", uuid.uuid4().hex), session_expiry_s=0)
+        await transport.subscribe(self._topics.claims, record_claim)
         async with transport:
-            await self._speak(transport, to=me)  # what is retained comes before what we say to ourselves
+            await self._publish_claim(transport, to=me)  # what is retained comes before what we say to ourselves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     await ourselves.wait()
             if retained:
-                await self._speak(transport, to=retained[-1].incarnation)
+                await self._publish_claim(transport, to=retained[-1].incarnation)
                 await asyncio.wait((answer,), timeout=ANSWER_S)
         if answer.done():
-            raise self._refusal(answer.result())
+            raise self._make_refusal(answer.result())
         return transport
 
     async def attach(self, transport: Transport) -> None:
@@ -116,15 +116,15 @@ class Sole:
         self._transport = transport
         self._own = replace(self._own, works=True)
         await transport.subscribe(self._topics.claims, self._on_claim)
-        transport.on_connect(self.tell)
+        transport.on_connect(self.publish_claim)
 
-    async def tell(self) -> None:
-        """Leave our claim at the broker; none once it was withdrawn."""
+    async def publish_claim(self) -> None:
+        """Publish our claim at the broker; none once it was removed."""
         if self._transport is not None:
-            await self._speak(self._transport, to="")
+            await self._publish_claim(self._transport, to="")
 
-    async def withdraw(self) -> None:
-        """Take it back."""
+    async def remove_claim(self) -> None:
+        """Remove the claim from the broker."""
         transport, self._transport = self._transport, None
         if transport is not None and transport.connected:
             with contextlib.suppress(TransportError):
@@ -132,48 +132,48 @@ class Sole:
 
     async def _on_claim(self, inbound: Inbound) -> None:
         if not inbound.payload:  # another one took its claim back, in whose place ours belongs
-            await self._speak_at_times(to="")
+            await self._publish_at_times(to="")
             return
-        claim = self._read(inbound)
+        claim = self._read_claim(inbound)
         if claim is None or claim.incarnation == self._own.incarnation:
             return
-        await self._speak_at_times(to=claim.incarnation)
+        await self._publish_at_times(to=claim.incarnation)
         if claim.to != self._own.incarnation:  # it may have been said long ago
             return
         if claim.works and (claim.since, claim.incarnation) < (self._own.since, self._own.incarnation):
-            self._end(self._refusal(claim))
+            self._end(self._make_refusal(claim))
         else:
             self._notice(claim)
 
-    async def _speak_at_times(self, *, to: str) -> None:
+    async def _publish_at_times(self, *, to: str) -> None:
         now = time.monotonic()
         if self._transport is not None and now - self._spoke.get(to, -AGAIN_S) >= AGAIN_S:
             self._spoke = {i: at for i, at in self._spoke.items() if now - at < AGAIN_S} | {to: now}
-            await self._speak(self._transport, to=to)
+            await self._publish_claim(self._transport, to=to)
 
-    def _refusal(self, claim: Claim) -> ConfigError:
+    def _make_refusal(self, claim: Claim) -> ConfigError:
         return ConfigError(
-            f"another coordinator of federation {self._topics.federation} is at this broker: {told(claim)}; stop that "
-            "one before you start this one, or give this one a federation of its own"
+            f"another coordinator of federation {self._topics.federation} is at this broker: {describe_claim(claim)}; "
+            "stop that one before you start this one, or give this one a federation of its own"
         )
 
-    async def _speak(self, transport: Transport, *, to: str) -> None:
+    async def _publish_claim(self, transport: Transport, *, to: str) -> None:
         topic = self._topics.claims
-        payload = self._signed.seal(topic, encode(replace(self._own, to=to)), to=TO)
+        payload = self._signed.seal(topic, encode_message(replace(self._own, to=to)), to=TO)
         try:
             await transport.publish(topic, payload, retain=not to)
         except TransportError as error:
             log.warning("event=not_claimed reason=%r", str(error))
 
-    def _read(self, inbound: Inbound) -> Claim | None:
-        """The claim in a message; None: there is none that can be believed."""
+    def _read_claim(self, inbound: Inbound) -> Claim | None:
+        """Read the claim in a message; None if there is none that can be believed."""
         try:
             if not inbound.payload:
                 return None
-            ours = decode(unsealed(inbound.payload), Claim)
+            ours = decode_message(open_unverified(inbound.payload), Claim)
             if ours.incarnation == self._own.incarnation:
                 return ours
-            return decode(self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=TO), Claim)
+            return decode_message(self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=TO), Claim)
         except ProtocolError as error:
             log.warning("event=refused name=%s topic=%s detail=%r", error.name, inbound.topic, str(error))
             return None

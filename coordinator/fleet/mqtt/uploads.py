@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from coordinator.fleet.fleet import checked
+from coordinator.fleet.fleet import read_valid_result
 from coordinator.fleet.mqtt.checking import CheckPool
 from coordinator.store.blobs import Blobs
 from fedge.data.task import TaskSpec
@@ -97,7 +97,7 @@ class Uploads:
             TransportError: the broker does not let us fetch it.
         """
         while ref.digest not in self._blobs:
-            if not await self._fetched(ref, device):
+            if not await self._fetch_in_turn(ref, device):
                 log.info("event=gives_way device=%s digest=%s", device, ref.digest)
                 if not await asyncio.to_thread(wanted):
                     return False
@@ -105,12 +105,12 @@ class Uploads:
                 with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, already stored
                     await self._move(ref, layout)
                     return True
-        await self._check(ref, layout, self._blobs.path(ref.digest))
+        await self._check(ref, layout, self._blobs.get_path(ref.digest))
         return True
 
     async def _move(self, ref: BlobRef, layout: Layout | None) -> None:
         """Store a received blob after checking it."""
-        file = self._received.path(ref.digest)
+        file = self._received.get_path(ref.digest)
         try:
             await self._check(ref, layout, file)
             await asyncio.to_thread(self._blobs.take, file)
@@ -120,16 +120,16 @@ class Uploads:
     async def _check(self, ref: BlobRef, layout: Layout | None, file: Path) -> None:
         _require_size(ref, file)
         if layout is not None:
-            self.norms[ref] = await self._pool.norms(file, ref.codec, layout)
+            self.norms[ref] = await self._pool.compute_norms(file, ref.codec, layout)
 
-    async def _fetched(self, ref: BlobRef, device: str) -> bool:
+    async def _fetch_in_turn(self, ref: BlobRef, device: str) -> bool:
         """Fetch a blob in one of the limited places; False: the device is unresponsive and gives up its place."""
         async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
             try:
                 await self._receiver.fetch(
                     ref,
-                    chunks=self._topics.update_chunk(device, ref.digest),
-                    wants=self._topics.coordinator_wants(device),
+                    chunks=self._topics.make_update_topic(device, ref.digest),
+                    wants=self._topics.make_wants_topic(device),
                     device_id=device,
                     patience_s=GIVES_WAY_S,
                 )
@@ -146,15 +146,15 @@ def _require_size(ref: BlobRef, file: Path) -> None:
         raise ProtocolError("wrong-size", f"{ref.digest} has {size_bytes} bytes, not {ref.size_bytes}")
 
 
-def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:
-    """The result in a report, if it answers its order; uploads are not fetched yet.
+def read_answer(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:
+    """Return the result in a report, if it answers its order; uploads are not fetched yet.
 
     Raises:
-        ProtocolError: as `coordinator.fleet.fleet.checked`, or the device has not vouched for its keys.
+        ProtocolError: as `coordinator.fleet.fleet.read_valid_result`, or the device has not vouched for its keys.
     """
-    result = checked(action, report, task)
+    result = read_valid_result(action, report, task)
     if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
-        from fedge.privacy.masked_sums import member, require_genuine  # the rest of the cohort would refuse it
+        from fedge.privacy.masked_sums import make_member, require_genuine  # the rest of the cohort would refuse it
 
-        require_genuine([member(order.device_id, result)], order, action.session, signed)
+        require_genuine([make_member(order.device_id, result)], order, action.session, signed)
     return result

@@ -5,6 +5,6 @@ with them; `clock` and `devices` say how long that would take on real boards. Si
 with `fleet`.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "fleet")
+__getattr__ = make_getattr(__name__, "fleet")

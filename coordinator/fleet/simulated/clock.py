@@ -30,39 +30,39 @@ class Occasion(NamedTuple):
     label: str
     device: str
 
-    def uniform(self, purpose: str) -> float:
+    def draw_uniform(self, purpose: str) -> float:
         """A number in [0, 1)."""
         digest = hashlib.sha256(f"{self.seed}.{self.round}.{self.label}.{self.device}.{purpose}".encode()).digest()
         return (int.from_bytes(digest[:8]) >> 11) / 2**53
 
-    def normal(self, purpose: str) -> float:
+    def draw_normal(self, purpose: str) -> float:
         """A number of the standard normal distribution."""
-        return _NORMAL.inv_cdf(max(self.uniform(purpose), 2**-54))
+        return _NORMAL.inv_cdf(max(self.draw_uniform(purpose), 2**-54))
 
 
-def seconds(hardware: Hardware, order: Occasion, *, work: float, bytes_down: int, bytes_up: int) -> float:
-    """Time from sending an order to receiving its answer.
+def compute_seconds(hardware: Hardware, order: Occasion, *, work: float, bytes_down: int, bytes_up: int) -> float:
+    """Compute the time from sending an order to receiving its answer, in seconds.
 
     work: floating-point operations. bytes_down, bytes_up: of the order's models and the answer's tensors.
     """
     moving = 8e-6 * (bytes_down / hardware.down_mbit_s + bytes_up / hardware.up_mbit_s)
-    return hardware.latency_s + moving + work / (hardware.speed * FLOPS) * noise(hardware, order)
+    return hardware.latency_s + moving + work / (hardware.speed * FLOPS) * draw_noise(hardware, order)
 
 
-def noise(hardware: Hardware, order: Occasion) -> float:
-    """Factor of the computing time: log-normal, for stragglers with a long tail."""
-    factor = math.exp(hardware.jitter * order.normal("jitter"))
-    if order.uniform("straggles") < hardware.straggles:
-        factor *= math.exp(abs(order.normal("tail")))
+def draw_noise(hardware: Hardware, order: Occasion) -> float:
+    """Draw the factor of the computing time: log-normal, for stragglers with a long tail."""
+    factor = math.exp(hardware.jitter * order.draw_normal("jitter"))
+    if order.draw_uniform("straggles") < hardware.straggles:
+        factor *= math.exp(abs(order.draw_normal("tail")))
     return factor
 
 
-def dropped(hardware: Hardware, order: Occasion) -> bool:
-    """Whether the order is never answered."""
-    return bool(hardware.drops) and order.uniform("drops") < hardware.drops
+def is_dropped(hardware: Hardware, order: Occasion) -> bool:
+    """Return whether the order is never answered."""
+    return bool(hardware.drops) and order.draw_uniform("drops") < hardware.drops
 
 
-def there(hardware: Hardware, before: bool | None, round_: Occasion) -> bool:
-    """Whether a device is present in a round. `before`: whether it was in the round before; None: the first one."""
+def is_present(hardware: Hardware, before: bool | None, round_: Occasion) -> bool:
+    """Return whether a device is present in a round. `before`: whether it was in the last one; None: the first."""
     chance = hardware.availability if before is None else hardware.stays if before else hardware.returns
-    return chance >= 1 or round_.uniform("there") < chance
+    return chance >= 1 or round_.draw_uniform("there") < chance

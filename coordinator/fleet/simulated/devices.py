@@ -49,13 +49,13 @@ class Hardware:
 
     @property
     def link_mbit_s(self) -> float | None:
-        """One rate for both ways: a model there and back takes 2 B / rate. None: instantaneous."""
+        """The one rate for both ways: a model there and back takes 2 B / rate. None: instantaneous."""
         slowness = 1 / self.up_mbit_s + 1 / self.down_mbit_s
         return 2 / slowness if slowness else None
 
     @property
     def availability(self) -> float:
-        """Long-run share of rounds in which the device is present."""
+        """The long-run share of rounds in which the device is present, in [0, 1]."""
         leaves = 1 - self.stays
         return self.returns / (self.returns + leaves) if leaves else 1.0
 
@@ -74,8 +74,8 @@ JETSON_ORIN_NANO: Final = Hardware(
 CLASSES: Final = (PI_ZERO_2_W, PI_4, PI_5, JETSON_NANO, JETSON_ORIN_NANO)
 
 
-def mixed(ids: Iterable[str], *, seed: int) -> dict[str, Hardware]:
-    """A class for each device: all five equally often, give or take one, in random order by the seed."""
+def draw_mixed(ids: Iterable[str], *, seed: int) -> dict[str, Hardware]:
+    """Draw a class for each device: all five equally often, give or take one, in random order by the seed."""
     ordered = sorted(ids)
     places = np.random.default_rng([seed, len(ordered)]).permutation(len(ordered))
     return {i: CLASSES[int(place) % len(CLASSES)] for i, place in zip(ordered, places, strict=True)}

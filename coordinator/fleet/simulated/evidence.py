@@ -12,7 +12,7 @@ from coordinator.fleet.simulated.memory import InMemory
 from coordinator.store.records import Offence
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.steps.contract import Failed, Refusal, outcome_of
+from fedge.steps.contract import Failed, Refusal, get_outcome
 
 if TYPE_CHECKING:
     pass
@@ -25,15 +25,15 @@ MAX_LOGGED: Final = 100
 """Kinds of failures that are logged."""
 
 
-class _Tracebacks(logging.Filter):
-    """Has each traceback of the devices logged once, not for each device and round."""
+class _TracebackFilter(logging.Filter):
+    """A log filter that lets each traceback of the devices through once, not for each device and round."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen = set[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is new, or no traceback."""
+        """Return whether the traceback is new, or the record has none."""
         if not record.exc_info:
             return True
         error = record.exc_info[1]
@@ -43,8 +43,8 @@ class _Tracebacks(logging.Filter):
         return new
 
     @contextmanager
-    def once(self) -> Iterator[None]:
-        """While the devices are at work in this process."""
+    def filter_agents(self) -> Iterator[None]:
+        """Filter the agents' log while the devices are at work in this process."""
         theirs = logging.getLogger("fedge.agent")
         theirs.addFilter(self)
         try:
@@ -56,8 +56,8 @@ class _Tracebacks(logging.Filter):
 class Evidence(InMemory):
     """A fleet that notes what goes wrong.
 
-    `round`: set by the caller that runs the rounds. `offences`: evidence against devices, by device, round and name.
-    `problems`: the latest refusal, failure or missed deadline by device id.
+    `round`: set by the caller that runs the rounds. `get_offences`: evidence against devices, by device, round and
+    name. `problems`: the latest refusal, failure or missed deadline by device id.
     """
 
     def __init__(self, task: TaskSpec) -> None:
@@ -65,32 +65,32 @@ class Evidence(InMemory):
         self.round = 0
         self.offences: dict[tuple[str, int, str], Offence] = {}
         self.problems: dict[str, Problem] = {}
-        self._tracebacks = _Tracebacks()
+        self._tracebacks = _TracebackFilter()
         self._logged: set[tuple[str, str]] = set()  # label and reason of failures
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log and record it; it counts from the next round on."""
+        """Log and record evidence against a device; it counts from the next round on."""
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
-        self._note_problem(device_id, str(error))
-        self._accuse(device_id, error.name, str(error))
+        self._record_problem(device_id, str(error))
+        self._record_offence(device_id, error.name, str(error))
 
-    def _accuse(self, device_id: str, name: str, detail: str) -> None:
-        """Record evidence; it counts from the next round on."""
+    def _record_offence(self, device_id: str, name: str, detail: str) -> None:
+        """Record evidence against a device; it counts from the next round on."""
         offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
         self.offences.setdefault((device_id, self.round, name), offence)
 
-    def problem_now(self, device_id: str) -> str:
-        """What was wrong with a device in this round, or that it was not there."""
+    def explain_problem(self, device_id: str) -> str:
+        """Explain what was wrong with a device in this round, or that it was not there."""
         problem = self.problems.get(device_id)
         return problem.reason if problem is not None and problem.round == self.round else ABSENT
 
-    def _note_refusal(self, device_id: str, label: str, refusal: Refusal) -> None:
+    def _record_refusal(self, device_id: str, label: str, refusal: Refusal) -> None:
         """Note why a device did not do it; a failure of one kind is logged once, not for each device and round."""
         why = refusal.reason or refusal.why.words
-        self._note_problem(device_id, f"{outcome_of(refusal)}: {why}")
+        self._record_problem(device_id, f"{get_outcome(refusal)}: {why}")
         if isinstance(refusal, Failed) and (label, why) not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add((label, why))
             log.warning("event=order_failed device=%s round=%d label=%s reason=%r", device_id, self.round, label, why)
 
-    def _note_problem(self, device_id: str, reason: str) -> None:
+    def _record_problem(self, device_id: str, reason: str) -> None:
         self.problems[device_id] = Problem(round=self.round, reason=reason)

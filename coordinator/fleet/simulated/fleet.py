@@ -17,30 +17,37 @@ from functools import partial
 from operator import ne
 from typing import TYPE_CHECKING, Final
 
-from coordinator.fleet.fleet import Answer, Seen, answering, asked, order_for, require_sendable
-from coordinator.fleet.quarantine import LONG_UPDATE, quarantined
+from coordinator.fleet.fleet import (
+    AcceptedUpdate,
+    Answer,
+    make_order,
+    prepare_actions,
+    require_answer,
+    require_sendable,
+)
+from coordinator.fleet.quarantine import LONG_UPDATE, find_quarantined
 from coordinator.fleet.simulated import clock
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.evidence import Evidence
-from coordinator.fleet.simulated.memory import FinishedElsewhere
-from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
+from coordinator.fleet.simulated.memory import RemoteFinished
+from coordinator.fleet.update_norms import AnswerScreen, ScreenedAnswers, screen_answers
 from coordinator.fleet.versions import Descent
 from coordinator.store.records import Device
 from edge_agent.device.device import CACHED_MODELS
-from edge_agent.device.encoding import in_one_process
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.encoding import share_memory
+from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import batched
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.models.training import flops, shared_network
-from fedge.models.weights import needed_on_devices
+from fedge.models.training import count_flops, get_shared_network
+from fedge.models.weights import find_device_weights
 from fedge.privacy.egress import ALL, Rules
-from fedge.steps.contract import Action, Refusal, Result, Reveals, body_of
-from fedge.system.files import volatile
+from fedge.steps.contract import Action, Refusal, Result, Reveals, encode_body
+from fedge.system.files import skip_fsync
 from fedge.system.malloc import tune_malloc
 from fedge.tasks import DeviceData
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import MAX_LEFT_S, BlobRef, Context, Order, blobs_of, shared_bases, way_to
+from fedge.wire.messages import MAX_LEFT_S, BlobRef, Context, Order, find_shared_bases, find_way, iterate_blobs
 
 if TYPE_CHECKING:
     pass
@@ -55,12 +62,12 @@ INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
 """Most devices at work at once: their samples are in memory meanwhile."""
-Execute = Callable[[Sequence[batched.Job]], list[Finished]]
+Execute = Callable[[Sequence[batched.Job]], list[FinishedOrder]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _DeliveredOrder:
     """An order that reached its device. `ends`: the earliest time of its answer, with instant upload."""
 
     order: Order
@@ -71,7 +78,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _UnderWay:
+class _PendingAnswer:
     """An answer due at a time; ties are broken by round, label and device."""
 
     at: float
@@ -83,8 +90,8 @@ class _UnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """Methods' view of a device, and its number of samples."""
+class _DeviceView:
+    """What methods see of a device, and its number of samples."""
 
     data: DeviceData | None
     device: Device
@@ -94,7 +101,7 @@ class _Known:
 
 
 class SimulatedFleet(Evidence):
-    """Workers by device id.
+    """The `Fleet` of simulated devices: workers by device id.
 
     `seconds`: simulated time so far; a step lasts as long as its slowest answer, or until the deadline if one is
     missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
@@ -110,7 +117,7 @@ class SimulatedFleet(Evidence):
         leaves: the first round in which a device is gone for good; by default it stays.
         rules: what their owners let out; by default everything.
         alike: all have as many samples as the first, so none is created just to count them.
-        execute: how a step's orders are carried out; `batched.one_by_one` equals real devices to the last bit.
+        execute: how a step's orders are carried out; `batched.execute_singly` equals real devices to the last bit.
     """
 
     descents: dict[str, Descent] | None = None
@@ -128,7 +135,7 @@ class SimulatedFleet(Evidence):
         leaves: Mapping[str, int] | None = None,
         rules: Mapping[str, Rules] | None = None,
         alike: bool = False,
-        execute: Execute = batched.execute,
+        execute: Execute = batched.execute_jobs,
     ) -> None:
         super().__init__(task)
         tune_malloc(large=True)
@@ -137,7 +144,7 @@ class SimulatedFleet(Evidence):
         self.bytes_down = 0
         self.workers = dict(sorted(workers.items())) if isinstance(workers, dict) else workers
         self._layout = layout
-        self._fingerprint = task.fingerprint()
+        self._fingerprint = task.compute_fingerprint()
         self._seed = seed
         self._hardware = dict.fromkeys(self.workers, INSTANT) | dict(hardware or {})
         self._timed = hardware is not None
@@ -146,25 +153,25 @@ class SimulatedFleet(Evidence):
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._alike, self._execute = alike, execute
         self._held = defaultdict[str, list[str]](list)  # digests, most recently used last
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _DeviceView] = {}
         self._lost: dict[tuple[str, str], str] = {}  # the last order of a device and step whose report was not accepted
         self._there = dict[str, bool]()
         self._there_in = -1  # the round of `_there`
-        self._waiting: list[_Asked] = []  # streamed orders not carried out yet
-        self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
+        self._waiting: list[_DeliveredOrder] = []  # streamed orders not carried out yet
+        self._under_way: list[_PendingAnswer] = []  # heap of answers to streamed orders
 
-    def devices(self) -> tuple[Device, ...]:
-        """The workers that train and are there in this round."""
-        there = [self._about(i).device for i in self._present()]
+    def get_devices(self) -> tuple[Device, ...]:
+        """Return the workers that train and are there in this round."""
+        there = [self._get_view(i).device for i in self._find_present()]
         return tuple(device for device in there if device.trains)
 
-    def inference_only(self) -> tuple[Device, ...]:
-        """Those that do not train and are there."""
-        there = [self._about(i).device for i in self._present()]
+    def get_inference_devices(self) -> tuple[Device, ...]:
+        """Return the workers that do not train and are there in this round."""
+        there = [self._get_view(i).device for i in self._find_present()]
         return tuple(device for device in there if not device.trains)
 
-    def _about(self, device_id: str) -> _Known:
-        """What the fleet knows of a device, which depends on its data alone; those made on demand stay the same."""
+    def _get_view(self, device_id: str) -> _DeviceView:
+        """Return what the fleet knows of a device by its data alone; those made on demand stay the same."""
         known = self._known.get(device_id)
         if known is None or (isinstance(self.workers, dict) and known.data is not self.workers[device_id].data):
             worker, rules = self.workers[next(iter(self.workers)) if self._alike else device_id], self._rules[device_id]
@@ -173,207 +180,209 @@ class SimulatedFleet(Evidence):
             device = Device(
                 device_id,
                 n_samples if Reveals.COUNT in rules.allowed else 0,
-                self._context(device_id, n_samples),
+                self._make_context(device_id, n_samples),
                 trains=worker.trains,
                 steps=worker.versions,
                 withholds=rules.withheld,
             )
             kept = data if isinstance(self.workers, dict) else None  # else memory would hold everybody's samples
-            known = self._known[device_id] = _Known(kept, device, data.n_shared, data.n_train, len(data.y_val))
+            known = self._known[device_id] = _DeviceView(kept, device, data.n_shared, data.n_train, len(data.y_val))
         return known
 
-    def _context(self, device_id: str, n_samples: int) -> Context | None:
+    def _make_context(self, device_id: str, n_samples: int) -> Context | None:
         own = self._hardware[device_id]
         if own.cpu_ghz is None and own.free_ram_gb is None:
             return None
-        told = Context(
+        context = Context(
             device_id=device_id,
             cpu_ghz=own.cpu_ghz,
             free_ram_gb=own.free_ram_gb,
             link_mbit_s=own.link_mbit_s,
             n_samples=n_samples,
         )
-        return self._rules[device_id].stripped(told)
+        return self._rules[device_id].strip(context)
 
-    def _present(self) -> list[str]:
-        """Advance each device's Markov chain from its first round to this one."""
+    def _find_present(self) -> list[str]:
+        """Find the devices that are there: advance each one's Markov chain from its first round to this one."""
         if self.round < self._there_in:
             self._there, self._there_in = {}, -1
         for number in range(self._there_in + 1, self.round + 1):
             self._there = {
-                i: clock.there(own, self._there.get(i), clock.Occasion(self._seed, number, "", i))
+                i: clock.is_present(own, self._there.get(i), clock.Occasion(self._seed, number, "", i))
                 for i, own in self._hardware.items()
             }
         self._there_in = self.round
-        out = quarantined(self.offences.values(), self.round)
-        return [i for i in self.workers if self._there[i] and self._arrived(i) and i not in out]
+        out = find_quarantined(self.offences.values(), self.round)
+        return [i for i in self.workers if self._there[i] and self._has_arrived(i) and i not in out]
 
-    def _arrived(self, device_id: str) -> bool:
+    def _has_arrived(self, device_id: str) -> bool:
         return self._arrives.get(device_id, 0) <= self.round < self._leaves.get(device_id, self.round + 1)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
         self._catch_up()
-        orders, answers, actions = self._ask(label, actions, self._deadline_s)
-        answers |= {answer.device_id: answer for answer in self._carried_out(orders, self._deadline_s)}
+        orders, answers, actions = self._make_orders(label, actions, self._deadline_s)
+        answers |= {answer.device_id: answer for answer in self._carry_out(orders, self._deadline_s)}
         answers = dict(sorted(answers.items()))
-        waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
-        answers = self._believed(within_limits(answers, actions, self._layout, self.norms))
+        waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._get_free_times().items()}
+        answers = self._record_evidence(screen_answers(answers, actions, self._layout, self.get_norms))
         self.seconds += max((waits.get(i, 0.0) + answer.seconds for i, answer in answers.items()), default=0.0)
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers
 
     async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """Answers in the order of the simulated clock, which advances to each.
+        """Stream answers in the order of the simulated clock, which advances to each.
 
         Orders are carried out when the next answer may be theirs, all waiting ones at once, so that more of them train
         together.
         """
-        guard = OneByOne(self._layout, self.norms, seen)
-        if self.busy().intersection(actions):
+        guard = AnswerScreen(self._layout, self.get_norms, seen)
+        if self.get_busy_devices().intersection(actions):
             self._catch_up()
-        free_at = self._free_at()
-        orders, answers, actions = self._ask(label, actions)
+        free_at = self._get_free_times()
+        orders, answers, actions = self._make_orders(label, actions)
         self._waiting += orders
         for i, answer in answers.items():
-            self._comes(label, actions[i], answer, max(self.seconds, free_at.get(i, 0.0)))
+            self._add_pending(label, actions[i], answer, max(self.seconds, free_at.get(i, 0.0)))
         while self._waiting or self._under_way:
             if not self._under_way or self._under_way[0].at >= min((a.ends for a in self._waiting), default=math.inf):
                 self._catch_up()
             coming = self._under_way[0]
-            (answer,) = self._believed(guard.believed(coming.answer, coming.action)).values()
+            (answer,) = self._record_evidence(guard.screen(coming.answer, coming.action)).values()
             heapq.heappop(self._under_way)
             self.seconds = max(self.seconds, coming.at)
             await asyncio.sleep(0)
             yield answer
 
-    def _believed(self, found: Believed) -> dict[str, Answer]:
-        """The answers that are; the evidence against devices is recorded."""
+    def _record_evidence(self, found: ScreenedAnswers) -> dict[str, Answer]:
+        """Record the evidence against devices; returns the answers that are believed."""
         for i, error in found.refused.items():
             self.accuse(i, error)
         for i, detail in found.suspects.items():
-            self._accuse(i, LONG_UPDATE, detail)
+            self._record_offence(i, LONG_UPDATE, detail)
         return found.answers
 
     def _catch_up(self) -> None:
         """Carry out the streamed orders that wait."""
         waiting, self._waiting = self._waiting, []
-        for each, answer in zip(waiting, self._carried_out(waiting), strict=True):
-            self._comes(each.order.label, each.action, answer, each.begins)
+        for each, answer in zip(waiting, self._carry_out(waiting), strict=True):
+            self._add_pending(each.order.label, each.action, answer, each.begins)
 
-    def _comes(self, label: str, action: Action, answer: Answer, begins: float) -> None:
-        coming = _UnderWay(begins + answer.seconds, answer.round, label, answer.device_id, answer, action)
+    def _add_pending(self, label: str, action: Action, answer: Answer, begins: float) -> None:
+        coming = _PendingAnswer(begins + answer.seconds, answer.round, label, answer.device_id, answer, action)
         heapq.heappush(self._under_way, coming)
 
-    def busy(self) -> frozenset[str]:
-        """Devices with a streamed order whose answer has not been yielded."""
+    def get_busy_devices(self) -> frozenset[str]:
+        """Return the devices with a streamed order whose answer has not been yielded."""
         waiting = (each.order.device_id for each in self._waiting)
         return frozenset((*waiting, *(coming.device_id for coming in self._under_way)))
 
-    def needed(self) -> set[str]:
-        """Digests of frozen tensors, of answers not yet yielded, and of their orders."""
+    def find_needed_blobs(self) -> set[str]:
+        """Return the digests of frozen tensors, of answers not yet yielded, and of their orders."""
         actions = (*(waiting.action for waiting in self._waiting), *(coming.action for coming in self._under_way))
         results = (coming.answer.result for coming in self._under_way)
-        named = (needed_on_devices(self.task), *actions, *results)
-        return {ref.digest for each in named for ref in blobs_of(each)}
+        named = (find_device_weights(self.task), *actions, *results)
+        return {ref.digest for each in named for ref in iterate_blobs(each)}
 
-    def _free_at(self) -> dict[str, float]:
-        """When devices finish their streamed orders; a device that was not reached has none."""
+    def _get_free_times(self) -> dict[str, float]:
+        """Return when devices finish their streamed orders; a device that was not reached has none."""
         return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
 
-    def _ask(
+    def _make_orders(
         self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None
-    ) -> tuple[list[_Asked], dict[str, Answer], dict[str, Action]]:
-        """The orders that reach their devices, the other devices' answers, and the actions sent; ascending ids."""
+    ) -> tuple[list[_DeliveredOrder], dict[str, Answer], dict[str, Action]]:
+        """Return the orders that reach their devices, the others' answers, and the actions sent; ascending ids."""
         require_sendable(actions.values())
-        present, free_at = set(self._present()), self._free_at()
-        own, refused = asked({i: self._about(i).device for i in actions}, actions, self.task)
+        present, free_at = set(self._find_present()), self._get_free_times()
+        own, refused = prepare_actions({i: self._get_view(i).device for i in actions}, actions, self.task)
         kinds = {id(action): action for action in own.values()}  # usually one action shared by all
-        bodies = {key: body_of(action) for key, action in kinds.items()}
-        named = {key: {ref.digest: ref for ref in blobs_of(action)} for key, action in kinds.items()}
-        reached: list[_Asked] = []
+        bodies = {key: encode_body(action) for key, action in kinds.items()}
+        named = {key: {ref.digest: ref for ref in iterate_blobs(action)} for key, action in kinds.items()}
+        reached: list[_DeliveredOrder] = []
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in refused:
-                self._note_refusal(i, label, refused[i])
+                self._record_refusal(i, label, refused[i])
                 answers[i] = Answer(i, refused[i], 0.0, self.round)
             elif i not in present or self._drops(label, i):
-                self._note_problem(i, SILENT)
+                self._record_problem(i, SILENT)
                 answers[i] = Answer(i, None, deadline_s or GIVEN_UP_S, self.round)
             else:
                 action, key = own[i], id(own[i])
-                order = order_for(
+                order = make_order(
                     *(RUN, self._seed, self.round, label, i, self._fingerprint, action),
                     left_s=MAX_LEFT_S,
                     body=bodies[key],
                 )
-                bytes_down = self._downloaded(i, named[key])
+                bytes_down = self._count_downloaded(i, named[key])
                 self.bytes_down += bytes_down
                 begins = max(self.seconds, free_at.get(i, 0.0))
                 reached.append(
-                    _Asked(order, action, begins, begins + self._seconds(order, action, bytes_down), bytes_down)
+                    _DeliveredOrder(
+                        order, action, begins, begins + self._compute_seconds(order, action, bytes_down), bytes_down
+                    )
                 )
         return reached, answers, {**actions, **own}
 
-    def _carried_out(self, asked: Sequence[_Asked], deadline_s: float | None = None) -> list[Answer]:
-        """The raw results of the orders, in order."""
-        finished: list[Finished] = []
-        with volatile(), in_one_process(self._room()), self._tracebacks.once():
+    def _carry_out(self, asked: Sequence[_DeliveredOrder], deadline_s: float | None = None) -> list[Answer]:
+        """Carry out the orders, and return their raw results, in order."""
+        finished: list[FinishedOrder] = []
+        with skip_fsync(), share_memory(self._compute_room()), self._tracebacks.filter_agents():
             for first in range(0, len(asked), AT_ONCE):
                 lot = asked[first : first + AT_ONCE]
-                finished += self._execute([self._job(each) for each in lot])
-        return [self._answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
+                finished += self._execute([self._make_job(each) for each in lot])
+        return [self._make_answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
 
-    def _job(self, asked: _Asked) -> batched.Job:
+    def _make_job(self, asked: _DeliveredOrder) -> batched.Job:
         worker = self.workers[asked.order.device_id]
         worker.accepted = partial(ne, self._lost.get((worker.id, asked.order.step)))
-        return batched.Job(worker, asked.order, asked.action, self._here)
+        return batched.Job(worker, asked.order, asked.action, self._load_blob)
 
     def _drops(self, label: str, device_id: str) -> bool:
-        return clock.dropped(self._hardware[device_id], clock.Occasion(self._seed, self.round, label, device_id))
+        return clock.is_dropped(self._hardware[device_id], clock.Occasion(self._seed, self.round, label, device_id))
 
-    def _answer(self, asked: _Asked, finished: Finished, deadline_s: float | None) -> Answer:
-        """The answer as received, or none if it is late; what a late device sent is discarded."""
+    def _make_answer(self, asked: _DeliveredOrder, finished: FinishedOrder, deadline_s: float | None) -> Answer:
+        """Return the answer as received, or none if it is late; what a late device sent is discarded."""
         device_id, number = asked.order.device_id, asked.order.round
-        bytes_up = sum(ref.size_bytes for ref in blobs_of(finished.result))
+        bytes_up = sum(ref.size_bytes for ref in iterate_blobs(finished.result))
         self.bytes_up += bytes_up
-        taken = self._seconds(asked.order, asked.action, asked.bytes_down, bytes_up)
+        taken = self._compute_seconds(asked.order, asked.action, asked.bytes_down, bytes_up)
         if deadline_s is not None and taken > deadline_s:
-            self._note_problem(device_id, LATE)
-            self._note_loss(asked.order, finished.result)
+            self._record_problem(device_id, LATE)
+            self._record_loss(asked.order, finished.result)
             return Answer(device_id, None, deadline_s, number)
         result, action = finished.result, asked.action
         try:
-            if not isinstance(result, Refusal) and self._about(device_id).device.withholds:
-                result = self._rules[device_id].stripped(result, action.reveals())
-            result = answering(action, result, self.task)
+            if not isinstance(result, Refusal) and self._get_view(device_id).device.withholds:
+                result = self._rules[device_id].strip(result, action.reveals())
+            result = require_answer(action, result, self.task)
         except ProtocolError as error:
             self.accuse(device_id, error)
-            self._note_loss(asked.order, finished.result)
+            self._record_loss(asked.order, finished.result)
             return Answer(device_id, None, taken, number)
         if isinstance(result, Refusal):
-            self._note_refusal(device_id, asked.order.label, result)
+            self._record_refusal(device_id, asked.order.label, result)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
-        if isinstance(finished, FinishedElsewhere):
+        if isinstance(finished, RemoteFinished):
             self._blobs |= finished.held
         return Answer(device_id, result, taken, number)
 
-    def _note_loss(self, order: Order, result: Result) -> None:
+    def _record_loss(self, order: Order, result: Result) -> None:
         """Note that a report is not accepted; a refusal is no report."""
         if not isinstance(result, Refusal):
             self._lost[order.device_id, order.step] = order.id
 
-    def _downloaded(self, device_id: str, named: Mapping[str, BlobRef]) -> int:
-        """Bytes that a device fetches, as agents do, to have the models that an order names, by digest."""
+    def _count_downloaded(self, device_id: str, named: Mapping[str, BlobRef]) -> int:
+        """Count the bytes that a device fetches to have the models that an order names, by digest."""
         held, n_bytes = self._held[device_id], 0
-        descents = self.descents if self.descents and self._about(device_id).device.trains else {}
-        for ref in (*shared_bases(named.values(), descents), *named.values()):
+        descents = self.descents if self.descents and self._get_view(device_id).device.trains else {}
+        for ref in (*find_shared_bases(named.values(), descents), *named.values()):
             if ref.digest in held:
                 continue
-            if (way := way_to(ref, descents, held)) is not None:
+            if (way := find_way(ref, descents, held)) is not None:
                 n_bytes += sum(step.size_bytes for step in way[1])
             elif ref.digest in named:
                 n_bytes += ref.size_bytes
@@ -384,15 +393,17 @@ class SimulatedFleet(Evidence):
         self._held[device_id] = [*others[-CACHED_MODELS:], *named]
         return n_bytes
 
-    def _seconds(self, order: Order, action: Action, bytes_down: int, bytes_up: int = 0) -> float:
+    def _compute_seconds(self, order: Order, action: Action, bytes_down: int, bytes_up: int = 0) -> float:
         if not self._timed:
             return 0.0
         work = 0.0  # without torch: a few calls of ONNX Runtime
         if action.TRAINS:
-            own, network = self._about(order.device_id), shared_network(self.task, self._fingerprint)
-            work = action.passes(own.n_shared, own.n_train, own.n_val) * flops(network)
+            own, network = self._get_view(order.device_id), get_shared_network(self.task, self._fingerprint)
+            work = action.passes(own.n_shared, own.n_train, own.n_val) * count_flops(network)
         hardware, when = self._hardware[order.device_id], (self._seed, order.round, order.label, order.device_id)
-        return clock.seconds(hardware, clock.Occasion(*when), work=work, bytes_down=bytes_down, bytes_up=bytes_up)
+        return clock.compute_seconds(
+            hardware, clock.Occasion(*when), work=work, bytes_down=bytes_down, bytes_up=bytes_up
+        )
 
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Ignore: nobody watches."""
+    def record_event(self, event: str, fields: Mapping[str, object]) -> None:
+        """Ignore events, since nobody watches."""

@@ -25,25 +25,25 @@ import msgspec
 import numpy as np
 
 from coordinator.aggregation.mean import Average
-from coordinator.fleet.simulated.memory import FinishedElsewhere, Held
-from coordinator.fleet.simulated.ray import ray, resources_of_actors
-from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
-from edge_agent.device.device import Accepted, Unpacked, as_bytes, repeatable
-from edge_agent.device.encoding import in_one_process
-from edge_agent.device.room import Room
-from edge_agent.device.worker import Finished, Worker
+from coordinator.fleet.simulated.memory import RemoteFinished, RemoteUpdate
+from coordinator.fleet.simulated.ray import plan_actors, ray
+from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, average_updates
+from edge_agent.device.device import Accepted, UnpackedModel, encode_blob, make_repeatable_source
+from edge_agent.device.encoding import share_memory
+from edge_agent.device.room import UpdateStore
+from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import batched
 from fedge.data.task import TaskSpec
 from fedge.errors import FedgeError, ProtocolError
-from fedge.steps.contract import Action, Refusal, Result, Steps, installed_steps
+from fedge.steps.contract import Action, Refusal, Result, Steps, load_installed_steps
 from fedge.steps.masked.mask_shares import MIN_COHORT
-from fedge.system.files import volatile
+from fedge.system.files import skip_fsync
 from fedge.system.hardware import Processor
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Layout, Model
-from fedge.wire.messages import BlobRef, Order, blobs_of
+from fedge.wire.messages import BlobRef, Order, iterate_blobs
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -59,14 +59,14 @@ PATIENCE_S: Final = 120.0
 """Longest wait for the successor of a dead actor."""
 
 T = TypeVar("T")
-Updates = dict[str, "bytes | Unpacked"]
+Updates = dict[str, "bytes | UnpackedModel"]
 """By digest."""
-Told = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
+PackedResult = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
 """A result, its blobs that travel, and layout and norms of the updates that do not, by digest."""
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of a fleet share, except data."""
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The specification that all workers of a fleet share: everything except data."""
 
     task: TaskSpec
     layout: Layout
@@ -78,23 +78,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 class Shard:
     """An actor that carries out blocks of orders and keeps its workers for them."""
 
-    def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Steps) -> None:
+    def __init__(self, recipe: WorkerSpec, data: Mapping[str, DeviceData], steps: Steps) -> None:
         import torch
 
-        from fedge.models.training import torch_device
+        from fedge.models.training import get_torch_device
 
         torch.set_num_threads(1)
-        self._processor = torch_device(recipe.train_on)
+        self._processor = get_torch_device(recipe.train_on)
         self._recipe, self._data, self._steps = recipe, data, steps
-        self._worker = lru_cache(HELD)(self._make)
+        self._worker = lru_cache(HELD)(self._make_worker)
         self._models: dict[str, bytes] = {}
 
-    def ready(self) -> None:
+    def confirm_running(self) -> None:
         """Confirm that the actor is running."""
 
     def carry_out(
         self, orders: Sequence[Order], models: Mapping[str, Any], accepted: Sequence[Accepted]
-    ) -> tuple[list[Told], Updates]:
+    ) -> tuple[list[PackedResult], Updates]:
         """Results in the order of the orders, and their updates.
 
         `models`: references to named models, by digest. `accepted`: of the orders' workers.
@@ -110,13 +110,17 @@ class Shard:
             worker = self._worker(order.device_id)
             worker.accepted = own
             jobs.append(batched.Job(worker, order, action, self._fetch))
-        with volatile(), in_one_process(Room()):
-            done = batched.execute(jobs)
+        with skip_fsync(), share_memory(UpdateStore()):
+            done = batched.execute_jobs(jobs)
         updates: Updates = {}
-        return [_told(job, each, self._recipe.layout, updates) for job, each in zip(jobs, done, strict=True)], updates
+        return [
+            _pack_result(job, each, self._recipe.layout, updates) for job, each in zip(jobs, done, strict=True)
+        ], updates
 
-    def means(self, held: Sequence[Any], wanted: SiteSums) -> tuple[tuple[Average | None, ...], Directions] | None:
-        """The means over a block's updates, and directions; None: the updates are lost.
+    def compute_means(
+        self, held: Sequence[Any], wanted: SiteSums
+    ) -> tuple[tuple[Average | None, ...], Directions] | None:
+        """Compute the means over a block's updates, and directions; None if the updates are lost.
 
         `held`: the reference to the updates, in a list, so that it arrives as a reference.
         """
@@ -124,12 +128,14 @@ class Shard:
             updates: Updates = ray.get(held[0])
         except ray.exceptions.ObjectLostError:
             return None
-        return averages(wanted, wanted.updates, lambda ref: _model(updates[ref.digest], ref, wanted.layout))
+        return average_updates(
+            wanted, wanted.updates, lambda ref: _decode_update(updates[ref.digest], ref, wanted.layout)
+        )
 
     def _fetch(self, ref: BlobRef) -> bytes:
         return self._models[ref.digest]
 
-    def _make(self, device_id: str) -> Worker:
+    def _make_worker(self, device_id: str) -> Worker:
         recipe = self._recipe
         own = self._data[device_id]
         # Data in the object store is read-only, and stays while anything refers to it.
@@ -139,13 +145,13 @@ class Shard:
             *(device_id, recipe.task, replace(own, **copied), recipe.home / device_id),
             min_cohort=recipe.min_cohort,
             processor=self._processor,
-            source=repeatable,
+            source=make_repeatable_source,
         )
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Orders that one actor carries out. `models`: that they name. `updates`: reference to what they gave, once done.
+    """Orders that one actor carries out. `models`: those they name. `updates`: reference to theirs, once done.
 
     `accepted`: of their workers. `shard`: the actor that did it, whose node has the updates.
     """
@@ -159,7 +165,7 @@ class Block:
 
 
 class Shards:
-    """How a `SimulatedFleet` carries out a step's orders on Ray, inside `coordinator.fleet.simulated.ray.connected`.
+    """The actors that carry out a `SimulatedFleet`'s orders, inside `coordinator.fleet.simulated.ray.connect`.
 
     Args:
         recipe: of the workers.
@@ -171,9 +177,11 @@ class Shards:
         ConfigError: the recipe trains on a GPU, and there is none.
     """
 
-    def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Sequence[type[Action]], n: int) -> None:
-        known = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
-        n, resources = resources_of_actors(n, recipe.train_on)
+    def __init__(
+        self, recipe: WorkerSpec, data: Mapping[str, DeviceData], steps: Sequence[type[Action]], n: int
+    ) -> None:
+        known = {**load_installed_steps(), **{kind.STEP: kind for kind in steps}}
+        n, resources = plan_actors(n, recipe.train_on)
         actor = ray.remote(**resources)(Shard)
         data_ref = ray.put(data)
         self._new: Callable[[], Any] = lambda: actor.remote(recipe, data_ref, known)
@@ -188,15 +196,15 @@ class Shards:
         shard = self._new()
         self._coming[shard.ready.remote()] = shard
 
-    def __call__(self, jobs: Sequence[batched.Job]) -> list[Finished]:
+    def __call__(self, jobs: Sequence[batched.Job]) -> list[FinishedOrder]:
         """Carry out orders of different devices; results in the order of the jobs.
 
         Raises:
             FedgeError: all actors died, and none restarts.
         """
-        named = {ref.digest: (job, ref) for job in jobs for ref in blobs_of(job.action)}
+        named = {ref.digest: (job, ref) for job in jobs for ref in iterate_blobs(job.action)}
         self._models = {
-            digest: self._models.get(digest) or ray.put(np.frombuffer(as_bytes(job.fetch(ref), ref.codec), np.uint8))
+            digest: self._models.get(digest) or ray.put(np.frombuffer(encode_blob(job.fetch(ref), ref.codec), np.uint8))
             for digest, (job, ref) in named.items()
         }
         numbers = sorted(range(len(jobs)), key=lambda number: jobs[number].order.device_id)
@@ -205,30 +213,30 @@ class Shards:
         blocks = [
             Block(
                 [jobs[n].order for n in lot],
-                {ref.digest: self._models[ref.digest] for n in lot for ref in blobs_of(jobs[n].action)},
+                {ref.digest: self._models[ref.digest] for n in lot for ref in iterate_blobs(jobs[n].action)},
                 [jobs[n].worker.accepted for n in lot],
             )
             for lot in lots
         ]
-        found: dict[int, Finished] = {}
-        for lot, block, told in zip(lots, blocks, self._carry_out(blocks), strict=True):
-            block.norms = _norms(told)
-            for number, (result, blobs, known) in zip(lot, told, strict=True):
-                held = {digest: Held(part, norms, self, block) for digest, (part, norms) in known.items()}
-                found[number] = FinishedElsewhere(result, blobs, held=held)
+        found: dict[int, FinishedOrder] = {}
+        for lot, block, packed in zip(lots, blocks, self._carry_out(blocks), strict=True):
+            block.norms = _collect_norms(packed)
+            for number, (result, blobs, known) in zip(lot, packed, strict=True):
+                held = {digest: RemoteUpdate(part, norms, self, block) for digest, (part, norms) in known.items()}
+                found[number] = RemoteFinished(result, blobs, held=held)
         return [found[number] for number in range(len(jobs))]
 
-    def _carry_out(self, blocks: Sequence[Block]) -> list[list[Told]]:
-        def begin(block: Block, shard: Any) -> Any:
+    def _carry_out(self, blocks: Sequence[Block]) -> list[list[PackedResult]]:
+        def start_block(block: Block, shard: Any) -> Any:
             order = shard.carry_out.options(num_returns=2)
-            told, block.updates = order.remote(block.orders, block.models, block.accepted)
+            packed, block.updates = order.remote(block.orders, block.models, block.accepted)
             block.shard = shard
-            return told
+            return packed
 
-        return self._each([partial(begin, block) for block in blocks], [None] * len(blocks))
+        return self._call_each([partial(start_block, block) for block in blocks], [None] * len(blocks))
 
-    def _each(self, begin: Sequence[Callable[[Any], Any]], near: Sequence[Any]) -> list[Any]:
-        """The results of calls, each made by any actor, and made again by another one if its actor dies.
+    def _call_each(self, begin: Sequence[Callable[[Any], Any]], near: Sequence[Any]) -> list[Any]:
+        """Return the results of calls, each made by any actor, and again by another one if its actor dies.
 
         `begin`: makes the call to an actor and returns the reference to its result. `near`: the actor that should
         have it, if it is idle.
@@ -262,7 +270,7 @@ class Shards:
                     found[of] = result
         return [found[number] for number in range(len(begin))]
 
-    def _again(self, blocks: Sequence[Block]) -> None:
+    def _repeat_blocks(self, blocks: Sequence[Block]) -> None:
         """Compute updates again that were lost with their node.
 
         Raises:
@@ -271,38 +279,38 @@ class Shards:
         if not blocks:
             return
         log.warning("event=updates_lost devices=%d", sum(len(block.orders) for block in blocks))
-        for block, told in zip(blocks, self._carry_out(blocks), strict=True):
-            norms = _norms(told)
+        for block, packed in zip(blocks, self._carry_out(blocks), strict=True):
+            norms = _collect_norms(packed)
             if norms.keys() != block.norms.keys() or not all(np.allclose(norms[d], block.norms[d]) for d in norms):
                 raise FedgeError(
                     "a node of Ray died with updates that cannot be computed again, since their devices have gone on: "
                     "start the simulation again"
                 )
 
-    def fetch(self, block: Block, digest: str) -> bytes | Unpacked:
-        """Bring an update here; those of the last block are kept."""
+    def fetch(self, block: Block, digest: str) -> bytes | UnpackedModel:
+        """Fetch an update; those of the last block are kept."""
         while self._last[0] is not block.updates:
             try:
                 self._last = block.updates, ray.get(block.updates)
             except ray.exceptions.ObjectLostError:
-                self._again([block])
+                self._repeat_blocks([block])
         return self._last[1][digest]
 
-    def means(self, wanted: SiteSums, blocks: Mapping[str, Block], note: Note) -> list[SiteMean]:
-        """As `coordinator.fleet.sites.Sites.means`; a site is a block. `blocks`: of the updates, by device."""
+    def compute_means(self, wanted: SiteSums, blocks: Mapping[str, Block], note: Note) -> list[SiteMean]:
+        """Compute means as `Sites.compute_means`; a site is a block. `blocks`: of the updates, by device."""
         of_block: dict[Block, dict[str, BlobRef]] = {}
         for i, ref in sorted(wanted.updates.items()):
             of_block.setdefault(blocks[i], {})[i] = ref
-        asked = {block: wanted.at(own) for block, own in of_block.items()}
+        asked = {block: wanted.narrow_to(own) for block, own in of_block.items()}
         found: dict[Block, tuple[tuple[Average | None, ...], Directions]] = {}
 
-        def begin(block: Block, shard: Any) -> Any:
-            return shard.means.remote([block.updates], asked[block])
+        def start_block(block: Block, shard: Any) -> Any:
+            return shard.compute_means.remote([block.updates], asked[block])
 
         while left := [block for block in asked if block not in found]:
-            results = self._each([partial(begin, block) for block in left], [block.shard for block in left])
+            results = self._call_each([partial(start_block, block) for block in left], [block.shard for block in left])
             found |= {block: result for block, result in zip(left, results, strict=True) if result is not None}
-            self._again([block for block in left if block not in found])
+            self._repeat_blocks([block for block in left if block not in found])
         for block in asked:
             for i, direction in found[block][1].items():
                 note(i, direction)
@@ -314,8 +322,8 @@ class Shards:
         ]
 
 
-def _told(job: batched.Job, done: Finished, layout: Layout, updates: Updates) -> Told:
-    """The result without its updates, which are added to `updates`."""
+def _pack_result(job: batched.Job, done: FinishedOrder, layout: Layout, updates: Updates) -> PackedResult:
+    """Return the result without its updates, which are added to `updates`."""
     known = {digest: (each.layout, each.norms) for digest, each in done.unpacked.items()}
     updates |= done.unpacked
     blobs = dict(done.blobs)
@@ -323,17 +331,17 @@ def _told(job: batched.Job, done: Finished, layout: Layout, updates: Updates) ->
     for ref, part in uploads.items():
         if part is not None and ref.digest in blobs:
             try:
-                known[ref.digest] = part, codecs.check(blobs[ref.digest], ref.codec, part)
+                known[ref.digest] = part, codecs.check_blob(blobs[ref.digest], ref.codec, part)
             except ProtocolError:  # the fleet finds and refuses it
                 continue
             updates[ref.digest] = blobs.pop(ref.digest)
     return done.result, blobs, known
 
 
-def _norms(told: Sequence[Told]) -> dict[str, Norms]:
-    """Of the updates, by digest."""
-    return {digest: norms for _, _, known in told for digest, (_, norms) in known.items()}
+def _collect_norms(packed: Sequence[PackedResult]) -> dict[str, Norms]:
+    """Return the norms of the updates, by digest."""
+    return {digest: norms for _, _, known in packed for digest, (_, norms) in known.items()}
 
 
-def _model(update: bytes | Unpacked, ref: BlobRef, layout: Layout) -> Model:
+def _decode_update(update: bytes | UnpackedModel, ref: BlobRef, layout: Layout) -> Model:
     return codecs.decode(update, ref.codec, layout, again=True) if isinstance(update, bytes) else update.model

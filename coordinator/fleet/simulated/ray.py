@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from fedge.errors import ConfigError, FedgeError
 from fedge.system.hardware import Processor
-from fedge.system.loading import is_held, needs
+from fedge.system.loading import is_registered, make_missing_package_error
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning
@@ -22,16 +22,16 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine 
 try:
     import ray  # noqa: TID251
 except ModuleNotFoundError as error:
-    raise needs(error, "--engine ray", "ray") from error
+    raise make_missing_package_error(error, "--engine ray", "ray") from error
 
-__all__ = ["THREADS", "connected", "ray", "require_importable", "resources_of_actors"]
+__all__ = ["THREADS", "connect", "plan_actors", "ray", "require_importable"]
 
 THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[int]:
-    """A temporary connection to the cluster at `address` (`auto`: of this machine), or a new one here.
+def connect(address: str | None) -> Iterator[int]:
+    """Connect for a while to the cluster at `address` (`auto`: of this machine), or to a new one here.
 
     Yields:
         Its number of processors.
@@ -41,10 +41,10 @@ def connected(address: str | None) -> Iterator[int]:
         FedgeError: Ray cannot be started.
     """
     if ray.is_initialized():  # in a notebook, or inside Ray's own worker
-        yield _processors()
+        yield _count_processors()
         return
     if address is None:
-        _stay_here()
+        _listen_locally()
     try:
         ray.init(
             address=address or "local",
@@ -60,12 +60,12 @@ def connected(address: str | None) -> Iterator[int]:
             f"there is no Ray cluster at {address}: {error}; `ray status` says which there are"
         ) from error
     try:
-        yield _processors()
+        yield _count_processors()
     finally:
         ray.shutdown()
 
 
-def _stay_here() -> None:
+def _listen_locally() -> None:
     """Make Ray listen on 127.0.0.1, as it does on systems where it makes no clusters; elsewhere no option does so."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for the processes that it starts
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # noqa: SLF001 - and for this one
@@ -77,12 +77,12 @@ def require_importable(*paths: str | None) -> None:
     Raises:
         ConfigError: a task, a network or a method is one.
     """
-    if any(map(is_held, paths)):
+    if any(map(is_registered, paths)):
         raise ConfigError("a task, network or method of this Python process cannot go to Ray: write it into a module")
 
 
-def resources_of_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:
-    """How many actors share the cluster, and what each asks Ray for: a processor, with CUDA also a part of a GPU.
+def plan_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:
+    """Return how many actors share the cluster, and what each asks for: a processor, with CUDA a part of a GPU.
 
     Raises:
         ConfigError: CUDA, and the cluster has no GPU.
@@ -98,5 +98,5 @@ def resources_of_actors(n_processors: int, train_on: Processor) -> tuple[int, di
     return share * n_gpus, {"num_cpus": min(1.0, n_processors / n_gpus), "num_gpus": 10_000 // share / 10_000}
 
 
-def _processors() -> int:
+def _count_processors() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]

@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from coordinator.methods.parts.cohort import NO_CLUSTERS
 from fedge.steps.training.train_ditto import TrainDitto
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`proximal_lambda`: lambda, strength of the pull to the global model; 0 is training alone."""
+    """The options of Ditto. `proximal_lambda`: lambda, pull to the global model; 0 is training alone."""
 
     proximal_lambda: Annotated[float, Meta(ge=0)] = 0.1
 
@@ -27,8 +27,8 @@ class Ditto(PersonalLayers[PersonalState]):
 
     name = "ditto"
     Options: ClassVar[type[Struct]] = Options
-    REFUSED = NO_CLUSTERS | {"dp": without_noise((TrainDitto, "update"))}
+    REFUSED = NO_CLUSTERS | {"dp": explain_no_noise((TrainDitto, "update"))}
 
-    def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
-        """Both models learn."""
+    def make_step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
+        """Make the order of the next round, in which both models learn."""
         return TrainDitto(proximal_lambda=self.options.proximal_lambda, **common)

@@ -13,9 +13,9 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
-from coordinator.methods.parts.server_optimizer import ServerModel, stepped
+from coordinator.methods.parts.server_optimizer import ServerModel, step_server
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import round_done
+from coordinator.methods.rounds import finish_round
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tensors.layout import Layout
@@ -23,7 +23,7 @@ from fedge.wire.messages import BlobRef
 
 
 class FedAvgState(ChoosingState, frozen=True, kw_only=True):
-    """`model`: the global model w; `velocity`: FedAvgM's v."""
+    """The state of FedAvg and FedAvgM. `model`: the global model w; `velocity`: FedAvgM's v."""
 
     model: BlobRef
     velocity: BlobRef | None = None
@@ -42,18 +42,18 @@ class FedAvg(Method[FedAvgState]):
     SUMS = "samples"
     State = FedAvgState
 
-    def sgd(self) -> Sgd:
-        """Of the devices."""
+    def get_sgd(self) -> Sgd:
+        """Return the SGD settings of the devices."""
         return self.settings.sgd
 
-    def gamma(self) -> float:
-        """Momentum of the server."""
+    def get_gamma(self) -> float:
+        """Return the momentum of the server, in [0, 1)."""
         return 0.0
 
     async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
-        """One round of Algorithm 1."""
-        order = Train(starts=(Start(model=state.model),), sgd=self.sgd(), codec=self.settings.codec)
-        return await train(self, state, fleet, order, state.layout, gamma=self.gamma())
+        """Do one round of Algorithm 1."""
+        order = Train(starts=(Start(model=state.model),), sgd=self.get_sgd(), codec=self.settings.codec)
+        return await train(self, state, fleet, order, state.layout, gamma=self.get_gamma())
 
 
 async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:
@@ -62,5 +62,5 @@ async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layou
     shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= method.settings.min_reports:
         # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
-        shared = stepped(shared, await average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
-    return round_done(state, asked, updates, model=shared.model, velocity=shared.velocity)
+        shared = step_server(shared, await average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
+    return finish_round(state, asked, updates, model=shared.model, velocity=shared.velocity)

@@ -14,7 +14,7 @@ from coordinator.methods.baselines.fedavg import FedAvg
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gamma`: momentum of the server; 0 is FedAvg."""
+    """The options of FedAvgM. `gamma`: momentum of the server; 0 is FedAvg."""
 
     gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
 
@@ -25,6 +25,6 @@ class FedAvgM(FedAvg):
     name = "fedavgm"
     Options: ClassVar[type[Struct]] = Options
 
-    def gamma(self) -> float:
-        """Momentum of the server."""
+    def get_gamma(self) -> float:
+        """Return the momentum of the server, in [0, 1)."""
         return float(self.options.gamma)

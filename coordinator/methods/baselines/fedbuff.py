@@ -16,30 +16,30 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.fleet.fleet import AcceptedUpdate, Fleet
 from coordinator.methods.method import Method
-from coordinator.methods.parts.asynchronous import ONE_BY_ONE, Buffer, buffered
+from coordinator.methods.parts.asynchronous import ONE_BY_ONE, Buffer, fill_buffer
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS
 from coordinator.methods.parts.server_optimizer import apply
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import round_done
+from coordinator.methods.rounds import finish_round
 from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train
 from fedge.wire.messages import BlobRef
 
 
 class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`buffer`: K, updates in a step of the server."""
+    """The options of FedBuff. `buffer`: K, updates in a step of the server."""
 
     buffer: Annotated[int, Meta(ge=1, le=10_000)] = 10
 
 
 class FedBuffState(ModelState, frozen=True, kw_only=True):
-    """`model`: w. `staleness`: mean tau of the last step. `seen`: the latest updates."""
+    """The state of FedBuff. `model`: w. `staleness`: mean tau of the last step. `seen`: the latest updates."""
 
     staleness: float = 0.0
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[AcceptedUpdate, ...] = ()
 
 
 class FedBuff(Method[FedBuffState]):
@@ -54,30 +54,30 @@ class FedBuff(Method[FedBuffState]):
         "selection": "nobody is chosen for a step: devices that are idle are drawn",
     }
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """It takes answers one by one."""
-        return super().no_relays() or ONE_BY_ONE
+        return super().explain_no_relays() or ONE_BY_ONE
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
-        """Fill the buffer, step."""
+        """Fill the buffer, then do a step of the server."""
         settings = self.settings
         order = Train(starts=(Start(model=state.model),), sgd=settings.sgd, codec=settings.codec, measure=False)
-        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, lambda _: order)
+        buffer = await fill_buffer(self, state, fleet, state.seen, self.options.buffer, lambda _: order)
         enough = len(buffer.updates) >= settings.min_reports
-        return round_done(
+        return finish_round(
             state,
             buffer.asked,
             buffer.updates,
-            model=await self.stepped(state, fleet, buffer) if enough else state.model,
+            model=await self.step_server(state, fleet, buffer) if enough else state.model,
             staleness=float(np.mean(list(buffer.staleness.values()) or [0])),
             seen=buffer.seen,
         )
 
-    async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
-        """The model after a step."""
+    async def step_server(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
+        """Return the model after a step of the server."""
         mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
         return apply(state.model, mean, state.layout, fleet)
 
-    def summary(self, state: FedBuffState) -> dict[str, Any]:
-        """With the staleness of the last step."""
-        return super().summary(state) | {"staleness": state.staleness}
+    def summarise(self, state: FedBuffState) -> dict[str, Any]:
+        """Return the figures of every method, with the staleness of the last step."""
+        return super().summarise(state) | {"staleness": state.staleness}

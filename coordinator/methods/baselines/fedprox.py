@@ -17,7 +17,7 @@ from fedge.steps.sgd import Sgd
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`proximal_mu`: mu, strength of the pull; 0 is FedAvg."""
+    """The options of FedProx. `proximal_mu`: mu, strength of the pull; 0 is FedAvg."""
 
     proximal_mu: Annotated[float, Meta(ge=0)] = 0.01
 
@@ -28,6 +28,6 @@ class FedProx(FedAvg):
     name = "fedprox"
     Options: ClassVar[type[Struct]] = Options
 
-    def sgd(self) -> Sgd:
-        """With the proximal term."""
+    def get_sgd(self) -> Sgd:
+        """Return the SGD settings of the devices, with the proximal term."""
         return msgspec.structs.replace(self.settings.sgd, proximal_mu=self.options.proximal_mu)

@@ -16,7 +16,7 @@ from fedge.tensors.layout import HEAD
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`head_steps`: steps of the head before those of the base, also with `--local-epochs` (E_h, there in epochs)."""
+    """The options of FedRep. `head_steps`: E_h, steps of the head before the base's, also with `--local-epochs`."""
 
     head_steps: Annotated[int, Meta(ge=1)] = 10
 
@@ -28,6 +28,6 @@ class FedRep(PersonalLayers[PersonalState]):
     personal = HEAD
     Options: ClassVar[type[Struct]] = Options
 
-    def step(self, state: PersonalState, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
-        """The head is trained alone at first."""
+    def make_step(self, state: PersonalState, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
+        """Make the order of the next round, in which the head is trained alone at first."""
         return Train(head_steps=self.options.head_steps, **common)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from coordinator.methods.parts.cohort import NO_CLUSTERS
 from fedge.steps.training.train_rod import TrainRod
@@ -19,8 +19,8 @@ class FedRod(PersonalLayers[PersonalState]):
 
     name = "fedrod"
     needs_head = True
-    REFUSED = NO_CLUSTERS | {"dp": without_noise((TrainRod, "update"))}
+    REFUSED = NO_CLUSTERS | {"dp": explain_no_noise((TrainRod, "update"))}
 
-    def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
-        """Both heads learn."""
+    def make_step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
+        """Make the order of the next round, in which both heads learn."""
         return TrainRod(poolable=self.pooled, **common)

@@ -13,7 +13,7 @@ import msgspec
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.method import Method
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import insist, results, steps_alone
+from coordinator.methods.rounds import count_steps_alone, run_with_retries, select_results
 from coordinator.methods.state import ModelState
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
@@ -36,25 +36,25 @@ class Local(Method[ModelState]):
         FINE_TUNED: "local models have nothing to be fine-tuned from",
     }
 
-    def done(self, state: ModelState) -> bool:
-        """After one round."""
+    def is_done(self, state: ModelState) -> bool:
+        """Return whether the one round is done."""
         return state.round > 0
 
     async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
-        """All devices, once."""
+        """Train all devices, once, and install what they have learned."""
         settings = self.settings
         rounds = settings.rounds * settings.participation
-        steps = {d.id: max(1, round(rounds * steps_alone(d, settings.sgd))) for d in fleet.devices()}
-        installed = await learn_alone(fleet, state.model, settings.sgd, steps)
+        steps = {d.id: max(1, round(rounds * count_steps_alone(d, settings.sgd))) for d in fleet.get_devices()}
+        installed = await train_alone(fleet, state.model, settings.sgd, steps)
         return msgspec.structs.replace(state, round=1, installed=installed)
 
     async def finish(self, state: ModelState, fleet: Fleet) -> ModelState:
-        """With no rounds at all, each device trains one step."""
+        """Let each device train one step, if there are no rounds at all."""
         return await self.round(state, fleet)
 
 
-async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
-    """Each device trains `first` for its number of steps and installs it; returns the bundles."""
+async def train_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
+    """Let each device train `first` for its number of steps and install it; returns the bundles."""
     orders = {
         i: Install(
             model=first,
@@ -63,4 +63,4 @@ async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str
         )
         for i, n in steps.items()
     }
-    return results(await insist(fleet, "install", orders), Installed)
+    return select_results(await run_with_retries(fleet, "install", orders), Installed)

@@ -16,14 +16,15 @@ from coordinator.methods.installation import install
 from coordinator.methods.method import Method
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.promises import SHARED
-from fedge.models.weights import named
+from fedge.models.weights import find_weights
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.layout import HEAD, Layout, Selector, overlaid, unflatten
+from fedge.system.moved import alias_members
+from fedge.tensors.layout import HEAD, Layout, Selector, overlay_tensors, unflatten
 from fedge.wire.messages import BlobRef
 
 
 class PersonalState(FedAvgState, frozen=True, kw_only=True):
-    """`model`: the layers that travel; `initial`: w_0, all tensors; `whole`: w_0 with those layers over it."""
+    """The state. `model`: the layers that travel; `initial`: w_0; `whole`: w_0 with `model` over it."""
 
     initial: BlobRef
     whole: BlobRef
@@ -32,8 +33,9 @@ class PersonalState(FedAvgState, frozen=True, kw_only=True):
 P = TypeVar("P", bound=PersonalState)
 
 
+@alias_members(step="make_step", order="make_order", first="get_initial", kept_by="find_kept_step")
 class PersonalLayers(Method[P], Generic[P]):
-    """`personal`: the layers that stay on a device; `needs_head`: whether the network must have a head.
+    """FedAvg without some layers. `personal`: those that stay; `needs_head`: whether a head is required.
 
     `sends_initial`: whether personal layers begin as those of the common initial model; otherwise each device draws
     its own, and no byte of them is ever on the wire.
@@ -49,12 +51,12 @@ class PersonalLayers(Method[P], Generic[P]):
     """Whether the personal layers are pooled at the end (PM-MoE), and so may learn from D_L alone."""
     sends_initial: ClassVar[bool] = True
 
-    def step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
-        """What a device does in the next round; `common`: the fields of `Train`, filled in."""
+    def make_step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
+        """Make the order of the next round for this method; `common`: the fields of `Train`, filled in."""
         return Train(**common)
 
     def init(self, layout: Layout, model: BlobRef) -> P:
-        """The state before round 1.
+        """Return the state before round 1.
 
         Raises:
             ConfigError: the network has no such layers.
@@ -65,40 +67,40 @@ class PersonalLayers(Method[P], Generic[P]):
         state: P = self.State(round=0, layout=layout, model=model, initial=model, whole=model)
         return state
 
-    def order(self, state: P) -> Train:
-        """The order of the next round."""
-        return self.step(
+    def make_order(self, state: P) -> Train:
+        """Make the order of the next round."""
+        return self.make_step(
             state,
             starts=(Start(model=state.model),),
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             personal=self.personal,
-            initial=self.first(state),
+            initial=self.get_initial(state),
         )
 
-    def first(self, state: P) -> BlobRef | None:
-        """The personal layers' start; always sent if the task names initial weights."""
-        given = self.server.task is not None and named(self.server.task) is not None
+    def get_initial(self, state: P) -> BlobRef | None:
+        """Return the start of the personal layers; always sent if the task names initial weights."""
+        given = self.server.task is not None and find_weights(self.server.task) is not None
         return state.initial if self.personal and (self.sends_initial or given) else None
 
-    def kept_by(self, state: P) -> str | None:
-        """The step that keeps something on the devices; None: there is none."""
-        order = self.order(state)
-        return order.STEP if order.kept(order.personal, state.layout) else None
+    def find_kept_step(self, state: P) -> str | None:
+        """Find the step that keeps something on the devices; None if there is none."""
+        order = self.make_order(state)
+        return order.STEP if order.select_kept(order.personal, state.layout) else None
 
     async def round(self, state: P, fleet: Fleet) -> P:
-        """FedAvg of the layers that travel."""
+        """Do one round of FedAvg with the layers that travel."""
         layout = state.layout.without(self.personal)
         if state.round == 0:
             state = self._cut(state, fleet, layout)
-        state = await train(self, state, fleet, self.order(state), layout)
+        state = await train(self, state, fleet, self.make_order(state), layout)
         trained = unflatten(fleet.get(state.model, layout), layout)
-        whole = overlaid(fleet.get(state.initial, state.layout), trained, state.layout)
+        whole = overlay_tensors(fleet.get(state.initial, state.layout), trained, state.layout)
         return msgspec.structs.replace(state, whole=fleet.put_model(whole, state.layout))
 
     @staticmethod
     def _cut(state: P, fleet: Fleet, layout: Layout) -> P:
-        """The state with only the shared layers of the initial model as its model."""
+        """Return the state with only the shared layers of the initial model as its model."""
         w = unflatten(fleet.get(state.initial, state.layout), state.layout)
         return msgspec.structs.replace(state, model=fleet.put({info.name: w[info.name] for info in layout.tensors}))
 
@@ -112,10 +114,10 @@ class PersonalLayers(Method[P], Generic[P]):
             fleet,
             model=state.model,
             personal=self.personal,
-            kept_by=self.kept_by(state),
-            initial=self.first(state),
+            kept_by=self.find_kept_step(state),
+            initial=self.get_initial(state),
         )
 
-    def serves(self, state: P, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The shared layers, over the initial model."""
+    def get_model(self, state: P, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """Return the shared layers, over the initial model."""
         return state.whole

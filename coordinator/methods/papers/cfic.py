@@ -4,9 +4,9 @@ Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction",
 Algorithm 1; specification docs/methods/cfic.md. Departures (section 9): the label feature is that of the signed
 deviation, not of the absolute one, and is reported before training, not with the first model. Local work is counted in
 SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer buffers are averaged by maximum as everywhere.
-The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
-off. Clusters of profiles or update directions, instead of label features, are made after a third of the rounds, when
-the model can tell data apart (FedEPC section 9, point 10); until then no device has a cluster.
+The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch
+either off. Clusters of profiles or update directions, instead of label features, are made after a third of the rounds,
+when the model can tell data apart (FedEPC section 9, point 10); until then no device has a cluster.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.aggregation.correction import Vector, correction_step, mean_direction
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.correction import Vector, apply_correction, compute_mean_direction
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.clustering import aidc
 from coordinator.clustering.find import Clustering
 from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.versions import put_after
+from coordinator.fleet.versions import put_successor
 from coordinator.methods.method import Method
 from coordinator.methods.parts import grouping
-from coordinator.methods.parts.averaging import averages
-from coordinator.methods.parts.cohort import bandit_of
+from coordinator.methods.parts.averaging import average_by_cluster
+from coordinator.methods.parts.cohort import make_bandit_settings
 from coordinator.methods.parts.grouping import Choices, Description
-from coordinator.methods.parts.unresponsive import AskingState, ask, awake
+from coordinator.methods.parts.unresponsive import AskingState, find_responsive, run_and_record
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import accepted, round_done, round_rng
+from coordinator.methods.rounds import finish_round, make_round_rng, select_updates
 from coordinator.selection import ccmab
-from coordinator.selection.select import choose, cohort_size, stratified, uniform
+from coordinator.selection.select import choose, compute_cohort_size, draw_stratified, draw_uniform
 from coordinator.store.records import Device
 from fedge.steps.descriptions.describe_labels import DescribeLabels
 from fedge.steps.training.train import Start, Train, Trained
@@ -50,7 +50,7 @@ LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`, `beta`: memory and length of the correction (section 7); `correction` false: without it.
+    """The options of section 7. `alpha`, `beta`: memory and length of the correction; `correction` false: none.
 
     `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates. `epsilon`: of label features under
     differential privacy (section 10). Selection stratified: section 5; uniform: without clusters; ccmab, fastest: the
@@ -71,7 +71,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CficState(AskingState, frozen=True, kw_only=True):
-    """`model`: w; `memory`: h, none is 0; `visits`: by cluster the last round in which a member was drawn.
+    """The state of CFIC. `model`: w; `memory`: h, none is 0; `visits`: by cluster the last round of a draw.
 
     `extractor`: the common model, of clusters that are not of labels; `bandits`: by cluster, of the selections that
     have a deadline.
@@ -102,46 +102,46 @@ class Cfic(Method[CficState]):
         "psi": "the label feature is that of the signed deviation (cfic.md section 9)",
         "registration": "label features are told before training (cfic.md section 9)",
         "n_clusters": "k-means and agglomerative make as many clusters as AIDC would; fedepc has n_clusters",
-        "dp": without_noise((DescribeLabels, "feature")),
+        "dp": explain_no_noise((DescribeLabels, "feature")),
     }
 
     def set_up(self) -> None:
-        """Bandits of the clusters, if the selection has a deadline."""
+        """Prepare the bandits of the clusters, if the selection has a deadline."""
         self._by_label = self.options.clustering == "labels"
         self._unknown = 0 if self._by_label else self.settings.rounds // 3  # rounds in which no device has a cluster
-        self._bandit = bandit_of(self.settings)
+        self._bandit = make_bandit_settings(self.settings)
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """With clusters of updates it needs each one."""
-        return super().no_relays() or grouping.no_relays(self.options.clustering)
+        return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""
         return msgspec.structs.replace(state, described={}, visits={}, extractor=None, bandits={})
 
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
-        """One round of Algorithm 1."""
+        """Do one round of Algorithm 1."""
         r = state.round + 1
-        state = await self._describe(state, fleet, "describe", awake(state, fleet))
-        devices = awake(state, fleet)
+        state = await self._describe(state, fleet, "describe", find_responsive(state, fleet))
+        devices = find_responsive(state, fleet)
         choices = self._choose(state, devices, r)
-        grouping.tell_choices(fleet, choices)
-        cohort = grouping.chosen(choices) or self._draw(state, devices, r)
+        grouping.record_choices(fleet, choices)
+        cohort = grouping.list_chosen(choices) or self._draw(state, devices, r)
         start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
         order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))
-        state, answers = await ask(state, fleet, "train", dict.fromkeys(cohort, order))
-        bandits = {str(k - 1): bandit for k, bandit in grouping.bandits_after(choices, answers).items()}
+        state, answers = await run_and_record(state, fleet, "train", dict.fromkeys(cohort, order))
+        bandits = {str(k - 1): bandit for k, bandit in grouping.update_bandits(choices, answers).items()}
         state = msgspec.structs.replace(state, bandits=state.bandits | bandits)
-        updates = accepted(answers)
-        trained = {device.id: device for device in fleet.devices() if device.id in updates}
+        updates = select_updates(answers)
+        trained = {device.id: device for device in fleet.get_devices() if device.id in updates}
         state = await self._describe(state, fleet, "describe-trained", trained)
         if len(updates) >= self.settings.min_reports:
             state = await self._step(state, updates, fleet)
-        visits = state.visits | dict.fromkeys(map(str, clusters(state, cohort)), r)
-        return round_done(state, len(cohort), updates, visits=visits)
+        visits = state.visits | dict.fromkeys(map(str, group_by_feature(state, cohort)), r)
+        return finish_round(state, len(cohort), updates, visits=visits)
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
-        """Section 4: devices whose label feature is unknown or outdated report it, as do restarted ones."""
+        """Have devices report a label feature that is unknown or outdated, as do restarted ones (section 4)."""
         known = {i: d for i, d in state.described.items() if d.label >= 0}  # those of an earlier version have none
         now = {(i, d.incarnation): d for i, d in known.items()}
         asked = {
@@ -152,75 +152,76 @@ class Cfic(Method[CficState]):
             return state
         if not self._by_label:
             state = msgspec.structs.replace(state, extractor=state.extractor or state.model)
-        order = grouping.describing(
+        order = grouping.make_describe_action(
             self.options.clustering,
             state.extractor or state.model,
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             labels=DescribeLabels(epsilon=self.options.epsilon),
         )
-        state, answers = await ask(state, fleet, step, dict.fromkeys(asked, order))
+        state, answers = await run_and_record(state, fleet, step, dict.fromkeys(asked, order))
         new = {
             i: msgspec.structs.replace(described, incarnation=asked[i].incarnation)
-            for i, described in grouping.descriptions(answers, asked, fleet, state.layout).items()
+            for i, described in grouping.read_descriptions(answers, asked, fleet, state.layout).items()
         }
-        told = grouping.of_one_length(known, new)
+        comparable = grouping.select_comparable(known, new)
         if self._by_label:
-            return msgspec.structs.replace(state, described=told)
-        return self._clustered(state, told, fleet) if new.keys() & told.keys() else state
+            return msgspec.structs.replace(state, described=comparable)
+        return self._remake_clusters(state, comparable, fleet) if new.keys() & comparable.keys() else state
 
-    def _clustered(self, state: CficState, told: Mapping[str, Description], fleet: Fleet) -> CficState:
+    def _remake_clusters(self, state: CficState, descriptions: Mapping[str, Description], fleet: Fleet) -> CficState:
         """Remake all clusters except those of labels; each inherits the bandit it overlaps most (FedEPC 4.6)."""
-        ids, described = list(told), list(told.values())
+        ids, described = list(descriptions), list(descriptions.values())
         rng = np.random.default_rng(self.settings.seed)
-        unit = grouping.unit_of(described)
-        positions = grouping.clusters_of(self.options.clustering, described, unit, fleet, rng=rng)
+        unit = grouping.compute_unit(described)
+        positions = grouping.cluster_devices(self.options.clustering, described, unit, fleet, rng=rng)
         found = [[ids[position] for position in members] for members in positions]
-        old = {NO_FEATURE: [i for i in ids if i not in state.described]} | clusters(state, state.described)
+        old = {NO_FEATURE: [i for i in ids if i not in state.described]} | group_by_feature(state, state.described)
         heirs = aidc.inherit(list(old.values()), found)
         kept = {str(k): str(list(old)[heir]) for k, heir in enumerate(heirs) if heir is not None}
         numbers = {i: k for k, members in enumerate(found) for i in members}
         return msgspec.structs.replace(
             state,
-            described={i: msgspec.structs.replace(d, label=numbers[i]) for i, d in told.items()},
+            described={i: msgspec.structs.replace(d, label=numbers[i]) for i, d in descriptions.items()},
             visits={k: state.visits[heir] for k, heir in kept.items() if heir in state.visits},
             bandits={k: state.bandits[heir] for k, heir in kept.items() if heir in state.bandits},
         )
 
     def _draw(self, state: CficState, devices: Mapping[str, Device], r: int) -> list[str]:
-        """Section 5: uniformly in round 1, or without clusters; then about equally many from each cluster."""
-        ids = available(state, devices)
-        n = cohort_size(len(ids), self.settings.participation)
-        rng = round_rng(self.settings, r)
+        """Draw uniformly in round 1, or without clusters; else about as many from each cluster (section 5)."""
+        ids = find_available(state, devices)
+        n = compute_cohort_size(len(ids), self.settings.participation)
+        rng = make_round_rng(self.settings, r)
         if r == 1 or self.selection != "stratified":
-            return uniform(ids, n, rng)
-        unlabelled = [i for i in ids if feature_of(state, i) is None]
+            return draw_uniform(ids, n, rng)
+        unlabelled = [i for i in ids if get_feature(state, i) is None]
         visits = {int(key): last for key, last in state.visits.items()}
-        return stratified(clusters(state, ids), n, rng, others=unlabelled, last_visit=visits)
+        return draw_stratified(group_by_feature(state, ids), n, rng, others=unlabelled, last_visit=visits)
 
     def _choose(self, state: CficState, devices: Mapping[str, Device], r: int) -> Choices:
-        """FedEPC section 5 in each cluster k, as number k + 1, from round 2 on; empty if the clusters alone decide."""
+        """Choose in each cluster k, as number k + 1, from round 2 on (FedEPC 5); empty if clusters alone decide."""
         assert self.selection is not None
         if r == 1 or self.selection in {"uniform", "stratified"}:
             return {}
-        ids = available(state, devices)
-        members = clusters(state, ids) | {NO_FEATURE: [i for i in ids if feature_of(state, i) is None]}
+        ids = find_available(state, devices)
+        members = group_by_feature(state, ids) | {NO_FEATURE: [i for i in ids if get_feature(state, i) is None]}
         sgd = self.settings.sgd
         arms = {
-            k + 1: [grouping.arm(devices[i], sgd, state.model) for i in of_cluster] for k, of_cluster in members.items()
+            k + 1: [grouping.make_arm(devices[i], sgd, state.model) for i in of_cluster]
+            for k, of_cluster in members.items()
         }
         bandits = {k + 1: state.bandits.get(str(k), ccmab.State()) for k in members}
         seed = (self.settings.seed, r)
         return choose(self.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
 
     async def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
-        """Section 6: the server step with the round's updates."""
+        """Do the server's step with the round's updates (section 6)."""
         layout = state.layout
         ids = list(updates)
-        features = [feature_of(state, i) for i in ids]
+        features = [get_feature(state, i) for i in ids]
         keys = [NO_FEATURE if feature is None else feature for feature in features]
         members = [[i for i, key in zip(ids, keys, strict=True) if key == cluster] for cluster in sorted(set(keys))]
-        mean, *of_clusters = await averages(self, fleet, updates, [ids, *members], layout)
+        mean, *of_clusters = await average_by_cluster(self, fleet, updates, [ids, *members], layout)
         moving = [average for average in of_clusters if average is not None]
         if mean is None:
             return state
@@ -228,8 +229,8 @@ class Cfic(Method[CficState]):
         h = fleet.get_tensors(state.memory)["h"].astype(np.float32) if state.memory else None
         o = self.options
         alpha, beta = (o.alpha, o.beta) if o.correction else (0.0, 0.0)
-        direction = self.direction([d.params for d in moving], [d.n_samples for d in moving], layout)
-        step = correction_step(w.params, h, mean.params, direction, alpha=alpha, beta=beta)
+        direction = self.compute_direction([d.params for d in moving], [d.n_samples for d in moving], layout)
+        step = apply_correction(w.params, h, mean.params, direction, alpha=alpha, beta=beta)
         if step.diverged:
             log.error("event=diverged the model would become non-finite; the old one is kept, h = 0")
             return msgspec.structs.replace(state, memory=None, long_rounds=0)
@@ -240,38 +241,38 @@ class Cfic(Method[CficState]):
         model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
         return msgspec.structs.replace(
             state,
-            model=put_after(fleet, state.model, model, layout),
+            model=put_successor(fleet, state.model, model, layout),
             memory=fleet.put({"h": step.h}) if o.correction else None,
             long_rounds=long_rounds,
         )
 
-    def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
-        """The clusters' mean direction, dir (section 6); `layout`: of the changes, for variants."""
-        return mean_direction(changes, sizes)
+    def compute_direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
+        """Compute the clusters' mean direction, dir (section 6); `layout`: of the changes, for variants."""
+        return compute_mean_direction(changes, sizes)
 
-    def summary(self, state: CficState) -> dict[str, Any]:
-        """History, clusters by label feature, selection counts, bundles."""
-        return super().summary(state) | {
-            "clusters": {str(key): members for key, members in clusters(state, state.described).items()}
+    def summarise(self, state: CficState) -> dict[str, Any]:
+        """Return the history, clusters by label feature, selection counts, and bundles."""
+        return super().summarise(state) | {
+            "clusters": {str(key): members for key, members in group_by_feature(state, state.described).items()}
         }
 
 
-def feature_of(state: CficState, device_id: str) -> int | None:
-    """L_k; None: not known."""
+def get_feature(state: CficState, device_id: str) -> int | None:
+    """Return the label feature L_k; None if it is not known."""
     description = state.described.get(device_id)
     return None if description is None else description.label
 
 
-def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
-    """The devices that can be drawn: those with samples."""
-    return [i for i, d in devices.items() if d.n_samples > 0 and feature_of(state, i) != NO_SAMPLES]
+def find_available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
+    """Return the devices that can be drawn: those with samples."""
+    return [i for i, d in devices.items() if d.n_samples > 0 and get_feature(state, i) != NO_SAMPLES]
 
 
-def clusters(state: CficState, ids: Collection[str]) -> dict[int, list[str]]:
-    """Section 4: the devices among `ids` with equal feature >= 0; ascending keys, members by ascending id."""
+def group_by_feature(state: CficState, ids: Collection[str]) -> dict[int, list[str]]:
+    """Group the devices among `ids` by feature >= 0 (section 4); ascending keys, members by ascending id."""
     found: dict[int, list[str]] = {}
     for i in sorted(ids):
-        feature = feature_of(state, i)
+        feature = get_feature(state, i)
         if feature is not None and feature != NO_SAMPLES:
             found.setdefault(feature, []).append(i)
     return dict(sorted(found.items()))

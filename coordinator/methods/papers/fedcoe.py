@@ -18,19 +18,19 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation import correlation
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.installation import install, next_release
+from coordinator.methods.installation import get_next_release, install
 from coordinator.methods.method import Method
-from coordinator.methods.parts.averaging import lengths
+from coordinator.methods.parts.averaging import compute_update_factors
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import insist, results, round_done, round_rng
+from coordinator.methods.rounds import finish_round, make_round_rng, run_with_retries, select_results
 from coordinator.methods.server.learning import ServerData, Trunk
 from coordinator.methods.settings import Option
-from export.gate import gate_onnx
+from export.gate import encode_gate
 from fedge.errors import ConfigError
-from fedge.models.training import torch_device
+from fedge.models.training import get_torch_device
 from fedge.steps.contract import Declined
 from fedge.steps.descriptions.route import Route, Routed
 from fedge.steps.mixture.install import Installed
@@ -49,7 +49,7 @@ DELTA: Final = 0.02  # of the profile prior, section 7
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """Sections 3 to 7. `refresh_every`: R_g, rounds; 0: the gate is never trained again."""
+    """Parameters of sections 3 to 7. `refresh_every`: R_g, rounds; 0: the gate is never trained again."""
 
     suitability_temperature: float = 0.1
     ranking: Literal["affinity", "raw"] = "affinity"
@@ -65,7 +65,7 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`preset`: as repaired in section 5, or as printed. `tau`: tau_E = tau_C, of experts and clients.
+    """The options of FedCoE. `preset`: as repaired in section 5, or as printed. `tau`: tau_E = tau_C.
 
     `n_experts`: K. `assemble`: new clients get one model of mixed parameters, or the best two experts.
     """
@@ -82,7 +82,7 @@ DEFAULT_STANDS: Final = "its default stands"
 
 
 class Diagnostics(Struct, frozen=True, kw_only=True):
-    """Of a round (section 13)."""
+    """The diagnostics of a round (section 13)."""
 
     round: int
     overlap: float
@@ -92,7 +92,7 @@ class Diagnostics(Struct, frozen=True, kw_only=True):
 
 
 class FedCoEState(ChoosingState, frozen=True, kw_only=True):
-    """`experts`: theta_Ej; `gate`: its tensors, `gate_file`: the same as ONNX; `clients`: theta_Ci after Eq. 11.
+    """The state of FedCoE. `experts`: theta_Ej; `gate`: tensors, `gate_file`: as ONNX; `clients`: theta_Ci.
 
     `common`: mean of the experts, the start of clients without their own model.
     """
@@ -122,7 +122,7 @@ class FedCoE(Method[FedCoEState]):
         "n_top": "N_top is half of the clients of a round, as in the paper; n_experts says how many experts they feed",
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
-        "dp": without_noise((Route, "shares")),
+        "dp": explain_no_noise((Route, "shares")),
         **dict.fromkeys(
             ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
             "the server weighs devices by how their models do on its own samples: take --average norm-clipped, clipped "
@@ -145,54 +145,56 @@ class FedCoE(Method[FedCoEState]):
                 "images; in a simulation a share of the global test set; a small public set of the same task will do, "
                 "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
             )
-        self.preset = self.parameters()
+        self.preset = self.make_parameters()
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
-        self.server_data = ServerData(task, *server_data, torch_device(settings.train_on))
-        self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
+        self.server_data = ServerData(task, *server_data, get_torch_device(settings.train_on))
+        self._groups = correlation.assign_classes(task.n_classes, self.options.n_experts)
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - with all of them
         """It does, for its experts and its gate."""
         return True
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """Its server runs the devices' models."""
-        return super().no_relays() or "its server asks each device's model"
+        return super().explain_no_relays() or "its server asks each device's model"
 
-    def parameters(self) -> Preset:
-        """The preset's, overridden by `tau`."""
+    def make_parameters(self) -> Preset:
+        """Return the preset's parameters, overridden by `tau`."""
         preset, tau = PRESETS[self.options.preset], self.options.tau
         return preset if tau is None else msgspec.structs.replace(preset, tau=tau)
 
     def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
-        """The state before round 1, which trains the experts from `model`."""
+        """Return the state before round 1, which trains the experts from `model`."""
         return FedCoEState(round=0, layout=layout, common=model)
 
     async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Section 5, after section 3 the first time."""
+        """Do a round of section 5, after section 3 the first time."""
         if not state.experts:
-            state = await self._pretrained(state, fleet)
+            state = await self._pretrain(state, fleet)
         before = state
-        state, asked, updates = await train_cohort(self, state, fleet, state.common, lambda i: self._order(before, i))
+        state, asked, updates = await train_cohort(
+            self, state, fleet, state.common, lambda i: self._make_order(before, i)
+        )
         if len(updates) >= self.settings.min_reports:
-            state = await self._aggregated(state, fleet, updates)
-        return round_done(state, asked, updates)
+            state = await self._aggregate(state, fleet, updates)
+        return finish_round(state, asked, updates)
 
     async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Clients install their own models; all other devices start cold."""
+        """Let clients install their own models; all other devices start cold."""
         if not state.experts:
-            state = await self._pretrained(state, fleet)
+            state = await self._pretrain(state, fleet)
         return await self.serve_late_joiners(await install(self, state, fleet, among=state.clients), fleet)
 
-    def _order(self, state: FedCoEState, device_id: str) -> Train:
-        return Train(starts=(Start(model=self.serves(state, device_id)),), sgd=self.sgd, codec=self.settings.codec)
+    def _make_order(self, state: FedCoEState, device_id: str) -> Train:
+        return Train(starts=(Start(model=self.get_model(state, device_id)),), sgd=self.sgd, codec=self.settings.codec)
 
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
-    async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+    async def _pretrain(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Train experts from one start, each on its own classes, and the gate, which learns where each is sure."""
         experts = await asyncio.to_thread(
-            self.server_data.pretrained,
+            self.server_data.pretrain,
             fleet.get(state.common, state.layout),
             self._groups,
             self.options.n_experts,
@@ -204,7 +206,7 @@ class FedCoE(Method[FedCoEState]):
         return await self._with_gate(state, fleet, experts, self.PRETRAINING_EPOCHS)
 
     def _with_experts(self, state: FedCoEState, fleet: Fleet, experts: list[Model]) -> FedCoEState:
-        (common,) = correlation.mixed(experts, np.full((1, len(experts)), 1 / len(experts)))
+        (common,) = correlation.mix_models(experts, np.full((1, len(experts)), 1 / len(experts)))
         assert common is not None
         return msgspec.structs.replace(
             state,
@@ -213,43 +215,45 @@ class FedCoE(Method[FedCoEState]):
         )
 
     async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
-        """Eq. 1 and 2, from the present gate if there is one."""
+        """Train the gate (Eq. 1 and 2), from the present one if there is one."""
         start = None if state.gate is None else fleet.get_tensors(state.gate)
-        seed = int(round_rng(self.settings, state.round).integers(2**31))
-        gate = await asyncio.to_thread(self.trained_gate, experts, start, epochs=epochs, seed=seed)
-        file = gate_onnx(gate, self.server_data.task.input_shape)
+        seed = int(make_round_rng(self.settings, state.round).integers(2**31))
+        gate = await asyncio.to_thread(self.train_gate, experts, start, epochs=epochs, seed=seed)
+        file = encode_gate(gate, self.server_data.task.input_shape)
         return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
 
-    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
-        """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: an earlier gate."""
-        s = correlation.suitability(self.server_data.scores(experts), self.preset.suitability_temperature)
-        return self.server_data.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
+    def train_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
+        """Train a gate that learns which experts are sure of a sample (Eq. 1 and 2). `start`: an earlier gate."""
+        s = correlation.compute_suitability(
+            self.server_data.compute_scores(experts), self.preset.suitability_temperature
+        )
+        return self.server_data.train_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
 
     # --------------------------------------------------------------------------------------- section 5: one round
 
-    async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
-        """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
-        factors = lengths(self, fleet, updates, state.layout)
+    async def _aggregate(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
+        """Compute scores, correlation, experts (Eq. 9), gate, and clients (Eq. 11)."""
+        factors = compute_update_factors(self, fleet, updates, state.layout)
 
-        def clients() -> Iterator[Model]:
-            """theta_Ci, one at a time: read twice, so that only one is in memory."""
-            return (self._trained(state, fleet, i, update, *factors[i]) for i, update in updates.items())
+        def iterate_clients() -> Iterator[Model]:
+            """Iterate over theta_Ci one at a time: read twice, so that only one is in memory."""
+            return (self._apply_update(state, fleet, i, update, *factors[i]) for i, update in updates.items())
 
-        a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
-        p = self._routing(state, fleet)  # Eq. 6
-        m = correlation.correlation(p, a)  # Eq. 7
-        m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
+        a = await asyncio.to_thread(lambda: self.server_data.compute_scores(iterate_clients()))  # Eq. 5
+        p = self._compute_routing(state, fleet)  # Eq. 6
+        m = correlation.compute_correlation(p, a)  # Eq. 7
+        m_e, m_c = correlation.normalise_rows(m), correlation.normalise_columns(m)  # Eq. 8
         n_top = len(updates) if self.options.n_experts == 1 else -(-len(updates) // 2)  # one expert: all (section 11)
-        selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, n_top)
-        w = correlation.expert_weights(m, selected)  # Eq. 10
-        old = self._experts(state, fleet)
-        towards = correlation.mixed(clients(), w)
+        selected = correlation.select_clients(m_c if self.preset.ranking == "affinity" else m_e, n_top)
+        w = correlation.compute_expert_weights(m, selected)  # Eq. 10
+        old = self._load_experts(state, fleet)
+        towards = correlation.mix_models(iterate_clients(), w)
         experts = [
             correlation.interpolate(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
         ]  # Eq. 9
         own = {}
-        for k, (i, client) in enumerate(zip(updates, clients(), strict=True)):
-            (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
+        for k, (i, client) in enumerate(zip(updates, iterate_clients(), strict=True)):
+            (mix,) = correlation.mix_models(experts, m_c[:, k][None, :])
             own[i] = fleet.put_model(correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
         diagnostics = self._diagnose(state.round + 1, selected, experts, p)
         state = self._with_experts(state, fleet, experts)
@@ -262,7 +266,7 @@ class FedCoE(Method[FedCoEState]):
             diagnostics=(*state.diagnostics, diagnostics),
         )
 
-    def _trained(
+    def _apply_update(
         self,
         state: FedCoEState,
         fleet: Fleet,
@@ -271,17 +275,20 @@ class FedCoE(Method[FedCoEState]):
         of_params: float,
         of_buffers: float,
     ) -> Model:
-        """theta_Ci after local training; `of_params`, `of_buffers`: factors of the change."""
-        start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
+        """Compute theta_Ci after local training; `of_params`, `of_buffers`: factors of the change."""
+        start, change = (
+            fleet.get(self.get_model(state, device_id), state.layout),
+            fleet.get(update.update, state.layout),
+        )
         params = start.params + np.float32(of_params) * change.params
         return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
 
-    def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
+    def _load_experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
         return [fleet.get(expert, state.layout) for expert in state.experts]
 
-    def _routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
+    def _compute_routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
         assert state.gate is not None
-        return self.server_data.routing(fleet.get_tensors(state.gate))
+        return self.server_data.compute_routing(fleet.get_tensors(state.gate))
 
     def _diagnose(
         self,
@@ -290,8 +297,8 @@ class FedCoE(Method[FedCoEState]):
         experts: list[Model],
         p: correlation.Array,
     ) -> Diagnostics:
-        """Overlap, spread and gate maximum; a warning where the experts have become one (section 13)."""
-        overlap, spread = correlation.overlap(selected), correlation.spread(experts)
+        """Compute overlap, spread and gate maximum; warn where the experts have become one (section 13)."""
+        overlap, spread = correlation.compute_overlap(selected), correlation.compute_spread(experts)
         gate_maximum = float(p.max(axis=1).mean())
         merged = overlap == 1 and spread < COLLAPSED_SPREAD
         collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
@@ -309,9 +316,9 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------ section 7: cold start
 
     async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """A bundle for each device without bundle and own model: it profiles its data, and gets a mix of experts."""
+        """Leave a mix of experts on each device without bundle and own model, by a profile of its data."""
         assert state.gate_file is not None
-        here = [device.id for device in (*fleet.devices(), *fleet.inference_only())]
+        here = [device.id for device in (*fleet.get_devices(), *fleet.get_inference_devices())]
         new = sorted(i for i in here if i not in state.clients and i not in state.installed)
         answers = await fleet.run("route", dict.fromkeys(new, Route(gate=state.gate_file)))
         profiles = {
@@ -324,31 +331,31 @@ class FedCoE(Method[FedCoEState]):
         profiles |= dict.fromkeys(withheld, equal)  # a device whose owner withholds the shares gets a bundle, too
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
-        orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
-        installed = results(await insist(fleet, "assemble", orders), Installed)
+        orders = {i: await self._make_bundle(state, fleet, np.array(rho)) for i, rho in profiles.items()}
+        installed = select_results(await run_with_retries(fleet, "assemble", orders), Installed)
         return msgspec.structs.replace(
             state,
             installed=dict(sorted((state.installed | installed).items())),
             profiles=dict(sorted((state.profiles | profiles).items())),
         )
 
-    async def _assembled(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
-        """Eq. 13 with the profile prior, as a bundle for ONNX Runtime."""
-        release = next_release(fleet)
+    async def _make_bundle(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
+        """Make a bundle for ONNX Runtime of Eq. 13 with the profile prior."""
+        release = get_next_release(fleet)
         rho = rho / rho.sum()
-        experts = self._experts(state, fleet)
+        experts = self._load_experts(state, fleet)
         prior = None
         if self.preset.profile_prior:
-            typical = self._routing(state, fleet).mean(axis=0)
-            prior = correlation.profile_prior(rho, typical, self._groups, DELTA)
+            typical = self._compute_routing(state, fleet).mean(axis=0)
+            prior = correlation.compute_profile_prior(rho, typical, self._groups, DELTA)
         if self.options.assemble == "parameters":
-            models, shares = [self.assembled(experts, rho)], [1.0]
+            models, shares = [self.assemble(experts, rho)], [1.0]
         else:
             best = sorted(np.argsort(-rho, kind="stable")[: self.TOP].tolist())
             models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
 
         def write() -> dict[str, bytes]:
-            return self.server_data.bundle(
+            return self.server_data.make_bundle(
                 models, shares, layout=state.layout, log_prior=prior, release=release, method=self.name
             )
 
@@ -356,21 +363,21 @@ class FedCoE(Method[FedCoEState]):
         return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
 
     @staticmethod
-    def assembled(experts: list[Model], rho: correlation.Array) -> Model:
-        """Eq. 13: theta_init = sum_j rho_j theta_Ej."""
-        (model,) = correlation.mixed(experts, rho[None, :])
+    def assemble(experts: list[Model], rho: correlation.Array) -> Model:
+        """Compute theta_init = sum_j rho_j theta_Ej (Eq. 13)."""
+        (model,) = correlation.mix_models(experts, rho[None, :])
         assert model is not None
         return model
 
     # ------------------------------------------------------------------------------------------------- what is seen
 
-    def serves(self, state: FedCoEState, device_id: str) -> BlobRef:
-        """The client's own model; without one, the mean of the experts."""
+    def get_model(self, state: FedCoEState, device_id: str) -> BlobRef:
+        """Return the client's own model; without one, the mean of the experts."""
         return state.clients.get(device_id, state.common)
 
-    def summary(self, state: FedCoEState) -> dict[str, Any]:
-        """History, diagnostics of the experts, profiles of devices that started cold, bundles."""
-        return super().summary(state) | {
+    def summarise(self, state: FedCoEState) -> dict[str, Any]:
+        """Return the history, diagnostics of the experts, profiles of devices that started cold, and bundles."""
+        return super().summarise(state) | {
             "diagnostics": msgspec.to_builtins(state.diagnostics),
             "profiles": msgspec.to_builtins(state.profiles),
         }

@@ -24,8 +24,8 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import averaged
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation import average_all
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.clustering import aidc, geometry
 from coordinator.clustering.aidc import Place
 from coordinator.clustering.find import Clustering
@@ -33,19 +33,19 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.methods.installation import install
 from coordinator.methods.method import Method
 from coordinator.methods.parts import grouping
-from coordinator.methods.parts.averaging import average, averages
-from coordinator.methods.parts.cohort import bandit_of
+from coordinator.methods.parts.averaging import average, average_by_cluster
+from coordinator.methods.parts.cohort import make_bandit_settings
 from coordinator.methods.parts.grouping import Choices, Description
 from coordinator.methods.parts.server_optimizer import apply
-from coordinator.methods.parts.unresponsive import AskingState, ask, awake
+from coordinator.methods.parts.unresponsive import AskingState, find_responsive, run_and_record
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import accepted, mean_loss, round_done, round_rng
-from coordinator.methods.server.extractor import check_samples, trained_extractor
+from coordinator.methods.rounds import compute_mean_loss, finish_round, make_round_rng, select_updates
+from coordinator.methods.server.extractor import require_samples, train_extractor
 from coordinator.methods.settings import Option
 from coordinator.selection import ccmab
-from coordinator.selection.select import choose, cohort_size, uniform
+from coordinator.selection.select import choose, compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Layout
@@ -62,7 +62,7 @@ GONE_AFTER: Final = 10  # rounds of absence after which a device has left (ours;
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section 7. `participation` of the settings is the quota rho_c.
+    """The options of section 7. `participation` of the settings is the quota rho_c.
 
     `warm_up`: R_w, shared rounds before the clusters; by default a third of all. `clustering`: of profiles; labels: of
     label features; mctc: of updates of the common model. `n_clusters`: of k-means and agglomerative; the most of mctc.
@@ -90,14 +90,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RoundLoss(Struct, frozen=True, kw_only=True):
-    """n_i-weighted mean of loss_before over a cluster's participants in a round, and the sum of their n_i."""
+    """The n_i-weighted mean of loss_before over a cluster's participants in a round, and the sum of their n_i."""
 
     loss: float
     n_samples: int
 
 
 class Cluster(Struct, frozen=True, kw_only=True):
-    """C_k with its model W_k. `losses`: of its last rounds with participants; `visited`: the last round it trained."""
+    """A cluster C_k with model W_k. `losses`: of its last trained rounds; `visited`: the last of these."""
 
     members: tuple[str, ...]
     model: BlobRef
@@ -108,7 +108,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
 
 
 class FedEpcState(AskingState, frozen=True, kw_only=True):
-    """State of a federation between two rounds.
+    """The state of a federation between two rounds.
 
     `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, if it comes from the server data.
     `n_moved`: devices that joined, left or changed since the clusters were made. `seen`: the last round in which a
@@ -141,11 +141,11 @@ class FedEpc(Method[FedEpcState]):
             ("fairness", "search"),
             "it only remade a row of fedepc.md section 8.3: benchmarks/papers/fedepc.py has it as a class",
         ),
-        "dp": without_noise((Profile, "profile"), (Train, "loss_before")),
+        "dp": explain_no_noise((Profile, "profile"), (Train, "loss_before")),
     }
 
     def set_up(self) -> None:
-        """Refuse what does not combine."""
+        """Refuse options that do not combine."""
         options, settings, (task, samples) = self.options, self.settings, self.server
         if options.extractor == "server":
             if task is None or samples is None:
@@ -153,7 +153,7 @@ class FedEpc(Method[FedEpcState]):
                     "option of the method: extractor=server needs labelled samples on the server: name them with "
                     "--server-data (an .npz or a folder of images; in a simulation a share of the global test set)"
                 )
-            check_samples(task, *samples)
+            require_samples(task, *samples)
         if options.budget is not None and self.selection != "ccmab":
             raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
         if settings.protection.masking and options.clustering == "mctc":
@@ -161,97 +161,101 @@ class FedEpc(Method[FedEpcState]):
         self._by_label = options.clustering == "labels"
         self._warm_up = settings.rounds // 3 if options.warm_up is None else min(options.warm_up, settings.rounds)
         self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=PROXIMAL_MU)
-        self._bandit = self.bandit()
+        self._bandit = self.make_bandit_settings()
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:
         """Whether the extractor is the server's."""
         return options.get("extractor") == "server"
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """With clusters of updates it needs each one."""
-        return super().no_relays() or grouping.no_relays(self.options.clustering)
+        return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
 
-    def bandit(self) -> ccmab.Settings:
-        """Of the clusters' bandits; by default there is no deadline where everybody trains."""
-        common, deadline = bandit_of(self.settings), self.options.deadline
+    def make_bandit_settings(self) -> ccmab.Settings:
+        """Return the settings of the clusters' bandits; by default no deadline where everybody trains."""
+        common, deadline = make_bandit_settings(self.settings), self.options.deadline
         if deadline != "quantile":
             common = replace(common, deadline_s=math.inf if deadline == "none" else deadline)
         return replace(common, budget_s=self.options.budget)
 
     def init(self, layout: Layout, model: BlobRef) -> FedEpcState:
-        """The state before round 1."""
+        """Return the state before round 1."""
         return FedEpcState(round=0, layout=layout, shared=model)
 
     async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """One round of section 1: warm-up, then clusters; new devices are described and placed before each."""
+        """Do one round of section 1: warm-up, then clusters; new devices are described and placed before each."""
         r = state.round + 1
         if r <= self._warm_up:
-            return await self._shared_round(self._seen(state, fleet, r), fleet, r)
-        return await self._cluster_round(await self._described(state, fleet, r), fleet, r)
+            return await self._do_shared_round(self._record_seen(state, fleet, r), fleet, r)
+        return await self._do_cluster_round(await self._update_devices(state, fleet, r), fleet, r)
 
     async def finish(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """New devices are placed, too; then every device installs the model of its cluster."""
+        """Place new devices, too; then every device installs the model of its cluster."""
         r = state.round + 1
-        state = self._seen(state, fleet, r) if r <= self._warm_up else await self._described(state, fleet, r)
+        state = (
+            self._record_seen(state, fleet, r) if r <= self._warm_up else await self._update_devices(state, fleet, r)
+        )
         return await install(self, state, fleet)
 
     @staticmethod
-    def _seen(state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        return msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.devices()), r))
+    def _record_seen(state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        return msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.get_devices()), r))
 
-    async def _described(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """4.6: forget devices that have left; describe and place those that came or changed."""
-        return await self._describe(self._without_gone(self._seen(state, fleet, r), r), fleet)
+    async def _update_devices(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """Forget devices that have left; describe and place those that came or changed (4.6)."""
+        return await self._describe(self._without_gone(self._record_seen(state, fleet, r), r), fleet)
 
     # ------------------------------------------------------------------------------------------ section 6: warm-up
 
-    async def _shared_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """All devices as one cluster, uniformly random selection, n_i-weighted mean."""
-        present = awake(state, fleet)
-        size = cohort_size(len(present), self.settings.participation)
-        cohort = uniform(list(present), size, round_rng(self.settings, r))
-        state, answers = await ask(state, fleet, "train", dict.fromkeys(cohort, self._order(state.shared)))
-        updates = accepted(answers)
+    async def _do_shared_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """Train all devices as one cluster: uniformly random selection, n_i-weighted mean."""
+        present = find_responsive(state, fleet)
+        size = compute_cohort_size(len(present), self.settings.participation)
+        cohort = draw_uniform(list(present), size, make_round_rng(self.settings, r))
+        state, answers = await run_and_record(
+            state, fleet, "train", dict.fromkeys(cohort, self._make_order(state.shared))
+        )
+        updates = select_updates(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
             shared = apply(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
-        return round_done(state, len(cohort), updates, shared=shared)
+        return finish_round(state, len(cohort), updates, shared=shared)
 
-    def _order(self, model: BlobRef, cluster: int = -1) -> Train:
+    def _make_order(self, model: BlobRef, cluster: int = -1) -> Train:
         start = Start(model=model, cluster=cluster)
         return Train(starts=(start,), sgd=self._sgd, codec=self.settings.codec, measure=cluster >= 0)
 
     # ------------------------------------------------------------------ sections 3 and 4: descriptions and clusters
 
     def _without_gone(self, state: FedEpcState, r: int) -> FedEpcState:
-        """4.6, point 2: forget devices that have left, and clusters that are empty then, with model and bandit."""
+        """Forget devices that have left, and clusters empty then, with model and bandit (4.6, point 2)."""
         gone = {i for i, seen in state.seen.items() if r - seen > GONE_AFTER}
         return msgspec.structs.replace(
             state,
             seen={i: seen for i, seen in state.seen.items() if i not in gone},
             described={i: d for i, d in state.described.items() if i not in gone},
-            clusters=without(state.clusters, gone),
+            clusters=remove_devices(state.clusters, gone),
             n_moved=state.n_moved + len(gone & state.described.keys()),
         )
 
     async def _describe(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """Devices without a description, or with more or fewer samples since, describe their data (SPRE)."""
+        """Have devices without description, or with more or fewer samples since, describe their data (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
-        due = {i: d for i, d in awake(state, fleet).items() if grouping.is_due(state.described.get(i), d)}
-        action = grouping.describing(
+        due = {i: d for i, d in find_responsive(state, fleet).items() if grouping.is_due(state.described.get(i), d)}
+        action = grouping.make_describe_action(
             self.options.clustering,
             state.extractor,
             sgd=self._sgd,
             codec=self.settings.codec,
             noise=self.options.sigma_dp,
         )
-        state, answers = await ask(state, fleet, "describe", dict.fromkeys(due, action))
-        return self._arrange(state, grouping.descriptions(answers, due, fleet, state.layout), fleet)
+        state, answers = await run_and_record(state, fleet, "describe", dict.fromkeys(due, action))
+        return self._arrange(state, grouping.read_descriptions(answers, due, fleet, state.layout), fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """W_ext, made once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
+        """Make W_ext, once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
         if state.extractor is not None:
             return state
         if self.options.extractor == "shared":
@@ -259,57 +263,57 @@ class FedEpc(Method[FedEpcState]):
         task, samples = self.server
         assert task is not None
         assert samples is not None
-        found = await asyncio.to_thread(trained_extractor, task, *samples, seed=self.settings.seed)
-        with failing_as(ConfigError, "the labelled samples of the server make no useful extractor", on=ValueError):
-            unit = aidc.class_unit(found.class_profiles)
+        found = await asyncio.to_thread(train_extractor, task, *samples, seed=self.settings.seed)
+        with raise_as(ConfigError, "the labelled samples of the server make no useful extractor", on=ValueError):
+            unit = aidc.compute_class_unit(found.class_profiles)
         extractor = fleet.put_model(found.model, state.layout)
         return msgspec.structs.replace(state, extractor=extractor, unit=unit)
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
-        """4.6: place new and changed devices; remake all clusters at first, and after many moves."""
-        described = grouping.of_one_length(state.described, new)
-        unit = state.unit or grouping.unit_of(described.values())  # None: nothing tells devices apart: one cluster
+        """Place new and changed devices; remake all clusters at first, and after many moves (4.6)."""
+        described = grouping.select_comparable(state.described, new)
+        unit = state.unit or grouping.compute_unit(described.values())  # None: nothing tells devices apart: one cluster
         strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
             described=described,
-            clusters=without(state.clusters, {*strangers, *(state.described.keys() - described.keys())}),
+            clusters=remove_devices(state.clusters, {*strangers, *(state.described.keys() - described.keys())}),
             n_moved=state.n_moved + len(strangers),
         )
         if not state.clusters or aidc.needs_reclustering(state.n_moved, len(described)):
-            return self._remade(state, unit, fleet)
+            return self._remake_clusters(state, unit, fleet)
         for stranger in strangers:
-            state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit, fleet))
+            state = msgspec.structs.replace(state, clusters=self._join_cluster(state, stranger, unit, fleet))
         return state
 
     def _is_strange(self, before: Description | None, now: Description, unit: float | None) -> bool:
-        """4.6, point 3: whether a device is new, or has changed so much that it must be placed again."""
+        """Return whether a device is new, or has changed so much that it must be placed again (4.6, point 3)."""
         if before is None or self._by_label:
             return before is None or before.label != now.label
         if now.direction is not None:  # its data changed: it may point anywhere
             return now.direction != before.direction
         return unit is not None and grouping.has_changed(before, now, unit)
 
-    def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
-        """4.6, point 4: remake all clusters; each inherits models, and the bandit of the one it overlaps most."""
+    def _remake_clusters(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
+        """Remake all clusters; each inherits models, and the bandit of the one it overlaps most (4.6, point 4)."""
         ids = list(state.described)
         o, rng = self.options, np.random.default_rng(self.settings.seed)
         described = list(state.described.values())
-        positions = grouping.clusters_of(o.clustering, described, unit, fleet, rng=rng, n_clusters=o.n_clusters)
+        positions = grouping.cluster_devices(o.clustering, described, unit, fleet, rng=rng, n_clusters=o.n_clusters)
         found = [tuple(ids[i] for i in members) for members in positions]
         heirs = aidc.inherit([cluster.members for cluster in state.clusters], found)
         clusters = tuple(
             Cluster(
                 members=members,
-                model=inherited(members, state, fleet),
+                model=inherit_model(members, state, fleet),
                 bandit=ccmab.State() if heir is None else state.clusters[heir].bandit,
             )
             for members, heir in zip(found, heirs, strict=True)
         )
         return msgspec.structs.replace(state, clusters=clusters, n_moved=0)
 
-    def _joined(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
-        """4.6, point 1: the stranger joins a cluster, which reopens, or founds one."""
+    def _join_cluster(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
+        """Let the stranger join a cluster, which reopens, or found one (4.6, point 1)."""
         spot = self._place(state, stranger, unit, fleet)
         if spot.cluster is None:
             model = state.shared if spot.nearest is None else state.clusters[spot.nearest].model
@@ -321,16 +325,16 @@ class FedEpc(Method[FedEpcState]):
         return tuple(joined if cluster is host else cluster for cluster in state.clusters)
 
     def _place(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> Place:
-        """By the NOISE rule, however the clusters were made; labels: by equal label; mctc: by the nearest mean."""
+        """Place a device by the NOISE rule, however clusters are made (labels: equal label, mctc: nearest mean)."""
         mine = state.described[stranger]
         if self._by_label:
             same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
             return Place(same[0] if same else None, None)
         if self.options.clustering == "mctc":
             ids = [i for cluster in state.clusters for i in cluster.members]
-            z = grouping.embedded((state.described[i] for i in (*ids, stranger)), fleet)
+            z = grouping.embed_directions((state.described[i] for i in (*ids, stranger)), fleet)
             means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
-            nearest = int(geometry.cosines(z[-1:], means).argmax())
+            nearest = int(geometry.compute_cosines(z[-1:], means).argmax())
             return Place(nearest, nearest)
         if unit is None:
             return Place(0, 0)
@@ -338,36 +342,36 @@ class FedEpc(Method[FedEpcState]):
 
     # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
 
-    async def _cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
-        present = awake(state, fleet)
+    async def _do_cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+        """Let each cluster that has not converged select, train and take its mean; no weights cross its border."""
+        present = find_responsive(state, fleet)
         chosen = self._select(state, present, r)
-        grouping.tell_choices(fleet, chosen)
-        orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
-        state, answers = await ask(state, fleet, "train", orders)
-        updates = accepted(answers)
+        grouping.record_choices(fleet, chosen)
+        orders = {i: self._make_order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
+        state, answers = await run_and_record(state, fleet, "train", orders)
+        updates = select_updates(answers)
         members = [[i for i in selection.ids if i in updates] for selection, _ in chosen.values()]
-        means = await averages(self, fleet, updates, members, state.layout, alike=True)  # (15)
+        means = await average_by_cluster(self, fleet, updates, members, state.layout, alike=True)  # (15)
         clusters = list(state.clusters)
         for (k, (selection, bandit)), mean in zip(chosen.items(), means, strict=True):
             own = [updates[i] for i in selection.ids if i in updates]
             cluster = msgspec.structs.replace(
                 clusters[k],
-                bandit=grouping.observed(bandit, selection, answers),
+                bandit=grouping.update_bandit(bandit, selection, answers),
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
                 model = apply(cluster.model, mean, state.layout, fleet)
-                losses = (*cluster.losses, *round_loss(own))[-2 * WINDOW :]
+                losses = (*cluster.losses, *compute_round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
             clusters[k] = cluster
-        return round_done(state, len(orders), updates, clusters=tuple(clusters))
+        return finish_round(state, len(orders), updates, clusters=tuple(clusters))
 
     def _select(self, state: FedEpcState, present: Mapping[str, Device], r: int) -> Choices:
-        """Section 5 in each open cluster, by number; every cluster has its own random numbers."""
+        """Select devices in each open cluster, by number (section 5); every cluster has its own random numbers."""
         arms = {
-            k: [grouping.arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
+            k: [grouping.make_arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }
@@ -383,45 +387,45 @@ class FedEpc(Method[FedEpcState]):
 
     # --------------------------------------------------------------------------------------------------- what it serves
 
-    def serves(self, state: FedEpcState, device_id: str) -> BlobRef:
-        """The model of the device's cluster; the warm-up's for a stranger, or before there are clusters."""
+    def get_model(self, state: FedEpcState, device_id: str) -> BlobRef:
+        """Return the model of the device's cluster; the warm-up's for a stranger, or before there are clusters."""
         return next((c.model for c in state.clusters if device_id in c.members), state.shared)
 
-    def summary(self, state: FedEpcState) -> dict[str, Any]:
-        """History, clusters, which of them have converged, selection counts, bundles."""
-        return super().summary(state) | {
+    def summarise(self, state: FedEpcState) -> dict[str, Any]:
+        """Return the history, clusters, which of them have converged, selection counts, and bundles."""
+        return super().summarise(state) | {
             "split": len(state.clusters) > 1,
             "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
             "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],
         }
 
 
-def without(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:
-    """The clusters without some devices; an empty one is deleted."""
+def remove_devices(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:
+    """Return the clusters without some devices; an empty one is deleted."""
     left = (
         msgspec.structs.replace(c, members=tuple(i for i in c.members if i not in ids)) if ids else c for c in clusters
     )
     return tuple(c for c in left if c.members)
 
 
-def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobRef:
-    """4.6, point 4: mean over members of their previous cluster's model, one term per member; else the shared one."""
+def inherit_model(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobRef:
+    """Average the models of the members' last clusters, one term per member; else the shared one (4.6, point 4)."""
     terms = Counter(cluster.model for cluster in state.clusters for i in members if i in cluster.members)
     if not terms:
         return state.shared
     models = (fleet.get(model, state.layout) for model in terms)
-    return fleet.put_model(averaged(models, list(terms.values()), state.layout).as_model(), state.layout)
+    return fleet.put_model(average_all(models, list(terms.values()), state.layout).to_model(), state.layout)
 
 
-def round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:
-    """n_i-weighted mean of loss_before over the devices that report it; empty if none does."""
-    told = [u for u in updates if u.loss_before is not None]
-    loss = mean_loss(told)
-    return () if loss is None else (RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in told)),)
+def compute_round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:
+    """Compute the n_i-weighted mean of loss_before over devices that report it; empty if none does."""
+    measured = [u for u in updates if u.loss_before is not None]
+    loss = compute_mean_loss(measured)
+    return () if loss is None else (RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in measured)),)
 
 
 def has_converged(losses: Sequence[RoundLoss]) -> bool:
-    """Section 6: the mean loss over the last 5 rounds is less than 0.1 % below that of the 5 rounds before.
+    """Return whether the mean loss of the last 5 rounds is less than 0.1 % below that of the 5 before (section 6).
 
     `losses`: of rounds with participants, oldest first; fewer than 10 are too few to tell.
     """

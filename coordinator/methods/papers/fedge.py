@@ -21,28 +21,28 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct
 
-from coordinator.aggregation.pooled import trial_statistic, wants_split
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.pooled import compute_trial_statistic, wants_split
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.clustering import find as clustering
 from coordinator.clustering import geometry
 from coordinator.clustering.find import Clustering, Directions, find_clusters
 from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.versions import put_after
+from coordinator.fleet.versions import put_successor
 from coordinator.methods.installation import equip, install
-from coordinator.methods.papers.fedge_experts import looked_up, offered, starts
-from coordinator.methods.papers.fedge_groups import Members, by_group, profile
+from coordinator.methods.papers.fedge_experts import find_primaries, list_offered_experts, list_starts
+from coordinator.methods.papers.fedge_groups import Members, cluster_by_group, profile_devices
 from coordinator.methods.papers.fedge_mixture import Mixtures
 from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.parts import grouping
-from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
-from coordinator.methods.parts.averaging import FRESH, average, averages
-from coordinator.methods.parts.cohort import bandit_of
+from coordinator.methods.parts.asynchronous import ONE_BY_ONE, fill_buffer
+from coordinator.methods.parts.averaging import FRESH, average, average_by_cluster
+from coordinator.methods.parts.cohort import make_bandit_settings
 from coordinator.methods.parts.grouping import Choices
-from coordinator.methods.parts.server_optimizer import ServerModel, stepped
-from coordinator.methods.parts.unresponsive import ask, awake
+from coordinator.methods.parts.server_optimizer import ServerModel, step_server
+from coordinator.methods.parts.unresponsive import find_responsive, run_and_record
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import accepted, owner, results, round_done, round_rng
-from coordinator.selection.select import choose, cohort_size, uniform
+from coordinator.methods.rounds import finish_round, get_owner, make_round_rng, select_results, select_updates
+from coordinator.selection.select import choose, compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals
@@ -66,7 +66,7 @@ CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`mode` shift: for devices whose class shares drift (section 15.6); all install one model, without a mixture.
+    """The options of fedge. `mode` shift: for drifting class shares (15.6); all install one model, no mixture.
 
     `split` overrides the trial: never: no experts; always: experts whenever there is more than one cluster.
     `clustering` makes the experts: of the updates; aidc: of the groups; labels: of label features (CFIC section 3).
@@ -109,7 +109,7 @@ class Fedge(Mixtures):
             ),
             ABLATION,
         ),
-        "dp": without_noise(
+        "dp": explain_no_noise(
             (Profile, "profile"),
             (Trial, "delta"),
             (FitCandidates, "losses"),
@@ -119,14 +119,14 @@ class Fedge(Mixtures):
     }
 
     def set_up(self) -> None:
-        """Refuse what does not combine."""
+        """Refuse options that do not combine."""
         if self.settings.fine_tune and self.options.mode == "mixture":
             raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
         if self.options.buffer and self.settings.options.get("selection", "uniform") != "uniform":
             raise ConfigError(
                 "with buffer nobody is chosen for a round: devices that are idle are drawn; leave out selection"
             )
-        self._bandit = bandit_of(self.settings)
+        self._bandit = make_bandit_settings(self.settings)
 
     @classmethod
     def without_profile(cls, options: Any) -> str:
@@ -135,35 +135,37 @@ class Fedge(Mixtures):
             return super().without_profile(options)
         return "all form one group when it is chosen who trains; experts come from their updates, as always"
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """An asynchronous run takes answers one by one."""
-        return super().no_relays() or (ONE_BY_ONE if self.options.buffer else "")
+        return super().explain_no_relays() or (ONE_BY_ONE if self.options.buffer else "")
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
-        """The state before round 1."""
+        """Return the state before round 1."""
         return FedgeState(round=0, layout=layout, initial_model=model, shared=ServerModel(model=model))
 
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Steps 1 to 3."""
+        """Do steps 1 to 3 of section 1."""
         r = state.round + 1
         if self.options.buffer and not self._trial - CLUSTERING < r <= self._trial:
-            return await self._stepped(state, fleet, r)
+            return await self._do_server_step(state, fleet, r)
         if r > WARM_UP and not self.options.buffer:
-            state = await profile(state, fleet)
-        present = awake(state, fleet)
-        tries, panel = not state.experts and r == self._trial, self._panel(present)
+            state = await profile_devices(state, fleet)
+        present = find_responsive(state, fleet)
+        tries, panel = not state.experts and r == self._trial, self._select_panel(present)
         choices = {} if tries else self._select(state, present, r)
-        grouping.tell_choices(fleet, choices)
-        cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
-        orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
-        state, answers = await ask(state, fleet, "train", orders)
-        updates = accepted(answers)
-        bandits = dict(enumerate(state.bandits)) | grouping.bandits_after(choices, answers)
+        grouping.record_choices(fleet, choices)
+        cohort = (
+            panel if tries or self.options.buffer or r <= WARM_UP else self._select_cohort(state, choices, present, r)
+        )
+        orders = {i: self._make_order(state, i, r, measure=bool(choices)) for i in cohort}
+        state, answers = await run_and_record(state, fleet, "train", orders)
+        updates = select_updates(answers)
+        bandits = dict(enumerate(state.bandits)) | grouping.update_bandits(choices, answers)
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
-        state = await self._moved(state, updates, fleet, panel if set(panel) <= set(cohort) else ())
+        state = await self._apply_updates(state, updates, fleet, panel if set(panel) <= set(cohort) else ())
         if tries:
             state = await self._split(state, fleet, r)
-        return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
+        return finish_round(state, len(cohort), updates, primary=state.primary | find_primaries(state, updates, r))
 
     def recluster(self, state: FedgeState) -> FedgeState | None:
         """Remake profiles and groups with the present model; not after the split, since experts belong to clusters."""
@@ -172,27 +174,27 @@ class Fedge(Mixtures):
         return msgspec.structs.replace(state, extractor=None, profiles={}, groups=(), bandits=(), n_moved=0)
 
     async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Steps 4 to 8."""
+        """Do steps 4 to 8 of section 1."""
         if self.options.mode == "shift":
             return await install(self, state, fleet)
         r = state.round + 1
         state = await self.personalise(state, fleet, r)
-        return msgspec.structs.replace(await self._equipped(state, fleet), round=r)
+        return msgspec.structs.replace(await self._equip(state, fleet), round=r)
 
-    async def _stepped(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Section 4.2: a step of the server with the next updates, before or after the split."""
+    async def _do_server_step(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Do a step of the server with the next updates, before or after the split (section 4.2)."""
 
-        def order(device_id: str) -> Train:
-            return self._order(state, device_id, r, measure=False)
+        def make_order(device_id: str) -> Train:
+            return self._make_order(state, device_id, r, measure=False)
 
-        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, order)
+        buffer = await fill_buffer(self, state, fleet, state.seen, self.options.buffer, make_order)
         updates = buffer.updates
-        state = await self._moved(
+        state = await self._apply_updates(
             msgspec.structs.replace(state, seen=buffer.seen), updates, fleet, (), buffer.discounts
         )
-        return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
+        return finish_round(state, buffer.asked, updates, primary=state.primary | find_primaries(state, updates, r))
 
-    async def _moved(
+    async def _apply_updates(
         self,
         state: FedgeState,
         updates: Mapping[str, Trained],
@@ -200,7 +202,7 @@ class Fedge(Mixtures):
         panel: Collection[str],
         discounts: Mapping[str, float] = FRESH,
     ) -> FedgeState:
-        """The state with models moved by the updates, if they are enough."""
+        """Return the state with models moved by the updates, if they are enough."""
         if len(updates) < self.settings.min_reports:
             return state
         if state.experts:
@@ -209,19 +211,19 @@ class Fedge(Mixtures):
 
     @property
     def _trial(self) -> int:
-        """R_w, the round of the trial."""
+        """The round of the trial, R_w."""
         found: int = round(self.options.rho * self.settings.rounds)
         return found
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
-        """FedEPC section 5 in each group; empty before there are groups, or with uniform selection."""
+        """Select in each group as FedEPC section 5; empty before there are groups, or with uniform selection."""
         assert self.selection is not None
         if self.selection == "uniform":
             return {}
         return choose(
             self.selection,
             {
-                k: [grouping.arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
+                k: [grouping.make_arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
                 for k, group in enumerate(state.groups)
             },
             dict(enumerate(state.bandits)),
@@ -230,15 +232,15 @@ class Fedge(Mixtures):
             last_visit={k: bandit.selections for k, bandit in enumerate(state.bandits)},
         )
 
-    def _panel(self, present: Collection[str]) -> list[str]:
-        """All present devices; if there are more than `PANEL`, that many, the same in every round (section 4)."""
+    def _select_panel(self, present: Collection[str]) -> list[str]:
+        """Return all present devices; of more than `PANEL` that many, the same in every round (section 4)."""
         if len(present) <= PANEL:
             return list(present)
         lots = {i: hashlib.sha256(f"{self.settings.seed}.{i}".encode()).digest() for i in present}
         return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
 
-    def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
-        """The chosen devices; without a choice, a draw within each group; all before there are groups.
+    def _select_cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
+        """Return the chosen devices; without a choice, a draw within each group; all before there are groups.
 
         Devices whose owners withhold profiles are in no group: they form their own, which is always drawn from.
         """
@@ -246,54 +248,56 @@ class Fedge(Mixtures):
         others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
         if not choices and not state.groups:
             return list(present)
-        rng, share = round_rng(self.settings, r), self.settings.participation
+        rng, share = make_round_rng(self.settings, r), self.settings.participation
         if choices:
-            return sorted([*grouping.chosen(choices), *uniform(others, cohort_size(len(others), share), rng)])
+            return sorted(
+                [*grouping.list_chosen(choices), *draw_uniform(others, compute_cohort_size(len(others), share), rng)]
+            )
         groups = [others, *([i for i in group if i in present] for group in state.groups)]
-        return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
+        return sorted(i for group in groups for i in draw_uniform(group, compute_cohort_size(len(group), share), rng))
 
-    def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
-        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4."""
+    def _make_order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
+        """Make a device's order; who trained before keeps the initial model, for step 4. `measure`: for bandits."""
         goes_on = self.options.mode == "mixture" and device_id in state.participations
         return Train(
-            starts=starts(state, device_id, r),
+            starts=list_starts(state, device_id, r),
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             initial=state.initial_model if goes_on else None,
-            class_means=self._class_means(state.layout, r) or UNSET,
+            class_means=self._get_class_means(state.layout, r) or UNSET,
             measure=measure,
         )
 
-    def _class_means(self, layout: Layout, r: int) -> float:
-        """Lambda of section 4.1. The model of the first round knows nothing: its features draw nobody anywhere."""
+    def _get_class_means(self, layout: Layout, r: int) -> float:
+        """Return lambda of section 4.1; 0 in the first round, when features draw nobody anywhere."""
         if r <= 1 or all(info.layer != "head" for info in layout.tensors):
             return 0.0
         asked: float | None = self.options.class_means
         if asked is not None:
             return asked
-        convolutions = any(len(info.shape) > 2 for info in layout.of_kind("param"))
-        return CLASS_MEANS if convolutions and not layout.of_kind("buffer") else 0.0
+        convolutions = any(len(info.shape) > 2 for info in layout.select_kind("param"))
+        return CLASS_MEANS if convolutions and not layout.select_kind("buffer") else 0.0
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Section 5: clusters of the mean unit updates; experts if the trial or the option `split` decides so."""
+        """Cluster the mean unit updates; make experts if the trial or the option `split` decides so (section 5)."""
         if state.directions is None:
             return state
         directions = dict(sorted(fleet.get_tensors(state.directions).items()))
-        ids, z = tuple(directions), geometry.embedding(np.stack(list(directions.values())))
+        ids, z = tuple(directions), geometry.compute_embedding(np.stack(list(directions.values())))
         how = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
         seen = Directions(vectors=z, n_clusters=MAX_CLUSTERS)
-        found = find_clusters(how, seen, rng=round_rng(self.settings, r))
+        found = find_clusters(how, seen, rng=make_round_rng(self.settings, r))
         tau, separability = found.tau or 0.0, found.separability or 0.0
         clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
         if self.options.clustering == "aidc":
-            state, clusters = await by_group(state, fleet, ids)
+            state, clusters = await cluster_by_group(state, fleet, ids)
         elif self.options.clustering == "labels":
-            state, clusters = await by_label(state, fleet, ids)
+            state, clusters = await cluster_by_label(state, fleet, ids)
         deltas: dict[str, float] = {}
         if len(clusters) > 1:
-            state, deltas = await try_clusters(self, state, fleet, clusters)
-        statistic = trial_statistic(list(deltas.values()))
-        splits = len(clusters) > 1 and self.splits(statistic, separability, len(ids))
+            state, deltas = await run_trial(self, state, fleet, clusters)
+        statistic = compute_trial_statistic(list(deltas.values()))
+        splits = len(clusters) > 1 and self.should_split(statistic, separability, len(ids))
         trial = TrialOutcome(
             ids=ids,
             clusters=clusters,
@@ -302,48 +306,48 @@ class Fedge(Mixtures):
             statistic=statistic,
             deltas=deltas,
             split=splits,
-            places=tuple((x, y) for x, y in np.round(geometry.plane(z), 4).tolist()),
+            places=tuple((x, y) for x, y in np.round(geometry.project_to_plane(z), 4).tolist()),
         )
         experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
-    def gamma(self, discounts: Collection[float]) -> float:
-        """The option's momentum, reduced with discounted updates (section 4.2)."""
+    def compute_gamma(self, discounts: Collection[float]) -> float:
+        """Return the option's momentum, reduced with discounted updates (section 4.2)."""
         return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
 
-    def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
-        """Section 5, step 5, unless the option `split` decides."""
+    def should_split(self, statistic: float | None, separability: float, n_devices: int) -> bool:
+        """Return whether the trial speaks for a split, unless the option `split` decides (section 5, step 5)."""
         if self.options.split == "trial":
             return wants_split(statistic, separability, n_devices)
         return bool(self.options.split == "always")
 
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """A mixture for each late joiner; the global model if it does not train."""
+        """Leave a mixture on each late joiner; the global model if it does not train."""
         if state.pool is not None:
             state = await self.admit(state, fleet, state.pool)
-        return await self._equipped(state, fleet)
+        return await self._equip(state, fleet)
 
-    async def _equipped(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
-        return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.inference_only()})
+    async def _equip(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Install the global model on devices that do not train: they have no labels to choose by (section 12)."""
+        return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.get_inference_devices()})
 
     # ------------------------------------------------------------------------------------------------ what is seen
 
-    def for_anybody(self, state: FedgeState) -> BlobRef:
-        """The global model, which needs no labels to choose by (section 12)."""
+    def get_default_model(self, state: FedgeState) -> BlobRef:
+        """Return the global model, which needs no labels to choose by (section 12)."""
         return state.shared.model
 
-    def serves(self, state: FedgeState, device_id: str) -> BlobRef:
-        """The device's primary expert, or the global model."""
+    def get_model(self, state: FedgeState, device_id: str) -> BlobRef:
+        """Return the device's primary expert, or the global model."""
         if not state.experts:
             return state.shared.model
         primary = state.primary.get(device_id)
-        return state.experts[primary.cluster].model if primary else offered(state, device_id)[0].model
+        return state.experts[primary.cluster].model if primary else list_offered_experts(state, device_id)[0].model
 
-    def summary(self, state: FedgeState) -> dict[str, Any]:
-        """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
+    def summarise(self, state: FedgeState) -> dict[str, Any]:
+        """Return history, groups, clusters, the trial, selection counts, what was pooled, and bundles."""
         trial = msgspec.to_builtins(state.trial) if state.trial else None
-        return super().summary(state) | {
+        return super().summarise(state) | {
             "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
             "trial": trial,
             "split": bool(state.experts),
@@ -366,7 +370,7 @@ async def train_shared(
     panel: Collection[str],
     discounts: Mapping[str, float] = FRESH,
 ) -> FedgeState:
-    """Section 4: w moves by the weighted mean of the updates with momentum.
+    """Move w by the weighted mean of the updates with momentum (section 4).
 
     Before the trial, the directions and last changes of the `panel` are kept, but only from rounds that asked all of
     it. In other rounds a device's direction depends as much on the round and its cohort as on the device.
@@ -374,12 +378,12 @@ async def train_shared(
     seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
-    def note(device_id: str, direction: geometry.Vectors) -> None:
+    def record_direction(device_id: str, direction: geometry.Vectors) -> None:
         before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
         directions[device_id] = (before + direction).astype(np.float32)  # the sum of its unit updates (section 4)
 
-    mean = await average(method, fleet, updates, state.layout, note=note, whose=seen, discounts=discounts)
-    shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.gamma(discounts.values()))
+    mean = await average(method, fleet, updates, state.layout, note=record_direction, whose=seen, discounts=discounts)
+    shared = step_server(state.shared, mean, state.layout, fleet, gamma=method.compute_gamma(discounts.values()))
     if not seen:
         return msgspec.structs.replace(state, shared=shared)
     last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items() if i in seen}
@@ -389,27 +393,31 @@ async def train_shared(
 # -------------------------------------------------------------------------------------- step 3: trial and split
 
 
-async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str]) -> tuple[FedgeState, Members]:
-    """Clusters of devices with equal label feature (CFIC section 3)."""
-    asked = dict.fromkeys((i for i in awake(state, fleet) if i in ids), DescribeLabels())
-    state, answers = await ask(state, fleet, "labels", asked)
-    psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
+async def cluster_by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str]) -> tuple[FedgeState, Members]:
+    """Cluster devices by equal label feature (CFIC section 3)."""
+    asked = dict.fromkeys((i for i in find_responsive(state, fleet) if i in ids), DescribeLabels())
+    state, answers = await run_and_record(state, fleet, "labels", asked)
+    psi = {i: result.feature for i, result in select_results(answers, LabelsDescribed).items()}
     found = clustering.by_label([psi.get(i, -1) for i in ids])
     return state, tuple(tuple(ids[i] for i in members) for members in found)
 
 
-async def try_clusters(
+async def run_trial(
     method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]
 ) -> tuple[FedgeState, dict[str, float]]:
-    """Section 5, steps 3 and 4: make G and each E_k from the last changes; each device compares G with its E_k."""
+    """Make G and each E_k from the last changes; each device compares G with its E_k (section 5, steps 3, 4)."""
     w = fleet.get(state.shared.model, state.layout)
-    means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
+    means = await average_by_cluster(method, fleet, state.last, [state.last, *clusters], state.layout)
     old = state.shared.model
-    models = [put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means]
+    models = [put_successor(fleet, old, mean.add_to(w), state.layout) if mean is not None else old for mean in means]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
-    trials = {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet) if i in first}
-    state, answers = await ask(state, fleet, "trial", trials)
-    return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
+    trials = {
+        i: Trial(global_model=models[0], expert=models[1 + first[i]])
+        for i in find_responsive(state, fleet)
+        if i in first
+    }
+    state, answers = await run_and_record(state, fleet, "trial", trials)
+    return state, {i: tried.delta for i, tried in select_results(answers, Tried).items() if tried.delta is not None}
 
 
 async def train_experts(
@@ -419,16 +427,16 @@ async def train_experts(
     fleet: Fleet,
     discounts: Mapping[str, float] = FRESH,
 ) -> FedgeState:
-    """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
+    """Move every expert by its members' changes from their own starts, after a split; w stays (section 5)."""
     assert state.trial is not None
-    members = [[i for i in updates if owner(i) in cluster] for cluster in state.trial.clusters]
-    means = await averages(method, fleet, updates, members, state.layout, discounts=discounts)
+    members = [[i for i in updates if get_owner(i) in cluster] for cluster in state.trial.clusters]
+    means = await average_by_cluster(method, fleet, updates, members, state.layout, discounts=discounts)
     if discounts:  # section 4.2: an expert moves by the share of its members that have answered
         shares = [min(1.0, len(own) / len(cluster)) for own, cluster in zip(members, state.trial.clusters, strict=True)]
         means = tuple(mean and replace(mean, params=s * mean.params) for s, mean in zip(shares, means, strict=True))
-    gammas = [method.gamma([discounts[i] for i in own if i in discounts]) for own in members]
+    gammas = [method.compute_gamma([discounts[i] for i in own if i in discounts]) for own in members]
     experts = tuple(
-        stepped(expert, mean, state.layout, fleet, gamma=gamma)
+        step_server(expert, mean, state.layout, fleet, gamma=gamma)
         for expert, mean, gamma in zip(state.experts, means, gammas, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)

@@ -13,7 +13,7 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.grouping import ONE_GROUP, Description
-from coordinator.methods.parts.unresponsive import ask, awake
+from coordinator.methods.parts.unresponsive import find_responsive, run_and_record
 from coordinator.selection import ccmab
 from coordinator.store.records import Device
 from fedge.steps.descriptions.profile import Profile
@@ -21,27 +21,29 @@ from fedge.steps.descriptions.profile import Profile
 log = logging.getLogger("fedge.method")
 
 
-async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
+async def profile_devices(state: FedgeState, fleet: Fleet) -> FedgeState:
     """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
     extractor = state.extractor or state.shared.model
-    due = {i: device for i, device in awake(state, fleet).items() if is_outdated(state.profiles.get(i), device)}
-    state, answers = await ask(state, fleet, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
-    new = grouping.descriptions(answers, due, fleet, state.layout)
+    due = {
+        i: device for i, device in find_responsive(state, fleet).items() if is_outdated(state.profiles.get(i), device)
+    }
+    state, answers = await run_and_record(state, fleet, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
+    new = grouping.read_descriptions(answers, due, fleet, state.layout)
     state = msgspec.structs.replace(state, extractor=extractor)
-    return group(state, new) if new else state
+    return group_devices(state, new) if new else state
 
 
 def is_outdated(profiled: Description | None, device: Device) -> bool:
-    """Whether to profile a device: as `grouping.is_due`, and where the distribution of its samples has changed."""
+    """Return whether to profile a device: as `grouping.is_due`, or where its samples' distribution has changed."""
     return grouping.is_due(profiled, device) or (device.drift and device.n_samples > 0)
 
 
-def group(state: FedgeState, new: dict[str, Description]) -> FedgeState:
-    """FedEPC sections 4.4 and 4.6: place new and changed devices; after many of them, remake all groups."""
-    profiled = grouping.of_one_length(state.profiles, new)
+def group_devices(state: FedgeState, new: dict[str, Description]) -> FedgeState:
+    """Place new and changed devices; after many of them, remake all groups (FedEPC sections 4.4 and 4.6)."""
+    profiled = grouping.select_comparable(state.profiles, new)
     state = without(state, state.profiles.keys() - profiled.keys())
     before, state = state.profiles, msgspec.structs.replace(state, profiles=profiled)
-    unit = grouping.unit_of(profiled.values())
+    unit = grouping.compute_unit(profiled.values())
     if unit is None:
         log.warning(ONE_GROUP)
         return with_groups(state, (tuple(profiled),))
@@ -49,10 +51,10 @@ def group(state: FedgeState, new: dict[str, Description]) -> FedgeState:
     state = without(state, moved)
     if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
         ids = list(profiled)
-        found = aidc.aidc(grouping.vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0))
+        found = aidc.aidc(grouping.stack_profiles(profiled.values()), unit=unit, rng=np.random.default_rng(0))
         return with_groups(state, tuple(tuple(ids[i] for i in members) for members in found))
     for device_id in moved:
-        state = placed(state, device_id, unit)
+        state = place_stranger(state, device_id, unit)
     return state
 
 
@@ -67,8 +69,8 @@ def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
     )
 
 
-def placed(state: FedgeState, stranger: str, unit: float) -> FedgeState:
-    """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
+def place_stranger(state: FedgeState, stranger: str, unit: float) -> FedgeState:
+    """Let a stranger join the nearest group, or found one (FedEPC section 4.6, point 1)."""
     k = grouping.place(stranger, state.profiles, state.groups, unit).cluster
     if k is None:
         return msgspec.structs.replace(
@@ -79,7 +81,7 @@ def placed(state: FedgeState, stranger: str, unit: float) -> FedgeState:
 
 
 def with_groups(state: FedgeState, groups: tuple[tuple[str, ...], ...]) -> FedgeState:
-    """New groups; each inherits the bandit of the group it overlaps most."""
+    """Return the state with new groups; each inherits the bandit of the group it overlaps most."""
     heirs = aidc.inherit(state.groups, groups)
     bandits = tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs)
     return msgspec.structs.replace(state, groups=groups, bandits=bandits, n_moved=0)
@@ -88,22 +90,24 @@ def with_groups(state: FedgeState, groups: tuple[tuple[str, ...], ...]) -> Fedge
 Members = tuple[tuple[str, ...], ...]
 
 
-async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str]) -> tuple[FedgeState, Members]:
-    """The AIDC groups as clusters of the devices `ids`; without groups, devices are profiled first."""
-    state = state if state.groups else await profile(state, fleet)
+async def cluster_by_group(state: FedgeState, fleet: Fleet, ids: Collection[str]) -> tuple[FedgeState, Members]:
+    """Make clusters of the devices `ids` from the AIDC groups; without groups, devices are profiled first."""
+    state = state if state.groups else await profile_devices(state, fleet)
     clusters = (tuple(i for i in group if i in ids) for group in state.groups)
     return state, tuple(cluster for cluster in clusters if cluster)
 
 
-async def seen_anew(state: FedgeState, fleet: Fleet) -> FedgeState:
+async def profile_drifting(state: FedgeState, fleet: Fleet) -> FedgeState:
     """Profile drifting devices: they are placed in a group again, and may choose among all experts."""
-    drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
+    drifting = {device.id: device for device in fleet.get_devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
-    state, answers = await ask(state, fleet, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
-    new = grouping.descriptions(answers, drifting, fleet, state.layout)
+    state, answers = await run_and_record(
+        state, fleet, "profile", dict.fromkeys(drifting, Profile(extractor=extractor))
+    )
+    new = grouping.read_descriptions(answers, drifting, fleet, state.layout)
     if not new:
         return state
-    state = group(msgspec.structs.replace(state, extractor=extractor), new)
+    state = group_devices(msgspec.structs.replace(state, extractor=extractor), new)
     if state.trial is None:
         return state
     clusters = tuple(tuple(i for i in members if i not in new) for members in state.trial.clusters)

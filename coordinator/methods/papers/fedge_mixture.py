@@ -12,17 +12,17 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from coordinator.aggregation.pooled import pooled_choice, pooled_weights
+from coordinator.aggregation.pooled import choose_pooled, pool_weights
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.method import Method
-from coordinator.methods.papers.fedge_experts import offered
-from coordinator.methods.papers.fedge_groups import seen_anew
-from coordinator.methods.papers.fedge_state import FedgeState, Pool
-from coordinator.methods.parts.unresponsive import ask, awake
-from coordinator.methods.rounds import results, round_rng, steps_alone
-from coordinator.selection.select import cohort_size, uniform
+from coordinator.methods.papers.fedge_experts import list_offered_experts
+from coordinator.methods.papers.fedge_groups import profile_drifting
+from coordinator.methods.papers.fedge_state import FedgeState, PooledSettings
+from coordinator.methods.parts.unresponsive import find_responsive, run_and_record
+from coordinator.methods.rounds import count_steps_alone, make_round_rng, select_results
+from coordinator.selection.select import compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
-from fedge.bundle.calibration import BETAS, grid
+from fedge.bundle.calibration import BETAS, make_grid
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
@@ -50,20 +50,20 @@ class Mixtures(Method[FedgeState]):
 
         Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
         """
-        asked = awake(state, fleet).keys() | state.participations.keys()
-        devices = {device.id: device for device in fleet.devices() if device.id in asked}
-        pilots = self._pilots(list(devices), r)
-        fits = {i: self.fit(state, device, local=i in pilots) for i, device in devices.items()}
-        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
-        fitted = results(answers, CandidatesFitted)
+        asked = find_responsive(state, fleet).keys() | state.participations.keys()
+        devices = {device.id: device for device in fleet.get_devices() if device.id in asked}
+        pilots = self._draw_pilots(list(devices), r)
+        fits = {i: self.make_fit_order(state, device, local=i in pilots) for i, device in devices.items()}
+        state, answers = await run_and_record(state, fleet, "candidates", fits, insisting=True)
+        fitted = select_results(answers, CandidatesFitted)
         if not fitted:
             return state
-        told = {role for fit in fitted.values() for role in fit.losses} or {Role.PRIVATE, Role.GLOBAL}
-        roles: list[Role] = sorted(told, key=list(Role).index)
+        used = {role for fit in fitted.values() for role in fit.losses} or {Role.PRIVATE, Role.GLOBAL}
+        roles: list[Role] = sorted(used, key=list(Role).index)
         n_validation = sum(fit.n_validation for fit in fitted.values() if fit.losses)
         pooling = n_validation >= ENOUGH_VALIDATION
         calibration = {role: self.calibrate(role, fitted.values(), pooling=pooling) for role in roles}
-        mixed = self.mixed(roles)
+        mixed = self.select_mixed(roles)
         weighing = pooling and len(mixed) > 1
 
         # Section 8: u without and with the local model, moved twice to the mean of the devices' weights. Only devices
@@ -72,10 +72,12 @@ class Mixtures(Method[FedgeState]):
         pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
         for turn in self.WEIGHT_TURNS if weighing else ():
             order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-            state, answers = await ask(state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive})
-            weighed = results(answers, WeightsFitted)
+            state, answers = await run_and_record(
+                state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive}
+            )
+            weighed = select_results(answers, WeightsFitted)
             pooled = tuple(
-                pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
+                pool_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
                 for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
             )
 
@@ -84,45 +86,51 @@ class Mixtures(Method[FedgeState]):
         if weighing:
             energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
             present = {i: energy for i in fitted if i not in state.unresponsive}
-            state, answers = await ask(state, fleet, "energy", present)
-            measured = results(answers, EnergyFitted)
+            state, answers = await run_and_record(state, fleet, "energy", present)
+            measured = select_results(answers, EnergyFitted)
         piloted = [m for i, m in measured.items() if i in pilots]
         local = self.takes_local(mixed, piloted)
-        beta = self.beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
+        beta = self.choose_beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
 
-        pool = Pool(calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation)
+        pool = PooledSettings(
+            calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation
+        )
         if pool.local and (late := [i for i in fitted if i not in pilots]):
-            state, _ = await ask(state, fleet, "local", {i: self.fit(state, devices[i], local=True) for i in late})
-        finish = {i: self.mixture(pool, fit) for i, fit in fitted.items()}
-        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
-        return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
+            state, _ = await run_and_record(
+                state, fleet, "local", {i: self.make_fit_order(state, devices[i], local=True) for i in late}
+            )
+        finish = {i: self.make_mixture_order(pool, fit) for i, fit in fitted.items()}
+        state, answers = await run_and_record(state, fleet, "gate", finish, insisting=True)
+        return msgspec.structs.replace(state, pool=pool, installed=select_results(answers, Installed))
 
-    async def admit(self, state: FedgeState, fleet: Fleet, pool: Pool) -> FedgeState:
+    async def admit(self, state: FedgeState, fleet: Fleet, pool: PooledSettings) -> FedgeState:
         """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
 
         So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
         release, and so replaces the old one.
         """
-        state = await seen_anew(state, fleet)
-        new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
+        state = await profile_drifting(state, fleet)
+        new = [device for device in fleet.get_devices() if device.id not in state.installed or device.drift]
         local = pool.local or (self.LOCAL and not self.options.local_pilot)
-        fits = {device.id: self.fit(state, device, local=local) for device in new}
-        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
-        finish = {i: self.mixture(pool, fit) for i, fit in results(answers, CandidatesFitted).items()}
-        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
-        installed = state.installed | results(answers, Installed)
+        fits = {device.id: self.make_fit_order(state, device, local=local) for device in new}
+        state, answers = await run_and_record(state, fleet, "candidates", fits, insisting=True)
+        finish = {i: self.make_mixture_order(pool, fit) for i, fit in select_results(answers, CandidatesFitted).items()}
+        state, answers = await run_and_record(state, fleet, "gate", finish, insisting=True)
+        installed = state.installed | select_results(answers, Installed)
         return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
-    def _pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
-        """The devices that fit a local model first; with `local_pilot` a random tenth, at least ten (section 14)."""
+    def _draw_pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
+        """Draw the devices that fit a local model first; with `local_pilot` a tenth, at least ten (section 14)."""
         if not self.LOCAL:
             return ()
         if not self.options.local_pilot:
             return ids
-        return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), round_rng(self.settings, r))
+        return draw_uniform(
+            ids, max(PILOTS, compute_cohort_size(len(ids), PILOT_SHARE)), make_round_rng(self.settings, r)
+        )
 
-    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        """The order to fit candidates; a device that never trained fits for the median number of rounds.
+    def make_fit_order(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        """Make the order to fit candidates; a device that never trained fits for the median number of rounds.
 
         `local`: whether it also fits a local model.
         """
@@ -130,38 +138,38 @@ class Mixtures(Method[FedgeState]):
         rounds = state.participations.get(device.id, typical)
         return FitCandidates(
             global_model=state.shared.model,
-            experts=offered(state, device.id) if state.experts else (),
+            experts=list_offered_experts(state, device.id) if state.experts else (),
             initial_model=state.initial_model,
             sgd=self.settings.sgd,
-            local_steps=steps_alone(device, self.settings.sgd) * rounds if local else 0,
+            local_steps=count_steps_alone(device, self.settings.sgd) * rounds if local else 0,
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's if there are too few samples."""
+        """Choose the (T, kappa) with the smallest pooled loss; section 12's for too few samples (section 7)."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
-        points = grid(role)
+        points = make_grid(role)
         allowed = [n for n, point in enumerate(points) if self.allows(role, point)]
         losses = [result.losses[role] for result in fitted if role in result.losses]
-        return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
+        return points[allowed[choose_pooled([[sums[n] for n in allowed] for sums in losses])]]
 
     def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002 - for variants
-        """Whether a point of the grid may be chosen."""
+        """Return whether a point of the grid may be chosen."""
         return True
 
-    def mixed(self, roles: list[Role]) -> list[Role]:
-        """The candidates of the mixture, at least one."""
+    def select_mixed(self, roles: list[Role]) -> list[Role]:
+        """Return the candidates of the mixture, at least one."""
         return roles
 
     def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
-        """Section 8: whether the mixture has the local model."""
-        return bool(piloted) and bool(pooled_choice([m.pooled_losses for m in piloted]))
+        """Return whether the mixture has the local model (section 8)."""
+        return bool(piloted) and bool(choose_pooled([m.pooled_losses for m in piloted]))
 
-    def beta(self, losses: Sequence[Sequence[float]]) -> float:
-        """Section 9: how much the energy counts, by the devices' losses for each beta of the grid."""
-        return BETAS[pooled_choice(losses)] if losses else 0.0
+    def choose_beta(self, losses: Sequence[Sequence[float]]) -> float:
+        """Choose how much the energy counts, by the devices' losses for each beta of the grid (section 9)."""
+        return BETAS[choose_pooled(losses)] if losses else 0.0
 
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+    def make_mixture_order(self, pool: PooledSettings, fitted: CandidatesFitted) -> FitGate:
         """The last step on a device, with the pooled settings; without any of the candidates, the global model.
 
         A device that may not report losses has at least the global and the private model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coordinator.fleet.fleet import Seen
+from coordinator.fleet.fleet import AcceptedUpdate
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel
 from coordinator.methods.parts.unresponsive import AskingState
@@ -14,13 +14,13 @@ from fedge.wire.messages import BlobRef, Role
 
 
 class LastUpdate(Struct, frozen=True, kw_only=True):
-    """Delta_i of a device's last participation before the trial, and n_i."""
+    """The update Delta_i of a device's last participation before the trial, and n_i."""
 
     update: BlobRef
     n_samples: int
 
 
-class Primary(Struct, frozen=True, kw_only=True):
+class PrimaryExpert(Struct, frozen=True, kw_only=True):
     """The expert a device starts from, and the round in which it was looked up."""
 
     cluster: int
@@ -28,7 +28,7 @@ class Primary(Struct, frozen=True, kw_only=True):
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`geometry.plane`), for plots."""
+    """The trial's outcome (section 5). `places`: devices `ids` in a plane (`project_to_plane`), for plots."""
 
     ids: tuple[str, ...]
     clusters: tuple[tuple[str, ...], ...]
@@ -40,8 +40,8 @@ class TrialOutcome(Struct, frozen=True, kw_only=True):
     places: tuple[tuple[float, float], ...] = ()
 
 
-class Pool(Struct, frozen=True, kw_only=True):
-    """Settings pooled over the devices at the end (sections 7 to 9)."""
+class PooledSettings(Struct, frozen=True, kw_only=True):
+    """The settings that are pooled over the devices at the end (sections 7 to 9)."""
 
     calibration: dict[Role, Calibration]
     weights: dict[Role, float]
@@ -51,7 +51,7 @@ class Pool(Struct, frozen=True, kw_only=True):
 
 
 class FedgeState(AskingState, frozen=True, kw_only=True):
-    """State of a federation between two rounds."""
+    """The state of a federation between two rounds."""
 
     initial_model: BlobRef
     shared: ServerModel  # w, v
@@ -64,6 +64,6 @@ class FedgeState(AskingState, frozen=True, kw_only=True):
     last: dict[str, LastUpdate] = {}
     trial: TrialOutcome | None = None
     experts: tuple[ServerModel, ...] = ()
-    primary: dict[str, Primary] = {}
-    pool: Pool | None = None
-    seen: tuple[Seen, ...] = ()  # the latest updates of asynchronous rounds
+    primary: dict[str, PrimaryExpert] = {}
+    pool: PooledSettings | None = None
+    seen: tuple[AcceptedUpdate, ...] = ()  # the latest updates of asynchronous rounds

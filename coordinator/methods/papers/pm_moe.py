@@ -13,15 +13,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.installation import install
 from coordinator.methods.method import Method
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import insist, results, round_rng
+from coordinator.methods.rounds import make_round_rng, run_with_retries, select_results
 from coordinator.methods.state import State
 from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError
@@ -35,7 +35,7 @@ from fedge.wire.messages import BlobRef
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`base`: the first stage, with its defaults. `top`: experts of a sample; by default half of the pool, rounded up.
+    """The options of PM-MoE. `base`: the first stage. `top`: experts of a sample, by default half of the pool.
 
     `denoise`: share of the pool that is left out; 0: none. `guard`: the own module serves where it does better on
     validation samples. `clip`, `noise`: of a module that is sent; noise is measured in clips.
@@ -68,7 +68,7 @@ class PmMoe(Method[PersonalState]):
             ("dropout", "gate_batch_size", "gate_epochs", "gate_learning_rate", "temperature"), "its default stands"
         ),
         "preset": "benchmarks/papers/pm_moe.py has the paper's gate as a class",
-        "dp": without_noise((SharePrivate, "module")),
+        "dp": explain_no_noise((SharePrivate, "module")),
         FINE_TUNED: "pm-moe ends in a gate over what the devices kept",
     }
     PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
@@ -79,7 +79,7 @@ class PmMoe(Method[PersonalState]):
         if self.options.top == 1 and self.PRESET == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more")
         assert self.selection is not None
-        base = make(
+        base = make_method(
             self.options.base,
             msgspec.structs.replace(self.settings, options={"selection": self.selection}),
             self.server,
@@ -88,30 +88,30 @@ class PmMoe(Method[PersonalState]):
         base.pooled = True
         self._base: PersonalLayers[Any] = base
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """Every device gets the others' modules."""
-        return super().no_relays() or "devices hand their private modules to each other"
+        return super().explain_no_relays() or "devices hand their private modules to each other"
 
     def init(self, layout: Layout, model: BlobRef) -> PersonalState:
-        """The base's state before round 1."""
+        """Return the base's state before round 1."""
         state: PersonalState = self._base.init(layout, model)
         return state
 
     async def round(self, state: PersonalState, fleet: Fleet) -> PersonalState:
-        """A round of the base."""
+        """Do a round of the base."""
         after: PersonalState = await self._base.round(state, fleet)
         return after
 
     async def finish(self, state: PersonalState, fleet: Fleet) -> PersonalState:
-        """Section 7. A device without a module of its own (it never trained) installs the base's model."""
+        """Fit a gate over the pool on every device (section 7); who never trained installs the base's model."""
         o, base = self.options, self._base
-        kept_by, personal = base.kept_by(state), base.personal
+        kept_by, personal = base.find_kept_step(state), base.personal
         if kept_by is None or not state.round:  # nothing was ever kept
             return await install(self, state, fleet)
         share = SharePrivate(kept_by=kept_by, personal=personal, clip=o.clip, noise=o.noise)
-        answers = await fleet.run("share", {device.id: share for device in fleet.devices()})
-        modules = {i: shared.module for i, shared in results(answers, PrivateShared).items()}
-        numbers = round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
+        answers = await fleet.run("share", {device.id: share for device in fleet.get_devices()})
+        modules = {i: shared.module for i, shared in select_results(answers, PrivateShared).items()}
+        numbers = make_round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
         n_pools = -(-len(numbers) // MAX_POOL)  # more devices than fit into a pool: several of about equal size
         pools = [numbers[k::n_pools] for k in range(n_pools)]
         orders = {
@@ -130,8 +130,8 @@ class PmMoe(Method[PersonalState]):
             for members in pools
             for own, i in enumerate(members)
         }
-        fitted = results(await insist(fleet, "pool", orders), Installed)
-        others = {device.id for device in fleet.devices()} - set(fitted)
+        fitted = select_results(await run_with_retries(fleet, "pool", orders), Installed)
+        others = {device.id for device in fleet.get_devices()} - set(fitted)
         after = await install(
             self,
             state,
@@ -145,11 +145,11 @@ class PmMoe(Method[PersonalState]):
         installed = dict(sorted((after.installed | fitted).items()))
         return msgspec.structs.replace(after, installed=installed)
 
-    def serves(self, state: PersonalState, device_id: str) -> BlobRef:
-        """The model that the base serves."""
-        return self._base.serves(state, device_id)
+    def get_model(self, state: PersonalState, device_id: str) -> BlobRef:
+        """Return the model that the base serves."""
+        return self._base.get_model(state, device_id)
 
-    def summary(self, state: State) -> dict[str, Any]:
-        """The base's figures, and its name."""
-        base: dict[str, Any] = self._base.summary(state)
+    def summarise(self, state: State) -> dict[str, Any]:
+        """Return the base's figures, and its name."""
+        base: dict[str, Any] = self._base.summarise(state)
         return base | {"method": self.name, "base": self.options.base}

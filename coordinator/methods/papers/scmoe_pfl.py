@@ -18,19 +18,19 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation import averaged
-from coordinator.aggregation.guarded import believed
-from coordinator.aggregation.protection import without_noise
+from coordinator.aggregation import average_all
+from coordinator.aggregation.guarded import limit_sizes
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.clustering import geometry, mctc
-from coordinator.clustering.find import Directions, by_label, find_clusters, one_of
+from coordinator.clustering.find import Directions, by_label, find_clusters, offer_clusterings
 from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.versions import put_after
+from coordinator.fleet.versions import put_successor
 from coordinator.methods.method import Method
-from coordinator.methods.parts.averaging import averages
+from coordinator.methods.parts.averaging import average_by_cluster
 from coordinator.methods.parts.cohort import SELECTIONS, ChoosingState, train_cohort
-from coordinator.methods.parts.grouping import offered
+from coordinator.methods.parts.grouping import select_offered
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import insist, results, round_done, round_rng
+from coordinator.methods.rounds import finish_round, make_round_rng, run_with_retries, select_results
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.mixture.fit_mixture import FitMixture, GateData, Offset
 from fedge.steps.mixture.install import Installed
@@ -47,7 +47,7 @@ PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """Section 12. `tau` None: Otsu's cut. `reference`: the model from which updates are measured."""
+    """The parameters of section 12. `tau` None: Otsu's cut. `reference`: the model that updates start from."""
 
     n_clusters: int = 8
     tau: float | None = None
@@ -81,7 +81,7 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`preset`: the parameters of section 12, repaired or as printed; given options override it.
+    """The options of SCMoE-PFL. `preset`: section 12, repaired or as printed; given options override it.
 
     `clustering` k-means or agglomerative: as many clusters as MCTC would make, or `n_clusters`, each device in one;
     labels: devices of equal label feature (CFIC section 3). `n_clusters` of MCTC: at most. `freeze_after` 0: cluster in
@@ -89,7 +89,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     preset: Literal["default", "paper"] = "default"
-    clustering: Annotated[str, one_of("mctc", "k-means", "agglomerative", "labels")] = "mctc"
+    clustering: Annotated[str, offer_clusterings("mctc", "k-means", "agglomerative", "labels")] = "mctc"
     n_clusters: Annotated[int, Meta(ge=1, le=MAX_STARTS)] | None = None
     freeze_after: Annotated[int, Meta(ge=0)] | None = None
     private_data: Literal["all", "sensitive"] | None = None
@@ -116,7 +116,7 @@ class Clusters(Struct, frozen=True, kw_only=True):
 
 
 class ScmoeState(ChoosingState, frozen=True, kw_only=True):
-    """`directions`: the last unit update of each device, of round `seen`; `best`: experts of the best round so far.
+    """The state of SCMoE-PFL. `directions`: the last unit updates, of round `seen`; `best`: the best experts.
 
     `labels`: features of the devices that trained, of clustering=labels.
     """
@@ -150,88 +150,88 @@ class ScmoePfl(Method[ScmoeState]):
         **dict.fromkeys(("tau", "distinct", "centres_join", "reference", "private_start"), PRESET),
         **dict.fromkeys(("alone", "centred", "energy", "energy_offset", "gate", "space"), ABLATION),
         **dict.fromkeys(("update", "n_components", "component_energy", "theta", "temperature"), "its default stands"),
-        "dp": without_noise((Train, "cluster")),
+        "dp": explain_no_noise((Train, "cluster")),
         "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
         FINE_TUNED: "scmoe-pfl ends in mixtures with a fine-tuned private model",
     }
 
     def set_up(self) -> None:
-        """The parameters of all rounds."""
-        self._p = self.parameters()
+        """Set the parameters of all rounds."""
+        self._p = self.make_parameters()
 
-    def no_relays(self) -> str:
+    def explain_no_relays(self) -> str:
         """Its experts are means of whole models."""
-        return super().no_relays() or "it goes by the model that each device has trained"
+        return super().explain_no_relays() or "it goes by the model that each device has trained"
 
-    def parameters(self) -> Parameters:
-        """The preset's, overridden by options."""
+    def make_parameters(self) -> Parameters:
+        """Return the preset's parameters, overridden by options."""
         o = self.options
         names = ("n_clusters", "freeze_after", "private_data", "private_steps")
         given = {name: value for name in names if (value := getattr(o, name)) is not None}
         return msgspec.structs.replace(PRESETS[o.preset], **given)
 
     def init(self, layout: Layout, model: BlobRef) -> ScmoeState:
-        """The state before round 1."""
+        """Return the state before round 1."""
         return ScmoeState(round=0, layout=layout, initial_model=model)
 
     async def round(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Train, cluster, aggregate."""
+        """Train, cluster and aggregate."""
         r, before = state.round + 1, state
         state, asked, updates = await train_cohort(
-            self, state, fleet, state.initial_model, lambda i: self._order(before, i)
+            self, state, fleet, state.initial_model, lambda i: self._make_order(before, i)
         )
         if len(updates) >= self.settings.min_reports:
-            state = self._remember(state, updates, fleet, r)
-            state = await self._labelled(state, updates, fleet)
+            state = self._record_directions(state, updates, fleet, r)
+            state = await self._request_labels(state, updates, fleet)
             if self._p.freeze_after == 0 or r <= self._p.freeze_after:
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
             state = await aggregate(self, state, before, updates, fleet)
-        return self._converged(round_done(state, asked, updates), before)
+        return self._record_best(finish_round(state, asked, updates), before)
 
-    def _order(self, state: ScmoeState, device_id: str) -> Train:
+    def _make_order(self, state: ScmoeState, device_id: str) -> Train:
         sgd, codec = self.settings.sgd, self.settings.codec
-        return Train(starts=starts(state, device_id), sgd=sgd, codec=codec, choose="accuracy")
+        return Train(starts=list_starts(state, device_id), sgd=sgd, codec=codec, choose="accuracy")
 
-    def _remember(self, state: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet, r: int) -> ScmoeState:
-        """Sections 4 and 5: the direction of each update, from the initial model or from the round's start."""
+    def _record_directions(self, state: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet, r: int) -> ScmoeState:
+        """Record each update's direction, from the initial model or from the round's start (sections 4 and 5)."""
         directions: Tensors = fleet.get_tensors(state.directions) if state.directions else {}
         w0 = fleet.get(state.initial_model, state.layout).params
         for i, update in updates.items():
             change = fleet.get(update.update, state.layout).params
             if self._p.reference == "initial":
-                change = change + (start_of(state, update, fleet).params - w0)
-            unit = geometry.direction(change)
+                change = change + (load_start(state, update, fleet).params - w0)
+            unit = geometry.compute_direction(change)
             if unit is not None:
                 directions[i] = unit.astype(np.float32)
         return msgspec.structs.replace(
             state, directions=fleet.put(directions), seen=state.seen | dict.fromkeys(updates, r)
         )
 
-    async def _labelled(self, state: ScmoeState, ids: Iterable[str], fleet: Fleet) -> ScmoeState:
+    async def _request_labels(self, state: ScmoeState, ids: Iterable[str], fleet: Fleet) -> ScmoeState:
         """Ask devices without a label feature for it, if features make the clusters."""
         if self.options.clustering != "labels":
             return state
         asked = dict.fromkeys((i for i in ids if i not in state.labels), DescribeLabels())
-        told = results(await fleet.run("labels", asked), LabelsDescribed) if asked else {}
-        return msgspec.structs.replace(state, labels=state.labels | {i: said.feature for i, said in told.items()})
+        results = select_results(await fleet.run("labels", asked), LabelsDescribed) if asked else {}
+        return msgspec.structs.replace(state, labels=state.labels | {i: said.feature for i, said in results.items()})
 
     def _cluster(self, state: ScmoeState, ids: Sequence[str], fleet: Fleet, r: int) -> ScmoeState:
-        """Sections 5 to 7: overlapping clusters of this round's directions."""
+        """Make overlapping clusters of this round's directions (sections 5 to 7)."""
         directions = fleet.get_tensors(state.directions) if state.directions else {}
         o, p = self.options, self._p
         is_by_label = o.clustering == "labels"
         ids = [i for i in ids if i in directions and (not is_by_label or state.labels.get(i, -1) >= 0)]
         if not ids:
             return state
-        z = self.embedding(np.stack([directions[i] for i in ids]))
+        z = self.compute_embedding(np.stack([directions[i] for i in ids]))
         seen = Directions(
             vectors=z, n_clusters=p.n_clusters, tau=p.tau, distinct=p.distinct, centres_join=p.centres_join
         )
         if is_by_label:
-            found = mctc.Found(by_label([state.labels[i] for i in ids]))
+            found = mctc.ClusteringResult(by_label([state.labels[i] for i in ids]))
         else:
-            rng = round_rng(self.settings, r)
+            rng = make_round_rng(self.settings, r)
             found = find_clusters(o.clustering, seen, rng=rng, n_clusters=o.n_clusters)  # a preset's is of MCTC
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f the clusters may be arbitrary", found.separability)
@@ -240,16 +240,16 @@ class ScmoePfl(Method[ScmoeState]):
             members=tuple(tuple(ids[i] for i in cluster) for cluster in found.clusters),
             tau=1.0 if found.tau is None else found.tau,  # late devices join the nearest
             separability=found.separability,
-            silhouette=mctc.silhouette(geometry.similarity(z), found.clusters),
+            silhouette=mctc.silhouette(geometry.compute_similarity(z), found.clusters),
         )
         return msgspec.structs.replace(state, clusters=made, attached={})
 
-    def embedding(self, directions: Floats) -> NDArray[np.float64]:
-        """Section 5, (N, m), of N directions (N, d)."""
-        return geometry.embedding(directions)
+    def compute_embedding(self, directions: Floats) -> NDArray[np.float64]:
+        """Compute the embedding (N, m) of N directions (N, d) (section 5)."""
+        return geometry.compute_embedding(directions)
 
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Section 9: attach devices that did not make the clusters by their last direction, if it is fresh enough.
+        """Attach devices that did not make the clusters by their last direction, if it is fresh enough (section 9).
 
         With label features, a device joins the cluster of its feature, if there is one.
         """
@@ -263,7 +263,7 @@ class ScmoePfl(Method[ScmoeState]):
         if not late:
             return state
         ids = [*sorted(inside), *late]
-        z = self.embedding(np.stack([directions[i] for i in ids]))
+        z = self.compute_embedding(np.stack([directions[i] for i in ids]))
         means = np.stack([z[[ids.index(i) for i in members]].mean(axis=0) for members in state.clusters.members])
         joined = mctc.attach(z[len(inside) :], means, state.clusters.tau)
         if state.labels:
@@ -274,8 +274,8 @@ class ScmoePfl(Method[ScmoeState]):
             )
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))
 
-    def _converged(self, state: ScmoeState, before: ScmoeState) -> ScmoeState:
-        """Section 8: keep the best experts, as measured by this round; stop after 10 rounds without progress."""
+    def _record_best(self, state: ScmoeState, before: ScmoeState) -> ScmoeState:
+        """Keep the best experts, as measured by this round; stop after 10 rounds without progress (section 8)."""
         accuracy = state.history[-1].accuracy
         if accuracy is None or not before.experts:
             return state
@@ -297,34 +297,34 @@ class ScmoePfl(Method[ScmoeState]):
         return msgspec.structs.replace(state, since_best=since, round=self.last if since >= PATIENCE else state.round)
 
     async def finish(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Sections 10 and 11, on every device."""
-        orders = {device.id: self.mixture(state, device.id) for device in fleet.devices()}
-        installed = results(await insist(fleet, "mixture", orders), Installed)
+        """Fit the mixture on every device (sections 10 and 11)."""
+        orders = {device.id: self.make_mixture_order(state, device.id) for device in fleet.get_devices()}
+        installed = select_results(await run_with_retries(fleet, "mixture", orders), Installed)
         return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
 
-    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
-        """The order of the last round."""
+    def make_mixture_order(self, state: ScmoeState, device_id: str) -> FitMixture:
+        """Make the order of the last round."""
         p = self._p
         return FitMixture(
-            experts=starts(state, device_id),
+            experts=list_starts(state, device_id),
             initial_model=state.initial_model,
             sgd=msgspec.structs.replace(self.settings.sgd, steps=p.private_steps, epochs=0),
             private_data=p.private_data,
             private_start=p.private_start,
             gate=p.gate,
             energy_offset=p.energy_offset,
-            near_best=bool(state.experts) and not clusters_of(state, device_id),
+            near_best=bool(state.experts) and not find_own_clusters(state, device_id),
             top=self.options.top,
         )
 
-    def serves(self, state: ScmoeState, device_id: str) -> BlobRef:
-        """The first of the device's experts."""
-        return starts(state, device_id)[0].model
+    def get_model(self, state: ScmoeState, device_id: str) -> BlobRef:
+        """Return the first of the device's experts."""
+        return list_starts(state, device_id)[0].model
 
-    def summary(self, state: ScmoeState) -> dict[str, Any]:
-        """The common figures, and the clusters."""
+    def summarise(self, state: ScmoeState) -> dict[str, Any]:
+        """Return the common figures, and the clusters."""
         clusters = state.clusters
-        return super().summary(state) | {
+        return super().summarise(state) | {
             "split": len(state.experts) > 1,
             "clusters": {str(k): list(members) for k, members in enumerate(clusters.members)} if clusters else {},
             "tau": clusters.tau if clusters else None,
@@ -333,54 +333,56 @@ class ScmoePfl(Method[ScmoeState]):
         }
 
 
-def clusters_of(state: ScmoeState, device_id: str) -> tuple[int, ...]:
-    """Numbers of the clusters that a device is in, ascending."""
+def find_own_clusters(state: ScmoeState, device_id: str) -> tuple[int, ...]:
+    """Return the numbers of the clusters that a device is in, ascending."""
     if state.clusters is None:
         return ()
     own = tuple(k for k, members in enumerate(state.clusters.members) if device_id in members)
     return own or state.attached.get(device_id, ())
 
 
-def starts(state: ScmoeState, device_id: str) -> tuple[Start, ...]:
-    """The experts of a device's clusters, or any if it is in none; before there are experts, the initial model."""
+def list_starts(state: ScmoeState, device_id: str) -> tuple[Start, ...]:
+    """List the experts of a device's clusters, or any if it is in none; before experts, the initial model."""
     if not state.experts or state.clusters is None:
         return (Start(model=state.initial_model),)
-    choice = offered(clusters_of(state, device_id), state.clusters.members)
+    choice = select_offered(find_own_clusters(state, device_id), state.clusters.members)
     return tuple(Start(model=state.experts[k], cluster=k) for k in choice)
 
 
-def start_of(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:
-    """The model that a device started from."""
+def load_start(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:
+    """Return the model that a device started from."""
     return fleet.get(state.initial_model if update.cluster < 0 else state.experts[update.cluster], state.layout)
 
 
-def mean_start(method: ScmoePfl, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet) -> Model:
-    """The mean of the models that the members of a cluster started from, weighted as their updates."""
+def compute_mean_start(method: ScmoePfl, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet) -> Model:
+    """Compute the mean of the models that a cluster's members started from, weighted as their updates."""
     totals: dict[int, float] = defaultdict(float)
-    weights = believed([update.n_samples for update in updates.values()], method.settings.protection)
+    weights = limit_sizes([update.n_samples for update in updates.values()], method.settings.protection)
     for update, weight in zip(updates.values(), weights, strict=True):
         totals[update.cluster] += weight
     firsts = {update.cluster: update for update in updates.values()}
-    models = (start_of(before, firsts[k], fleet) for k in totals)
-    return averaged(models, list(totals.values()), before.layout).as_model()
+    models = (load_start(before, firsts[k], fleet) for k in totals)
+    return average_all(models, list(totals.values()), before.layout).to_model()
 
 
 async def aggregate(
     method: ScmoePfl, state: ScmoeState, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet
 ) -> ScmoeState:
-    """Eq. 5: omega_k is the mean of its members' models; a cluster without members this round keeps its expert.
+    """Set omega_k to the mean of its members' models; a cluster without members keeps its expert (Eq. 5).
 
     The mean is computed as that of their starts, with the same weights, plus that of their changes.
     """
     if state.clusters is None:
         return state
     n_clusters = len(state.clusters.members)
-    members = [[i for i in updates if k in clusters_of(state, i)] for k in range(n_clusters)]
-    changes = await averages(method, fleet, updates, members, state.layout)
-    begun = [mean_start(method, before, {i: updates[i] for i in own}, fleet) if own else None for own in members]
+    members = [[i for i in updates if k in find_own_clusters(state, i)] for k in range(n_clusters)]
+    changes = await average_by_cluster(method, fleet, updates, members, state.layout)
+    begun = [
+        compute_mean_start(method, before, {i: updates[i] for i in own}, fleet) if own else None for own in members
+    ]
     old = before.experts if before.clusters is state.clusters else ()
     experts = tuple(
-        put_after(fleet, old[k] if k < len(old) else state.initial_model, change.added_to(start), state.layout)
+        put_successor(fleet, old[k] if k < len(old) else state.initial_model, change.add_to(start), state.layout)
         if change and start
         else old[k]
         if k < len(old)

@@ -11,8 +11,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from coordinator.aggregation import Average
-from coordinator.aggregation.guarded import guarded_averages, shares
-from coordinator.aggregation.mean import BLOCK, Share, Shares, cluster_averages
+from coordinator.aggregation.guarded import average_by_rule, compute_shares
+from coordinator.aggregation.mean import BLOCK, Share, Shares, average_clusters
 from coordinator.aggregation.protection import SUMMABLE
 from coordinator.clustering import geometry
 from coordinator.fleet.fleet import Fleet
@@ -25,22 +25,22 @@ FRESH: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Update(Protocol):
-    """What is averaged: Delta_i and n_i."""
+    """An update that can be averaged: Delta_i and n_i."""
 
     @property
     def update(self) -> BlobRef:
-        """Delta_i."""
+        """The device's change of the model, Delta_i."""
 
     @property
     def n_samples(self) -> int:
-        """n_i."""
+        """The samples that the device trained on, n_i."""
 
 
 def ignore(device_id: str, direction: geometry.Vectors) -> None:
-    """Ignore directions."""
+    """Ignore a direction."""
 
 
-async def averages(
+async def average_by_cluster(
     method: Method[Any],
     fleet: Fleet,
     updates: Mapping[str, Update],
@@ -69,12 +69,12 @@ async def averages(
         The average of each cluster; None if it has no members, or none of their sites has answered.
     """
     ids = list(updates)
-    norms = [fleet.norms(u.update, layout) for u in updates.values()]
+    norms = [fleet.get_norms(u.update, layout) for u in updates.values()]
     positions = [[p for p, i in enumerate(ids) if i in own] for own in members]
 
-    def changes(of: Collection[str]) -> Iterator[Model]:
+    def iterate_changes(of: Collection[str]) -> Iterator[Model]:
         for i, change in zip(of, _read((updates[i].update for i in of), fleet, layout), strict=True):
-            if i in whose and (direction := geometry.direction(change.params)) is not None:
+            if i in whose and (direction := geometry.compute_direction(change.params)) is not None:
                 note(i, direction)
             s = np.float32(discounts.get(i, 1.0))
             yield change if s == 1 else Model(s * change.params, change.buffers, change.counters)
@@ -82,10 +82,10 @@ async def averages(
     sizes = [1 if alike else u.n_samples for u in updates.values()]
     protection = method.settings.protection
     summable = protection.average in SUMMABLE
-    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else ()
+    far = fleet.sites.find_remote({i: u.update for i, u in updates.items()}) if fleet.sites and summable else ()
     if not fleet.sites or not far:
-        return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)
-    counts = dict(shares(norms, sizes, positions, protection))
+        return average_by_rule(iterate_changes(ids), norms, sizes, positions, layout, protection)
+    counts = dict(compute_shares(norms, sizes, positions, protection))
     n_of = dict(zip(ids, sizes, strict=True))
     wanted = SiteSums(
         layout=layout,
@@ -93,7 +93,7 @@ async def averages(
         weights={i: n_of[i] for i in ids if i in far},
         sums=tuple(
             {
-                ids[p]: _multiples(counts.get((k, p)), n_of[ids[p]], discounts.get(ids[p], 1.0))
+                ids[p]: _compute_multiples(counts.get((k, p)), n_of[ids[p]], discounts.get(ids[p], 1.0))
                 for p in own
                 if ids[p] in far
             }
@@ -101,20 +101,20 @@ async def averages(
         ),
         directions=tuple(i for i in ids if i in far and i in whose),
     )
-    means = await fleet.sites.means(wanted, note)
-    near = changes([i for i in ids if i not in far])
-    return _over_sites(means, near, n_of, [i for i in ids if i not in far], ids, positions, counts, layout)
+    means = await fleet.sites.compute_means(wanted, note)
+    near = iterate_changes([i for i in ids if i not in far])
+    return _average_over_sites(means, near, n_of, [i for i in ids if i not in far], ids, positions, counts, layout)
 
 
-def _multiples(share: Share | None, size: float, discount: float) -> tuple[float, float]:
-    """By what a site multiplies an update that it weighs by its size, so that it adds what its share says."""
+def _compute_multiples(share: Share | None, size: float, discount: float) -> tuple[float, float]:
+    """Return the factors of an update that a site weighs by its size, so that it adds what its share says."""
     if share is None:
         return discount, 1.0
     return discount * share.params * share.weight / size, share.buffers * share.weight / size
 
 
 def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Model]:
-    """Updates one by one; while a large one is summed, the next is decoded."""
+    """Read updates one by one; while a large one is summed, the next is decoded."""
     if layout.n_params < BLOCK:
         yield from (fleet.get(ref, layout) for ref in refs)
         return
@@ -128,7 +128,7 @@ def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Mod
             del update
 
 
-def _over_sites(
+def _average_over_sites(
     means: Sequence[SiteMean],
     near: Iterator[Model],
     n_of: Mapping[str, float],
@@ -138,7 +138,7 @@ def _over_sites(
     counts: Shares,
     layout: Layout,
 ) -> tuple[Average | None, ...]:
-    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there. `here`: the others."""
+    """Average all as `average_clusters`; a site's mean of a cluster stands for its devices. `here`: the others."""
     place = {i: n for n, i in enumerate(here)}
     members = [[place[ids[p]] for p in own if ids[p] in place] for own in positions]
     of_all = {(k, place[ids[p]]): share for (k, p), share in counts.items() if ids[p] in place}
@@ -149,7 +149,7 @@ def _over_sites(
         longer = sum(n_of[i] for i in mean.devices) / weight
         of_all[mean.cluster, n] = Share(weight, longer, longer)
     sizes = [*(n_of[i] for i in here), *[0.0] * len(means)]
-    return cluster_averages(chain(near, (mean.model for mean in means)), sizes, members, layout, of_all)
+    return average_clusters(chain(near, (mean.model for mean in means)), sizes, members, layout, of_all)
 
 
 async def average(
@@ -163,18 +163,18 @@ async def average(
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
 ) -> Average | None:
-    """The average over all updates; None if no site has answered."""
-    (found,) = await averages(
+    """Return the average over all updates; None if no site has answered."""
+    (found,) = await average_by_cluster(
         method, fleet, updates, [updates], layout, alike=alike, note=note, whose=whose, discounts=discounts
     )
     return found
 
 
-def lengths(
+def compute_update_factors(
     method: Method[Any], fleet: Fleet, updates: Mapping[str, Update], layout: Layout
 ) -> dict[str, tuple[float, float]]:
-    """The factors of each update's parameters and buffers, for a method that weighs updates itself."""
+    """Return the factors of each update's parameters and buffers, for a method that weighs updates itself."""
     ids = list(updates)
-    norms = [fleet.norms(u.update, layout) for u in updates.values()]
-    found = shares(norms, [1.0] * len(ids), [range(len(ids))], method.settings.protection)
+    norms = [fleet.get_norms(u.update, layout) for u in updates.values()]
+    found = compute_shares(norms, [1.0] * len(ids), [range(len(ids))], method.settings.protection)
     return {i: found.get((0, p), Share(1.0))[1:] for p, i in enumerate(ids)}

@@ -1,7 +1,7 @@
 """Cohorts of methods without clusters, or with overlapping ones: all devices are one cluster.
 
-`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5). A
-rule of another package chooses from all that have samples, without a deadline.
+`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md
+section 5). A rule of another package chooses from all that have samples, without a deadline.
 Stratified draws need one cluster per device: methods that have them call `coordinator.selection.select.choose`.
 """
 
@@ -16,12 +16,12 @@ import msgspec
 
 from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.methods.method import Method
-from coordinator.methods.parts.grouping import Choices, arm, bandits_after, tell_choices, tell_draw
-from coordinator.methods.rounds import accepted, declined, round_rng
+from coordinator.methods.parts.grouping import Choices, make_arm, record_choices, record_draw, update_bandits
+from coordinator.methods.rounds import has_declined, make_round_rng, select_updates
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import State
 from coordinator.selection import ccmab
-from coordinator.selection.select import choose, cohort_size, fastest, uniform
+from coordinator.selection.select import choose, compute_cohort_size, draw_uniform, select_fastest
 from coordinator.store.records import Device
 from fedge.steps.training.train import Train, Trained
 from fedge.wire.messages import BlobRef
@@ -36,7 +36,7 @@ NO_CLUSTERS: Final = {
 
 
 class ChoosingState(State, frozen=True, kw_only=True):
-    """`seconds`: of each device's last round, of `fastest`; `bandit`: of `ccmab`."""
+    """The state of a method that chooses. `seconds`: last rounds, of `fastest`; `bandit`: of `ccmab`."""
 
     seconds: dict[str, float] = {}
     bandit: ccmab.State = ccmab.State()
@@ -55,39 +55,39 @@ async def train_cohort(
     Returns:
         The state with what the round showed of the devices, the number asked, and their updates.
     """
-    ids, choices = drawn(method.selection, state, fleet.devices(), method.settings, model)
+    ids, choices = draw_devices(method.selection, state, fleet.get_devices(), method.settings, model)
     if choices:
-        tell_choices(fleet, choices)
+        record_choices(fleet, choices)
     else:
-        tell_draw(fleet, ids, [device.id for device in fleet.devices()])
+        record_draw(fleet, ids, [device.id for device in fleet.get_devices()])
     own = {i: order(i) for i in ids}
     measured = {id(each): msgspec.structs.replace(each, measure=bool(choices)) for each in own.values()}
     answers = await fleet.run("train", {i: measured[id(each)] for i, each in own.items()})  # equal ones stay one object
-    return learned(method.selection, state, choices, answers), len(own), accepted(answers)
+    return record_answers(method.selection, state, choices, answers), len(own), select_updates(answers)
 
 
-def bandit_of(settings: MethodSettings) -> ccmab.Settings:
-    """Settings of the bandits of a method without options for them; no deadline if everybody trains."""
+def make_bandit_settings(settings: MethodSettings) -> ccmab.Settings:
+    """Return the settings of the bandits of a method without options for them; no deadline if all train."""
     everybody = settings.participation == 1
     return ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
 
-def drawn(
+def draw_devices(
     how: str | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> tuple[list[str], Choices]:
-    """Ids of the cohort of round `state.round + 1`, ascending, and of `ccmab` and rules of other packages their choice.
+    """Draw the cohort of round `state.round + 1`: ascending ids, and of `ccmab` and others' rules their choice.
 
     `model`: one of the size of those that are trained.
     """
     ids = [device.id for device in devices]
-    n = cohort_size(len(ids), settings.participation)
+    n = compute_cohort_size(len(ids), settings.participation)
     if how == "uniform":
-        return uniform(ids, n, round_rng(settings, state.round + 1)), {}
+        return draw_uniform(ids, n, make_round_rng(settings, state.round + 1)), {}
     if how is None or how == "fastest":
         clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
-        return fastest(ids, n, state.seconds, clocks), {}
-    arms = {0: [arm(d, settings.sgd, model) for d in devices]}
-    bandit = bandit_of(settings)
+        return select_fastest(ids, n, state.seconds, clocks), {}
+    arms = {0: [make_arm(d, settings.sgd, model) for d in devices]}
+    bandit = make_bandit_settings(settings)
     if how != "ccmab":
         bandit = replace(bandit, deadline_s=math.inf, fairness=False)
     seed = (settings.seed, state.round + 1)
@@ -95,12 +95,12 @@ def drawn(
     return list(choices[0][0].ids), choices
 
 
-def learned(how: str | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
-    """The state with what a round showed of the devices; of `fastest` infinity where one failed or did not answer."""
+def record_answers(how: str | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
+    """Return the state with what a round showed; infinity where a device of `fastest` did not answer."""
     if choices:
-        return msgspec.structs.replace(state, bandit=bandits_after(choices, answers)[0])
+        return msgspec.structs.replace(state, bandit=update_bandits(choices, answers)[0])
     if how != "fastest":
         return state
-    trained = accepted(answers)
-    times = {i: a.seconds if i in trained else math.inf for i, a in answers.items() if not declined(a)}
+    trained = select_updates(answers)
+    times = {i: a.seconds if i in trained else math.inf for i, a in answers.items() if not has_declined(a)}
     return msgspec.structs.replace(state, seconds=state.seconds | times)

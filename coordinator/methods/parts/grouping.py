@@ -22,7 +22,7 @@ from coordinator.clustering import aidc, geometry, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.find import Clustering, Directions, Profiles, by_label, find_clusters
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.rounds import declined
+from coordinator.methods.rounds import has_declined
 from coordinator.selection import ccmab
 from coordinator.store.records import Device
 from fedge.steps.contract import Action
@@ -56,55 +56,59 @@ class Description(Struct, frozen=True, kw_only=True):
     direction: BlobRef | None = None
 
 
-def no_relays(how: Clustering) -> str:
+def explain_refusal_of_relays(how: Clustering) -> str:
     """Why a method cannot cluster devices behind relays; empty: it can."""
     return "it clusters by each device's update" if how == "mctc" else ""
 
 
-def of_one_length(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
-    """Comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
+def select_comparable(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
+    """Select comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
 
     Empty profiles (of devices with another description) stay.
     """
-    told = {**known, **new}
-    lengths = Counter(len(p.profile) for p in told.values() if p.profile)
+    descriptions = {**known, **new}
+    lengths = Counter(len(p.profile) for p in descriptions.values() if p.profile)
     q = lengths.most_common(1)[0][0] if lengths else 0
-    odd = {i for i, p in told.items() if p.profile and len(p.profile) != q}
+    odd = {i for i, p in descriptions.items() if p.profile and len(p.profile) != q}
     for i in sorted(odd):
-        log.warning("event=profile_refused device=%s reason='%d units, most have %d'", i, len(told[i].profile), q)
-    return {i: told[i] for i in sorted(told) if i not in odd}
+        log.warning(
+            "event=profile_refused device=%s reason='%d units, most have %d'", i, len(descriptions[i].profile), q
+        )
+    return {i: descriptions[i] for i in sorted(descriptions) if i not in odd}
 
 
-def unit_of(profiled: Iterable[Description]) -> float | None:
-    """D_ref from the devices' split halves; None if the extractor tells no devices apart."""
+def compute_unit(profiled: Iterable[Description]) -> float | None:
+    """Compute D_ref from the devices' split halves; None if the extractor tells no devices apart."""
     try:
-        return aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
+        return aidc.compute_halves_unit([p.halves for p in profiled if p.halves is not None])
     except ValueError:
         return None
 
 
-def vectors_of(profiled: Iterable[Description]) -> NDArray[np.float64]:
-    """Profiles as an array (N, q)."""
+def stack_profiles(profiled: Iterable[Description]) -> NDArray[np.float64]:
+    """Stack profiles to an array (N, q)."""
     return np.array([p.profile for p in profiled])
 
 
-def place(stranger: str, told: Mapping[str, Description], clusters: Sequence[Sequence[str]], unit: float) -> aidc.Place:
-    """The place of a profiled device among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
-    profiles = [vectors_of(told[i] for i in members) for members in clusters]
-    return aidc.place(np.array(told[stranger].profile), profiles, unit=unit)
+def place(
+    stranger: str, descriptions: Mapping[str, Description], clusters: Sequence[Sequence[str]], unit: float
+) -> aidc.Place:
+    """Place a profiled device among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
+    profiles = [stack_profiles(descriptions[i] for i in members) for members in clusters]
+    return aidc.place(np.array(descriptions[stranger].profile), profiles, unit=unit)
 
 
 def has_changed(before: Description, now: Description, unit: float) -> bool:
-    """Whether a device must be placed again (FedEPC section 4.6, point 3)."""
+    """Return whether a device must be placed again (FedEPC section 4.6, point 3)."""
     return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
 
 
 def is_due(before: Description | None, device: Device) -> bool:
-    """Whether a device must describe its data: it has some, and never did, or their number has changed since."""
+    """Return whether a device must describe its data: it has some, and never did, or their number has changed."""
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
-def describing(
+def make_describe_action(
     how: Clustering,
     extractor: BlobRef,
     *,
@@ -113,7 +117,7 @@ def describing(
     labels: DescribeLabels = DescribeLabels(),  # noqa: B008 - frozen
     noise: float = 0.0,
 ) -> Action:
-    """The action by which a device describes itself for a clustering. `extractor`: the common model."""
+    """Make the action by which a device describes itself for a clustering. `extractor`: the common model."""
     if how == "labels":
         return labels
     if how == "mctc":
@@ -121,33 +125,33 @@ def describing(
     return Profile(extractor=extractor, noise=noise)
 
 
-def descriptions(
+def read_descriptions(
     answers: Mapping[str, Answer], asked: Mapping[str, Device], fleet: Fleet, layout: Layout
 ) -> dict[str, Description]:
-    """The descriptions among the answers. Directions are stored by themselves; an update of zero has none."""
+    """Read the descriptions in answers. Directions are stored by themselves; an update of zero has none."""
     found = {}
     for i, answer in answers.items():
-        device, told = asked[i], answer.result
+        device, result = asked[i], answer.result
         described = Description(n_samples=device.n_samples)
-        if isinstance(told, LabelsDescribed) and told.feature >= 0:
-            found[i] = msgspec.structs.replace(described, label=told.feature)
-        elif isinstance(told, Profiled):
-            found[i] = msgspec.structs.replace(described, profile=told.profile, halves=told.halves)
-        elif isinstance(told, Trained):
-            unit = geometry.direction(fleet.get(told.update, layout).params)
+        if isinstance(result, LabelsDescribed) and result.feature >= 0:
+            found[i] = msgspec.structs.replace(described, label=result.feature)
+        elif isinstance(result, Profiled):
+            found[i] = msgspec.structs.replace(described, profile=result.profile, halves=result.halves)
+        elif isinstance(result, Trained):
+            unit = geometry.compute_direction(fleet.get(result.update, layout).params)
             if unit is not None:
                 stored = fleet.put({"direction": unit.astype(np.float32)})
                 found[i] = msgspec.structs.replace(described, direction=stored)
     return found
 
 
-def embedded(described: Iterable[Description], fleet: Fleet) -> NDArray[np.float64]:
-    """The directions of N >= 1 devices, (N, m), with the cosines of the updates."""
+def embed_directions(described: Iterable[Description], fleet: Fleet) -> NDArray[np.float64]:
+    """Embed the directions of N >= 1 devices, (N, m), with the cosines of the updates."""
     directions = [fleet.get_tensors(d.direction)["direction"] for d in described if d.direction is not None]
-    return geometry.embedding(np.stack(directions))
+    return geometry.compute_embedding(np.stack(directions))
 
 
-def clusters_of(
+def cluster_devices(
     how: Clustering,
     described: Sequence[Description],
     unit: float | None,
@@ -156,7 +160,7 @@ def clusters_of(
     rng: np.random.Generator,
     n_clusters: int | None = None,
 ) -> Clusters:
-    """Clusters of N described devices, each in one; at most `n_clusters` of mctc, by default eight.
+    """Cluster N described devices, each into one; at most `n_clusters` of mctc, by default eight.
 
     `unit`: D_ref of profiles; None: the extractor tells no devices apart, so all are one cluster.
     """
@@ -165,19 +169,19 @@ def clusters_of(
     if how == "mctc":
         if not described:
             return ()
-        z = embedded(described, fleet)
+        z = embed_directions(described, fleet)
         seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
-        return mctc.parted(z, find_clusters(how, seen, rng=rng).clusters)
+        return mctc.make_partition(z, find_clusters(how, seen, rng=rng).clusters)
     if unit is None or len(described) < 2:
         if len(described) > 1:
             log.warning(ONE_GROUP)
-        return aidc.numbered([range(len(described))])
-    features = Profiles(vectors=vectors_of(described), unit=unit)
+        return aidc.number_clusters([range(len(described))])
+    features = Profiles(vectors=stack_profiles(described), unit=unit)
     return find_clusters(how, features, rng=rng, n_clusters=n_clusters).clusters
 
 
-def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Numbers of the clusters whose experts a device may choose from, ascending: its own, or all if it has none.
+def select_offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Return the numbers of the clusters whose experts a device may choose from, ascending: its own, or all.
 
     An order holds at most `MAX_STARTS`: the largest clusters, on a tie the first.
     """
@@ -189,37 +193,37 @@ Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
 """By cluster: a round's selection, and the bandit that holds this round (`coordinator.selection`)."""
 
 
-def tell_choices(fleet: Fleet, choices: Choices) -> None:
+def record_choices(fleet: Fleet, choices: Choices) -> None:
     """Record for each cluster the chosen devices, expected times and estimates of all, and the deadline."""
     for k, (selection, _) in choices.items():
-        told = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
-        told["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
+        fields = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
+        fields["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
         deadline_s = None if selection.deadline_s == math.inf else selection.deadline_s
-        fleet.note("chosen", {"cluster": k, **told, "deadline_s": deadline_s})
+        fleet.record_event("chosen", {"cluster": k, **fields, "deadline_s": deadline_s})
 
 
-def tell_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
+def record_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
     """Record the chosen devices of a draw without expected times."""
-    fleet.note("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
+    fleet.record_event("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
 
 
-def chosen(choices: Choices) -> list[str]:
-    """All chosen devices, by ascending id."""
+def list_chosen(choices: Choices) -> list[str]:
+    """Return all chosen devices, by ascending id."""
     return sorted(i for selection, _ in choices.values() for i in selection.ids)
 
 
-def bandits_after(choices: Choices, answers: Mapping[str, Answer]) -> dict[int, ccmab.State]:
-    """By cluster: the bandit after the answers of its chosen devices."""
-    return {k: observed(bandit, selection, answers) for k, (selection, bandit) in choices.items()}
+def update_bandits(choices: Choices, answers: Mapping[str, Answer]) -> dict[int, ccmab.State]:
+    """Return by cluster the bandit after the answers of its chosen devices."""
+    return {k: update_bandit(bandit, selection, answers) for k, (selection, bandit) in choices.items()}
 
 
-def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
-    """A device in its present state; its work is that of one order to train `model`."""
+def make_arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
+    """Make the bandit's arm of a device in its present state; its work is that of one order to train `model`."""
     context = device.context or Context(device_id=device.id)
     return ccmab.Arm(
         id=device.id,
         n_samples=device.n_samples,
-        work=sgd.steps_for(device.n_samples) * min(sgd.batch_size, max(device.n_samples, 1)),
+        work=sgd.count_steps(device.n_samples) * min(sgd.batch_size, max(device.n_samples, 1)),
         cpu_ghz=context.cpu_ghz,
         free_ram_gb=context.free_ram_gb,
         link_mbit_s=context.link_mbit_s,
@@ -227,14 +231,14 @@ def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
     )
 
 
-def observed(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
-    """The bandit after a round: the loss drop of each device that trained, -1 for no answer.
+def update_bandit(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
+    """Return the bandit after a round: the loss drop of each device that trained, -1 for no answer.
 
     A device that declined, or whose owner withholds losses, counts as never asked.
     """
     outcomes: dict[str, ccmab.Participation | None] = {}
     for i in selection.ids:
-        if i not in answers or declined(answers[i]):
+        if i not in answers or has_declined(answers[i]):
             continue
         trained = answers[i].result
         if not isinstance(trained, Trained):
@@ -247,15 +251,15 @@ def observed(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[s
                 loss_drop=trained.loss_before - trained.loss_after,
                 seconds=answers[i].seconds,
             )
-    return ccmab.observe(bandit, selection, believed(outcomes))
+    return ccmab.observe(bandit, selection, limit_outcomes(outcomes))
 
 
-def believed(outcomes: Mapping[str, ccmab.Participation | None]) -> dict[str, ccmab.Participation | None]:
-    """The outcomes, with loss drops and gradient norms limited to ten times the median."""
-    told = {i: found for i, found in outcomes.items() if found is not None}
-    shorter = rules.factors([abs(o.loss_drop) for o in told.values()], BELIEVED)
-    norms = rules.bounded([o.gradient_norm for o in told.values()], BELIEVED)
+def limit_outcomes(outcomes: Mapping[str, ccmab.Participation | None]) -> dict[str, ccmab.Participation | None]:
+    """Return the outcomes, with loss drops and gradient norms limited to ten times the median."""
+    participations = {i: found for i, found in outcomes.items() if found is not None}
+    shorter = rules.compute_factors([abs(o.loss_drop) for o in participations.values()], BELIEVED)
+    norms = rules.bound_sizes([o.gradient_norm for o in participations.values()], BELIEVED)
     return dict(outcomes) | {
         i: msgspec.structs.replace(o, loss_drop=factor * o.loss_drop, gradient_norm=norm)
-        for (i, o), factor, norm in zip(told.items(), shorter, norms, strict=True)
+        for (i, o), factor, norm in zip(participations.items(), shorter, norms, strict=True)
     }

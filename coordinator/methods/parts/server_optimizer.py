@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from coordinator.aggregation import Average
-from coordinator.aggregation.momentum import server_step
+from coordinator.aggregation.momentum import apply_momentum
 from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.versions import put_after
+from coordinator.fleet.versions import put_successor
 from fedge.steps.training.train import Trained
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef
@@ -22,7 +22,7 @@ log = logging.getLogger("fedge.method")
 
 
 class ServerModel(Struct, frozen=True, kw_only=True):
-    """w and v, by reference. None is zero velocity."""
+    """The model w and the velocity v, by reference. None is zero velocity."""
 
     model: BlobRef
     velocity: BlobRef | None = None
@@ -46,13 +46,13 @@ def apply(model: BlobRef, change: Trained | Average | Model | None, layout: Layo
     """
     if isinstance(change, Trained):
         change = fleet.get(change.update, layout)
-    return stepped(ServerModel(model=model), change, layout, fleet, gamma=0.0).model
+    return step_server(ServerModel(model=model), change, layout, fleet, gamma=0.0).model
 
 
-def stepped(
+def step_server(
     server: ServerModel, mean: Average | Model | None, layout: Layout, fleet: Fleet, *, gamma: float
 ) -> ServerModel:
-    """One step: v <- gamma v + mean change;  w <- w + v.  Buffers and counters are the mean's.
+    """Do one step: v <- gamma v + mean change;  w <- w + v.  Buffers and counters are the mean's.
 
     Args:
         server: w, v.
@@ -68,10 +68,10 @@ def stepped(
         return server
     w = fleet.get(server.model, layout)
     v = fleet.get_tensors(server.velocity)["v"].astype(np.float32) if server.velocity else None
-    step = server_step(w.params, v, mean.params, gamma=gamma)
+    step = apply_momentum(w.params, v, mean.params, gamma=gamma)
     if step.diverged:
         log.error("event=diverged the model would become non-finite; the old one is kept")
         return ServerModel(model=server.model)
     model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
     velocity = None if step.v is None else fleet.put({"v": step.v})
-    return ServerModel(model=put_after(fleet, server.model, model, layout), velocity=velocity)
+    return ServerModel(model=put_successor(fleet, server.model, model, layout), velocity=velocity)

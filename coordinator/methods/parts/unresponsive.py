@@ -1,6 +1,7 @@
 """Devices that do not answer rest for a while, since each would cost a whole deadline.
 
-Rests grow with every unanswered order (`awake`). A method counts these in its state (`AskingState`), through `ask`.
+Rests grow with every unanswered order (`find_responsive`). A method counts these in its state (`AskingState`), through
+`run_and_record`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.rounds import insist
+from coordinator.methods.rounds import run_with_retries
 from coordinator.methods.state import State
 from coordinator.store.records import Device
 from fedge.steps.contract import Action
@@ -21,8 +22,8 @@ LONGEST_REST: Final = 16
 """The longest rest of a device that never answers, in rounds."""
 
 
-class Misses(Struct, frozen=True, kw_only=True):
-    """Unanswered orders of a device in a row; the round of the last one, and the device's incarnation then."""
+class MissedOrders(Struct, frozen=True, kw_only=True):
+    """The unanswered orders of a device in a row; the round of the last one, and the device's incarnation then."""
 
     misses: int
     round: int
@@ -30,37 +31,37 @@ class Misses(Struct, frozen=True, kw_only=True):
 
 
 class AskingState(State, frozen=True, kw_only=True):
-    """State of a method whose unresponsive devices rest."""
+    """The state of a method whose unresponsive devices rest."""
 
-    unresponsive: dict[str, Misses] = {}
+    unresponsive: dict[str, MissedOrders] = {}
 
 
 H = TypeVar("H", bound=AskingState)
 
 
-def awake(state: AskingState, fleet: Fleet) -> dict[str, Device]:
-    """The devices to ask in the next round, by id, without those that rest.
+def find_responsive(state: AskingState, fleet: Fleet) -> dict[str, Device]:
+    """Return the devices to ask in the next round, by id, without those that rest.
 
     After one unanswered order a device rests for a round, after two for three, after three for seven. A device with a
     new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If all rest, all
     are asked: they can delay no other device.
     """
-    devices = {device.id: device for device in fleet.devices()}
+    devices = {device.id: device for device in fleet.get_devices()}
     missed = {i: misses for i, misses in state.unresponsive.items() if i in devices}
     rests = {i: m.misses if devices[i].incarnation != m.incarnation else 2**m.misses for i, m in missed.items()}
     resting = {i for i, rest in rests.items() if state.round + 1 - missed[i].round < min(rest, LONGEST_REST)}
     return {i: device for i, device in devices.items() if i not in resting} or devices
 
 
-async def ask(
+async def run_and_record(
     state: H, fleet: Fleet, label: str, actions: Mapping[str, Action], *, insisting: bool = False
 ) -> tuple[H, dict[str, Answer]]:
-    """Run actions in the next round, and note which devices answered. `insisting`: as in `insist`."""
-    answers = await (insist(fleet, label, actions) if insisting else fleet.run(label, actions))
-    incarnations = {device.id: device.incarnation for device in fleet.devices()}
+    """Run actions in the next round, and record which devices answered. `insisting`: by `run_with_retries`."""
+    answers = await (run_with_retries(fleet, label, actions) if insisting else fleet.run(label, actions))
+    incarnations = {device.id: device.incarnation for device in fleet.get_devices()}
     unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}
     for i, answer in answers.items():
         if answer.result is None:
             before = state.unresponsive[i].misses if i in state.unresponsive else 0
-            unresponsive[i] = Misses(misses=before + 1, round=state.round + 1, incarnation=incarnations[i])
+            unresponsive[i] = MissedOrders(misses=before + 1, round=state.round + 1, incarnation=incarnations[i])
     return msgspec.structs.replace(state, unresponsive=unresponsive), answers

@@ -1,6 +1,6 @@
 """Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
 
-`files_of` needs torch, for comparison. `bundle_in_subprocess` runs it in a short-lived child, so that this process does
+`make_files` needs torch, for comparison. `make_child_bundle` runs it in a short-lived child, so that this process does
 not load torch.
 """
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.system import child
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import Role
 
 
-def mixture_of(
+def make_mixture(
     task: TaskSpec, models: Sequence[Model], shares: Sequence[float], log_prior: NDArray[np.float64] | None
 ) -> Mixture:
-    """One model unchanged, or several whose outputs are mixed in fixed shares.
+    """Mix several models' outputs in fixed shares, or leave one model unchanged.
 
     Args:
         task: of the models.
@@ -46,15 +46,15 @@ def mixture_of(
         ),
         log_prior=np.zeros(task.n_classes) if log_prior is None else log_prior,
         beta=0.0,
-        gate=GateWeights.untrained(task.input_shape, len(models)),
+        gate=GateWeights.make_untrained(task.input_shape, len(models)),
         top=len(models),
     )
 
 
-def files_of(
+def make_files(
     mixture: Mixture, samples: NDArray[np.floating], *, task: TaskSpec, layout: Layout, release: int, method: str
 ) -> dict[str, bytes]:
-    """The files of a bundle by name; equal arguments give equal bytes.
+    """Make the files of a bundle by name; equal arguments give equal bytes.
 
     Args:
         mixture: what the bundle predicts.
@@ -82,17 +82,15 @@ def files_of(
         return {file.name: file.read_bytes() for file in sorted(Path(folder, "bundle").iterdir())}
 
 
-def bundle_in_subprocess(
-    task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str
-) -> dict[str, bytes]:
-    """The files of a bundle with the model's predictions, without torch in this process.
+def make_child_bundle(task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str) -> dict[str, bytes]:
+    """Make the files of a bundle with the model's predictions, without torch in this process.
 
     Raises:
         ConfigError: such a network cannot be exported; the text says why.
     """
-    with failing_as(ConfigError, f"no bundle of the network of task {task.name} can be made", on=ConfigError):
-        return child.call(
-            "coordinator.methods.server.assembling:bundle_of",
+    with raise_as(ConfigError, f"no bundle of the network of task {task.name} can be made", on=ConfigError):
+        return child.call_once(
+            "coordinator.methods.server.assembling:make_bundle",
             task,
             layout,
             model,
@@ -102,12 +100,12 @@ def bundle_in_subprocess(
         )
 
 
-def bundle_of(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
-    """The files of a bundle with the model's predictions; loads torch.
+def make_bundle(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
+    """Make the files of a bundle with the model's predictions; loads torch.
 
     Raises:
         ConfigError: the network cannot be built or expressed in ONNX.
         UpdateRejected: torch and ONNX Runtime disagree.
     """
-    mixture, none = mixture_of(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
-    return files_of(mixture, none, task=task, layout=layout, release=release, method=method)
+    mixture, none = make_mixture(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
+    return make_files(mixture, none, task=task, layout=layout, release=release, method=method)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, raise_as
 from fedge.system import child
 from fedge.tensors.layout import Model
 
@@ -22,14 +22,14 @@ FEWEST: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """W_ext, and its profiles (k, q) of the k >= 2 classes with at least 5 samples."""
+    """The extractor W_ext, and its profiles (k, q) of the k >= 2 classes with at least 5 samples."""
 
     model: Model
     class_profiles: NDArray[np.float64]
 
 
-def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
-    """Refuse samples that cannot give an extractor and a unit.
+def require_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) -> None:
+    """Refuse samples of the server that cannot give an extractor and a unit.
 
     Raises:
         ConfigError: they do not fit the task, or fewer than two classes have at least 5 samples.
@@ -40,8 +40,8 @@ def check_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]) 
         raise ConfigError(f"the server needs at least {FEWEST} labelled samples of each of two or more classes")
 
 
-def trained_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Extractor:
-    """Train the task's network on them, and profile its classes; equal arguments give equal bits.
+def train_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Extractor:
+    """Train the task's network on the samples, and profile its classes; equal arguments give equal bits.
 
     Args:
         task: what is learned.
@@ -52,9 +52,9 @@ def trained_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int6
     Raises:
         ConfigError: the child failed; the text holds what it said.
     """
-    with failing_as(ConfigError, "no extractor can be trained on the labelled samples of the server", on=ConfigError):
-        model, profiles = child.call(
-            "coordinator.methods.server.extractor_training:extracted",
+    with raise_as(ConfigError, "no extractor can be trained on the labelled samples of the server", on=ConfigError):
+        model, profiles = child.call_once(
+            "coordinator.methods.server.extractor_training:train_and_profile",
             task,
             x,
             y,

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from coordinator.methods.server.extractor import FEWEST
-from edge_agent.learning.profile import sparsity_profile
+from edge_agent.learning.profile import measure_sparsity
 from fedge.data.task import TaskSpec
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
@@ -25,15 +25,15 @@ SGD: Final = Sgd(batch_size=16, learning_rate=0.02, momentum=0.9)
 """Chosen on digits, seeds 0 to 3, among six: of those whose clusters are right it tells two groups of five best."""
 
 
-def trained(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Network:
-    """The task's network after 15 epochs on n >= 1 samples (n, *input_shape) with labels (n,).
+def train_network(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, seed: int) -> Network:
+    """Train the task's network for 15 epochs on n >= 1 samples (n, *input_shape) with labels (n,).
 
     Raises:
         ConfigError: the network cannot be built.
         ProtocolError: training diverged.
     """
     torch.manual_seed(seed)
-    _, first = initial(task, seed)
+    _, first = make_initial_model(task, seed)
     network = Network(task)
     network.load(first)
     steps = -(-EPOCHS * len(y) // min(SGD.batch_size, len(y)))
@@ -41,19 +41,19 @@ def trained(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], *, see
     return network
 
 
-def class_profiles(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Profile (q,) of each class with at least 5 samples, (k, q), by ascending class (section 4.1)."""
+def profile_classes(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Compute the profile (q,) of each class with 5 samples or more, (k, q), by ascending class (section 4.1)."""
     labels, counts = np.unique(y, return_counts=True)
-    return np.stack([sparsity_profile(network.module, x[y == c]).shares for c in labels[counts >= FEWEST]])
+    return np.stack([measure_sparsity(network.module, x[y == c]).shares for c in labels[counts >= FEWEST]])
 
 
-def extracted(
+def train_and_profile(
     task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], seed: int
 ) -> tuple[Model, NDArray[np.float64]]:
-    """The extractor, and the profiles of single classes.
+    """Train the extractor, and compute the profiles of single classes.
 
     Raises:
         FedgeError: the network cannot be built, has no ReLU to look at, or diverged.
     """
-    network = trained(task, x, y, seed=seed)
-    return network.dump(), class_profiles(network, x, y)
+    network = train_network(task, x, y, seed=seed)
+    return network.dump(), profile_classes(network, x, y)

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.aggregation.correlation import Array
-from coordinator.methods.server.assembling import files_of, mixture_of
+from coordinator.methods.server.assembling import make_files, make_mixture
 from export.gate import POOLED
 from fedge.bundle.formula import softmax
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.training import CPU, Network, Trainer, batches, seeded, tensor
+from fedge.models.training import CPU, Network, Trainer, draw_batches, seed_torch, to_tensor
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Layout, Model, Tensors
 
@@ -42,7 +42,7 @@ CHUNK: Final = 512
 
 
 class Gate(nn.Module):
-    """G(x), section 4: a trunk of its own, 64 features, softmax over K experts (Eq. 3).
+    """The gate G(x), section 4: a trunk of its own, 64 features, softmax over K experts (Eq. 3).
 
     `trunk`: "auto": two convolutions for images of at least 4 x 4, else a linear layer; "vector": the linear layer.
     """
@@ -59,7 +59,7 @@ class Gate(nn.Module):
         self.out = nn.Linear(HIDDEN, n_experts, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores (n, K); the gate's output is their softmax."""
+        """Compute scores (n, K); the gate's output is their softmax."""
         if self.convolves:
             for layer in (self.conv1, self.conv2):
                 x = functional.max_pool2d(functional.relu(layer(x)), 2)
@@ -95,10 +95,10 @@ class ServerData:
         self.y = y
         self._network = Network(task, processor)
 
-    def pretrained(
+    def pretrain(
         self, start: Model, groups: Sequence[int], n_experts: int, *, epochs: int, sgd: Sgd, seed: int
     ) -> list[Model]:
-        """Section 3: experts that each learned their own group of classes, all from the same start.
+        """Train experts that each learn their own group of classes, all from the same start (section 3).
 
         Args:
             start: the common initialisation.
@@ -120,29 +120,29 @@ class ServerData:
             n = int(own.sum())
             steps = epochs * -(-n // min(sgd.batch_size, n))
             plain = msgspec.structs.replace(sgd, steps=steps, epochs=0, proximal_mu=0.0)
-            with seeded(seed, self._network.processor):
+            with seed_torch(seed, self._network.processor):
                 self._network.load(start)
                 rng = np.random.default_rng((seed, j))
                 Trainer(self._network, self.x[own], self.y[own], plain, rng).run(steps)
             experts.append(self._network.dump())
         return experts
 
-    def scores(self, models: Iterable[Model]) -> Array:
-        """Eq. 5: probability of the true class, (n, number of models); 0 where a model's output is not finite."""
+    def compute_scores(self, models: Iterable[Model]) -> Array:
+        """Compute the true class's probability, (n, number of models) (Eq. 5); 0 where an output is not finite."""
         rows = np.arange(len(self.y))
-        columns = [self.probabilities(model)[rows, self.y] for model in models]
+        columns = [self.compute_probabilities(model)[rows, self.y] for model in models]
         return np.nan_to_num(np.stack(columns, axis=1), nan=0.0)
 
-    def probabilities(self, model: Model, x: NDArray[np.float32] | None = None) -> Array:
-        """Class probabilities (n, C) of a model for inputs, by default for D_s; NaN where it is not finite."""
-        logits = self._network.logits(model, self.x if x is None else x)
+    def compute_probabilities(self, model: Model, x: NDArray[np.float32] | None = None) -> Array:
+        """Compute class probabilities (n, C) of a model, by default for D_s; NaN where it is not finite."""
+        logits = self._network.compute_logits(model, self.x if x is None else x)
         with np.errstate(invalid="ignore", over="ignore"):
             return softmax(logits)
 
     # ------------------------------------------------------------------------------------------------- the gate
 
-    def trained_gate(self, s: Array, start: Tensors | None, *, trunk: Trunk, epochs: int, seed: int) -> Tensors:
-        """Eq. 2: fit the gate to the suitability s (n, K) by the mean of KL(s || G) over D_s.
+    def train_gate(self, s: Array, start: Tensors | None, *, trunk: Trunk, epochs: int, seed: int) -> Tensors:
+        """Fit the gate to the suitability s (n, K) by the mean of KL(s || G) over D_s (Eq. 2).
 
         Args:
             s: rows on the simplex; constants here.
@@ -161,8 +161,8 @@ class ServerData:
         )
         n = len(self.y)
         steps = epochs * -(-n // min(GATE_SGD.batch_size, n))
-        x, target = tensor(self.x), tensor(s.astype(np.float32))
-        for batch in itertools.islice(batches(n, GATE_SGD.batch_size, np.random.default_rng(seed)), steps):
+        x, target = to_tensor(self.x), to_tensor(s.astype(np.float32))
+        for batch in itertools.islice(draw_batches(n, GATE_SGD.batch_size, np.random.default_rng(seed)), steps):
             rows = torch.from_numpy(batch)
             loss = functional.kl_div(functional.log_softmax(gate(x[rows]), dim=1), target[rows], reduction="batchmean")
             optimiser.zero_grad()
@@ -170,9 +170,9 @@ class ServerData:
             optimiser.step()
         return {name: value.detach().numpy().copy() for name, value in gate.state_dict().items()}
 
-    def routing(self, gate: Tensors, x: NDArray[np.float32] | None = None) -> Array:
-        """Eq. 6: p(x) = G(x), (n, K), for inputs, by default for D_s."""
-        inputs = tensor(self.x if x is None else x)
+    def compute_routing(self, gate: Tensors, x: NDArray[np.float32] | None = None) -> Array:
+        """Compute p(x) = G(x), (n, K), for inputs, by default for D_s (Eq. 6)."""
+        inputs = to_tensor(self.x if x is None else x)
         trunk: Trunk = "auto" if "conv1.weight" in gate else "vector"
         module = Gate(self.task.input_shape, len(gate["out.weight"]), trunk)
         module.load_state_dict({name: torch.tensor(value) for name, value in gate.items()})
@@ -182,7 +182,7 @@ class ServerData:
 
     # ------------------------------------------------------------------------------------------------ cold start
 
-    def bundle(
+    def make_bundle(
         self,
         models: Sequence[Model],
         shares: Sequence[float],
@@ -192,7 +192,7 @@ class ServerData:
         release: int,
         method: str,
     ) -> dict[str, bytes]:
-        """Section 7: the files of a new client's bundle, by name; torch and ONNX Runtime agree on D_s.
+        """Make a new client's bundle, by file name (section 7); torch and ONNX Runtime agree on D_s.
 
         Args:
             models: the assembled model alone, or the experts whose outputs are mixed.
@@ -202,5 +202,5 @@ class ServerData:
             release: of the bundle.
             method: named in the manifest.
         """
-        mixture = mixture_of(self.task, models, shares, log_prior)
-        return files_of(mixture, self.x, task=self.task, layout=layout, release=release, method=method)
+        mixture = make_mixture(self.task, models, shares, log_prior)
+        return make_files(mixture, self.x, task=self.task, layout=layout, release=release, method=method)

@@ -10,9 +10,9 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.methods.options import method_and_options, method_options, resolve_options
+from coordinator.methods.options import method_options, parse_method, resolve_options
 from coordinator.service import samples
-from coordinator.service.checks import Examined, a_few, examine, few_of, made_up, without_profile
+from coordinator.service.checks import Examination, examine, explain_no_profile, make_samples, prepare_few, select_few
 from coordinator.service.findings import Samples
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
@@ -20,7 +20,7 @@ from fedge.models.choice import with_network
 from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
 from fedge.settings import CODE, resolve, settings_options
 from fedge.system.help import Command, json_option
-from fedge.system.text import Heading, printable
+from fedge.system.text import Heading, escape_controls
 
 MANY: Final = 2000
 """Images of a folder that are read; of other data all."""
@@ -77,68 +77,68 @@ def check(
     Exit codes: 0 it works, perhaps with a remark, 2 wrong usage, or it would not work.
     """
     settings = resolve(CheckSettings, "check", config, flags)
-    name, own = method_and_options(settings.method)
+    name, own = parse_method(settings.method)
     chosen = resolve_options(config, options) | own
-    lacking = without_profile(name, chosen)
+    lacking = explain_no_profile(name, chosen)
     from coordinator.simulation.rehearsal import rehearse
-    from fedge.models.build import initial
-    from fedge.tasks import task_spec
+    from fedge.models.build import make_initial_model
+    from fedge.tasks import load_task
 
-    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
+    task = load_task(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
 
-    def tell(step: str) -> None:
+    def print_step(step: str) -> None:
         click.echo(step, err=True)
 
     if settings.data is not None or devices:
-        tell("read the samples")
-    few, n_read, counts = _samples(settings, task, devices)
-    layout, _ = initial(task, 0)
-    examined = examine(task, layout, lacking, settings.ram_gb, few, tell)
+        print_step("read the samples")
+    few, n_read, counts = _read_samples(settings, task, devices)
+    layout, _ = make_initial_model(task, 0)
+    examined = examine(task, layout, lacking, settings.ram_gb, few, print_step)
     learns = not any(finding.stops for finding in examined.findings)
-    rehearsed = rehearse(name, chosen, task, layout, few or made_up(task)) if learns else []
+    rehearsed = rehearse(name, chosen, task, layout, few or make_samples(task)) if learns else []
     folders = [path for path in (settings.data, *devices) if path is not None]
-    remarks = (*rehearsed, *samples.oddities(counts), *samples.empty_folders(folders))
+    remarks = (*rehearsed, *samples.find_oddities(counts), *samples.find_empty_folders(folders))
     examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
     if as_json:
         click.echo(msgspec.json.encode(msgspec.structs.asdict(examined) | {"samples": counts}).decode())
     else:
-        click.echo("\n".join(map(printable, _lines(task, examined, n_read, counts))))
+        click.echo("\n".join(map(escape_controls, _format_examination(task, examined, n_read, counts))))
     return ConfigError.exit_code if any(finding.stops for finding in examined.findings) else 0
 
 
-def _samples(
+def _read_samples(
     settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]
 ) -> tuple[Samples | None, int, samples.Counts]:
-    """A few samples, the number of those that were read, and all by device and class.
+    """Read the samples; returns a few, the number of those that were read, and all by device and class.
 
     Raises:
         ConfigError: they cannot be read, or do not fit the task.
     """
-    from fedge.tasks import device_data, pool
+    from fedge.tasks import load_pool, read_device_data
 
     if settings.data is not None and settings.task.endswith(".json"):
         devices = devices or (settings.data,)
     if devices:
-        each = {str(at): device_data(task, at, seed=0).labelled for at in devices}
-        counts = {at: samples.by_class(task, y) for at, (_, y) in each.items()}
-        return a_few(each.values()), sum(len(y) for _, y in each.values()), counts
+        each = {str(at): read_device_data(task, at, seed=0).labelled for at in devices}
+        counts = {at: samples.count_by_class(task, y) for at, (_, y) in each.items()}
+        return select_few(each.values()), sum(len(y) for _, y in each.values()), counts
     if settings.data is None and settings.task != "digits":
         return None, 0, {}
     of_images = settings.task == "image-folder"
-    read = pool(settings.task, settings.data, limit=MANY if of_images else None)
-    in_all = {"": samples.by_class(task, read.y)}
+    read = load_pool(settings.task, settings.data, limit=MANY if of_images else None)
+    in_all = {"": samples.count_by_class(task, read.y)}
     if of_images and settings.data is not None:
-        in_all = samples.in_folder(settings.data)
-    return few_of(read, task), len(read.y), in_all
+        in_all = samples.count_in_folder(settings.data)
+    return prepare_few(read, task), len(read.y), in_all
 
 
-def _lines(task: TaskSpec, examined: Examined, n_read: int, counts: samples.Counts) -> Iterator[str]:
+def _format_examination(task: TaskSpec, examined: Examination, n_read: int, counts: samples.Counts) -> Iterator[str]:
     yield f"task      {task.name}, inputs {task.input_shape}, {task.n_classes} classes"
     yield f"network   {task.model}, {examined.parameters:,} trained weights, {examined.size_bytes / 1e6:.2f} MB whole"
     yield f"memory    about {examined.ram_gb:.2f} GB on a device that trains"
     yield f"samples   {n_read or 'none'} read"
-    yield from (f"          {line}" for line in samples.lines(counts))
+    yield from (f"          {line}" for line in samples.format_counts(counts))
     for finding in examined.findings:
         yield f"{'WRONG' if finding.stops else 'remark'}    {finding.what}"
         yield f"          {finding.do}"

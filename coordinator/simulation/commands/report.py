@@ -15,17 +15,17 @@ from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.reports.report import (
     FILES,
     Report,
-    of_comparison,
-    of_demo,
-    of_federation,
-    of_run,
+    make_comparison_report,
+    make_demo_report,
+    make_federation_report,
+    make_run_report,
     write_results,
 )
 from coordinator.simulation.settings import Scenario
 from coordinator.watch import runs
 from coordinator.watch.state import read_summary
 from fedge.errors import MALFORMED, StoreError
-from fedge.settings import given
+from fedge.settings import resolve_given
 from fedge.system.help import Command, json_option
 
 
@@ -45,9 +45,9 @@ def report(folder: Path, *, as_json: bool) -> None:
 
     Exit codes: 0 done, 2 no such folder, or not that of a run, 4 a file cannot be read or written.
     """
-    run = runs.read(folder)
+    run = runs.read_run(folder)
     try:
-        made = remade(folder, run)
+        made = remake_report(folder, run)
     except (OSError, KeyError, TypeError, *MALFORMED) as error:
         raise StoreError(f"the figures in {folder} cannot be read: {error!r}; has the run ended?") from error
     write_results(folder, made)
@@ -57,7 +57,7 @@ def report(folder: Path, *, as_json: bool) -> None:
         return
     table = Table.grid(padding=(0, 2))
     again = f", started again at {run.restarts[-1].began}" if run.restarts else ""
-    for name, told in (
+    for name, value in (
         ("command", f"fedge {run.command}, began {run.began}{again}"),
         ("seed", str(run.seed)),
         ("commit", run.commit or "none"),
@@ -69,25 +69,25 @@ def report(folder: Path, *, as_json: bool) -> None:
             else []
         ),
     ):
-        table.add_row(name, told)
+        table.add_row(name, value)
     Console().print(table, highlight=False, markup=False)
     click.echo(f"in {folder}: {', '.join(FILES)}")
 
 
-def remade(folder: Path, run: runs.Run) -> Report:
-    """The report from the figures in the folder.
+def remake_report(folder: Path, run: runs.Run) -> Report:
+    """Remake the report from the figures in the folder.
 
     Raises:
         OSError, KeyError, TypeError, msgspec.DecodeError: they do not exist, or are malformed.
         ConfigError: the coordinator has left no summary.
     """
     if run.command == "coordinator":
-        return of_federation(read_summary(folder))
+        return make_federation_report(read_summary(folder))
     figures = (folder / "figures.json").read_bytes()
     if run.command == "simulate":
         names = Scenario.__struct_fields__
-        scenario = given(Scenario, {name: value for name, value in run.settings.items() if name in names})
-        return of_run(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
+        scenario = resolve_given(Scenario, {name: value for name, value in run.settings.items() if name in names})
+        return make_run_report(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
     if run.command == "compare":
-        return of_comparison(Comparison.read(figures))
-    return of_demo(Demonstration.read(figures))
+        return make_comparison_report(Comparison.read(figures))
+    return make_demo_report(Demonstration.read(figures))

@@ -10,12 +10,12 @@ import click
 import numpy as np
 
 from coordinator.simulation.settings import SampleSettings
-from coordinator.watch.runs import new_folder
-from fedge.errors import StoreError, failing_as
+from coordinator.watch.runs import make_new_folder
+from fedge.errors import StoreError, raise_as
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command, json_option
-from fedge.tasks import partition, write_share, write_task
-from fedge.tasks.partition import samples_of
+from fedge.tasks import partition_pool, write_share, write_task
+from fedge.tasks.partition import load_samples
 from fedge.tasks.shares import check_partitioning
 
 
@@ -37,10 +37,10 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     """
     settings = resolve(SampleSettings, "sample", config, flags)
     check_partitioning(settings)
-    samples, _ = samples_of(settings, settings.seed, 0.0)
-    shares = partition(samples, settings.devices, settings, seed=settings.seed)
-    folder = new_folder(settings.out, "sample")
-    with failing_as(StoreError, f"cannot write into {folder}"):
+    samples, _ = load_samples(settings, settings.seed, 0.0)
+    shares = partition_pool(samples, settings.devices, settings, seed=settings.seed)
+    folder = make_new_folder(settings.out, "sample")
+    with raise_as(StoreError, f"cannot write into {folder}"):
         write_task(samples.spec, folder / "task.json")
         files = []
         for number, share in enumerate(shares, 1):

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from coordinator.methods.options import STDOUT, json_option, method_and_options, method_options, resolve_options
+from coordinator.methods.options import STDOUT, json_option, method_options, parse_method, resolve_options
 from coordinator.simulation.settings import CompareSettings, SimulationSettings
-from coordinator.watch.runs import named_by_time
+from coordinator.watch.runs import name_by_time
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command
 from fedge.tasks.shares import check_partitioning
@@ -39,12 +39,12 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     6 nothing was learned or no device has a bundle, 130 stopped by Ctrl-C.
     """
     settings = resolve(SimulationSettings, "simulate", config, flags)
-    name, own = method_and_options(settings.method)
+    name, own = parse_method(settings.method)
     own = resolve_options(config, options) | own
-    from coordinator.simulation.interface import simulated
+    from coordinator.simulation.interface import run_simulation
     from coordinator.simulation.reports.report import FILES
 
-    result = simulated(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
+    result = run_simulation(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
     click.echo(result, err=json_file == STDOUT)
     if settings.out is not None:
         click.echo(
@@ -72,11 +72,11 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     """
     settings = resolve(CompareSettings, "compare", config, flags)
     check_partitioning(settings)
-    from coordinator.simulation.interface import compared
+    from coordinator.simulation.interface import run_comparison
     from coordinator.simulation.reports.report import FILES
-    from coordinator.simulation.reports.terminal import show
+    from coordinator.simulation.reports.terminal import print_comparison
 
-    out = settings.out or named_by_time("compare")
-    comparison = compared(settings, out, partial(click.echo, err=True), json_file)
-    show(comparison, Console(stderr=json_file == STDOUT))
+    out = settings.out or name_by_time("compare")
+    comparison = run_comparison(settings, out, partial(click.echo, err=True), json_file)
+    print_comparison(comparison, Console(stderr=json_file == STDOUT))
     click.echo(f"in {out}: {', '.join(FILES)}", err=json_file == STDOUT)

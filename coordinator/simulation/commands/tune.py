@@ -11,7 +11,7 @@ from rich.table import Table
 
 from coordinator.methods.options import STDOUT, json_option, write_json
 from coordinator.simulation.settings import TuneSettings
-from coordinator.watch.runs import named_by_time
+from coordinator.watch.runs import name_by_time
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command, option
 from fedge.system.text import Heading
@@ -47,11 +47,11 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     6 no trial learned anything, 130 stopped by Ctrl-C.
     """
     settings = resolve(TuneSettings, "tune", config, flags)
-    from coordinator.simulation.interface import tuned
-    from coordinator.simulation.tune import CONFIG, FIGURES, sentence
+    from coordinator.simulation.interface import run_tuning
+    from coordinator.simulation.tune import CONFIG, FIGURES, describe_accuracy
 
-    out = settings.out or named_by_time("tune")
-    found = tuned(settings, search, out, partial(click.echo, err=True))
+    out = settings.out or name_by_time("tune")
+    found = run_tuning(settings, search, out, partial(click.echo, err=True))
     write_json(json_file, (out / FIGURES).read_bytes())
     console = Console(stderr=json_file == STDOUT)
     table = Table(*found.searched, "accuracy", "rounds", box=None, pad_edge=False)
@@ -60,7 +60,7 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
         table.add_row(*values, f"{100 * one.accuracy:.1f} %", str(one.rounds))
     console.print(table, highlight=False)
     if found.asked is not None:
-        click.echo(f"as it was given: {sentence(found.asked, found.scenario)}", err=console.stderr)
+        click.echo(f"as it was given: {describe_accuracy(found.asked, found.scenario)}", err=console.stderr)
     click.echo(
         f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}", err=console.stderr
     )

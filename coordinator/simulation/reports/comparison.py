@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console
 
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, data_frame
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, make_data_frame
 from coordinator.simulation.settings import Scenario
+from fedge.system.moved import alias_members
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -21,7 +22,7 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 class MethodOutcome(Struct, frozen=True, kw_only=True):
-    """One method over all seeds. Differences are in `accuracy`, seed by seed.
+    """The outcome of a method over all seeds. Differences are in `accuracy`, seed by seed.
 
     `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, chosen in hindsight, which
     flatters it. `cost`: mean cost of reaching the target; None unless every seed reached it. `cold_start`: of the late
@@ -47,6 +48,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     details: dict[str, Spread] = {}
 
 
+@alias_members(rows="to_rows")
 class Comparison(Struct, frozen=True, kw_only=True):
     """The JSON file of `fedge compare`."""
 
@@ -57,8 +59,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     methods: tuple[MethodOutcome, ...]
     runs: tuple[RunOutcome, ...]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per method and seed, for the CSV file and `to_pandas`."""
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return one row per method and seed, for the CSV file and `to_pandas`."""
         figures = (
             *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
             *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
@@ -69,12 +71,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
         ]
 
     def to_pandas(self) -> Any:
-        """The `rows` as a `pandas.DataFrame`.
+        """Return the rows as a `pandas.DataFrame`.
 
         Raises:
             ConfigError: pandas is not installed.
         """
-        return data_frame(self.rows())
+        return make_data_frame(self.to_rows())
 
     def plot(self, axes: Any = None) -> Any:
         """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
@@ -84,7 +86,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, figures: bytes) -> Self:
-        """A comparison from its JSON file.
+        """Read a comparison from its JSON file.
 
         Raises:
             msgspec.DecodeError: it is none.
@@ -92,21 +94,23 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
 
     def __str__(self) -> str:
-        """What `fedge compare` prints."""
-        from coordinator.simulation.reports.terminal import show
+        """Return what `fedge compare` prints."""
+        from coordinator.simulation.reports.terminal import print_comparison
 
         with (console := Console(no_color=True)).capture() as shown:
-            show(self, console)
+            print_comparison(self, console)
         return shown.get().rstrip()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.reports.markup import table
-        from coordinator.simulation.reports.report import headings, in_a_notebook, row
-        from coordinator.simulation.reports.words import lead
+        from coordinator.simulation.reports.markup import render_table
+        from coordinator.simulation.reports.report import format_row, list_headings, render_notebook
+        from coordinator.simulation.reports.words import describe_comparison
 
-        return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
+        return render_notebook(
+            describe_comparison(self), render_table(list_headings(self), map(format_row, self.methods)), self.runs
+        )
 
 
 class Demonstration(Comparison, frozen=True, kw_only=True):
@@ -121,8 +125,8 @@ class Demonstration(Comparison, frozen=True, kw_only=True):
     wall_s: float
     places: dict[str, tuple[float, float]]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per device with its data, and its accuracy by each way to learn."""
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return one row per device with its data, and its accuracy by each way to learn."""
         *_, ours = self.runs
         return [
             {

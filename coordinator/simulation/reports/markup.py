@@ -12,51 +12,51 @@ NARROW: Final = 4
 """Columns that fit on a phone."""
 
 
-def page(title: str, lead: str, *content: str) -> str:
-    """A whole page; `content` is HTML, the rest text."""
-    template = Template(_resource("page.html"))
+def render_page(title: str, lead: str, *content: str) -> str:
+    """Render a whole page; `content` is HTML, the rest text."""
+    template = Template(_read_resource("page.html"))
     return template.substitute(
-        style=_resource("page.css"), title=escape(title), lead=escape(lead), content="\n".join(content)
+        style=_read_resource("page.css"), title=escape(title), lead=escape(lead), content="\n".join(content)
     )
 
 
-def section(title: str, text: str, content: str) -> str:
-    """A part of a page; `content` is HTML."""
+def render_section(title: str, text: str, content: str) -> str:
+    """Render a part of a page; `content` is HTML."""
     said = f"<p>{escape(text)}</p>\n" if text else ""
     return f"<section>\n<h2>{escape(title)}</h2>\n{said}{content}\n</section>"
 
 
-def columns(*sections: str) -> str:
-    """Sections side by side where there is room."""
+def render_columns(*sections: str) -> str:
+    """Render sections side by side where there is room."""
     return '<div class="columns">\n' + "\n".join(sections) + "\n</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts as HTML; if it is too wide, it scrolls by itself, and a wide one says so on a phone."""
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Render a table of texts; if it is too wide, it scrolls by itself, and a wide one says so on a phone."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     whole = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll{" wide" * (len(head) > NARROW)}" tabindex="0">{whole}</div>'
 
 
-def rows_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of a CSV file as a table: shares in percent."""
+def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Render rows of a CSV file as a table: shares in percent."""
     words = {True: "yes", False: "no"}
 
-    def shown(cell: object) -> str:
+    def format_cell(cell: object) -> str:
         if isinstance(cell, float):
             return f"{100 * cell:.1f}"
         return words[cell] if isinstance(cell, bool) else str(cell)
 
     head = [name.removeprefix("n_").replace("_", " ") for name in rows[0]]
-    return table(head, ([shown(cell) for cell in row.values()] for row in rows))
+    return render_table(head, ([format_cell(cell) for cell in row.values()] for row in rows))
 
 
-def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Figures in large letters, with captions."""
+def render_tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Render figures in large letters, with captions."""
     found = (f"<div><strong>{escape(big)}</strong><span>{escape(small)}</span></div>" for big, small in figures)
     return '<div class="tiles">\n' + "\n".join(found) + "\n</div>"
 
 
-def _resource(name: str) -> str:
+def _read_resource(name: str) -> str:
     return files("coordinator.simulation.reports").joinpath(name).read_text(encoding="utf-8")

@@ -14,13 +14,14 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.system.text import printable
+from fedge.system.moved import alias_members
+from fedge.system.text import escape_controls
 
 Ints = NDArray[np.integer]
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """Scores of one model on n samples."""
+    """The scores of one model on n samples."""
 
     n: int
     accuracy: float
@@ -29,7 +30,7 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
-    """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
+    """The outcome of a device. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
     `problem`: why it has no bundle. `release`: the bundle's folder under bundles/; None: there is none, or it is
     unknown. `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean
@@ -76,8 +77,9 @@ class Cost(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+@alias_members(rows="to_rows")
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """A method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
+    """The outcome of a method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
 
     `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
     bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
@@ -117,8 +119,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     draws: int | None = None
     moved: int | None = None
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per device with its data and scores, for the CSV file and `to_pandas`."""
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return one row per device with its data and scores, for the CSV file and `to_pandas`."""
         return [
             {
                 "device": device.id,
@@ -136,12 +138,12 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         ]
 
     def to_pandas(self) -> Any:
-        """The `rows` as a `pandas.DataFrame`.
+        """Return the rows as a `pandas.DataFrame`.
 
         Raises:
             ConfigError: pandas is not installed.
         """
-        return data_frame(self.rows())
+        return make_data_frame(self.to_rows())
 
     def plot(self, axes: Any = None) -> Any:
         """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
@@ -150,8 +152,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         return draw_by_round([self], axes)
 
 
-def without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
-    """The devices without a bundle, by id, and why."""
+def find_without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
+    """Find the devices without a bundle, by id, and why."""
     return {device.id: device.problem for device in devices if not device.bundle}
 
 
@@ -161,8 +163,8 @@ COMPUTED: Final = ("=", "+", "-", "@")
 """Beginnings of cells that spreadsheets take for formulas."""
 
 
-def data_frame(rows: list[dict[str, Any]]) -> Any:
-    """A `pandas.DataFrame` of the rows.
+def make_data_frame(rows: list[dict[str, Any]]) -> Any:
+    """Make a `pandas.DataFrame` of the rows.
 
     Raises:
         ConfigError: pandas is not installed.
@@ -174,27 +176,27 @@ def data_frame(rows: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(rows)
 
 
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as comma-separated values with a header.
+def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows as comma-separated values with a header.
 
     A text that a spreadsheet would compute, such as the name of a class or device, gets an apostrophe before it;
     control characters are escaped.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_inert, rows[0]))
-    writer.writerows(map(_inert, row.values()) for row in rows)
+    writer.writerow(map(_escape_cell, rows[0]))
+    writer.writerows(map(_escape_cell, row.values()) for row in rows)
     return text.getvalue()
 
 
-def _inert(cell: object) -> object:
+def _escape_cell(cell: object) -> object:
     if not isinstance(cell, str):
         return cell
-    return ("'" if cell.startswith(COMPUTED) else "") + printable(cell)
+    return ("'" if cell.startswith(COMPUTED) else "") + escape_controls(cell)
 
 
-def score(predicted: Ints, y: Ints) -> Score:
-    """Accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
+def compute_score(predicted: Ints, y: Ints) -> Score:
+    """Compute accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
 
     F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions; macro: their mean;
     weighted: by how often a class is among the labels. Source: scmoe_pfl.md section 13.
@@ -211,13 +213,13 @@ def score(predicted: Ints, y: Ints) -> Score:
     )
 
 
-def sample_accuracy(scores: Sequence[Score]) -> float:
-    """Share of right predictions among the samples of all devices (pm_moe.md, Eq. 31)."""
+def compute_sample_accuracy(scores: Sequence[Score]) -> float:
+    """Compute the share of right predictions among the samples of all devices (pm_moe.md, Eq. 31), in [0, 1]."""
     return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
 
 
-def outcome_of(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
-    """A run's figures over its devices; `known`: its other fields."""
+def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
+    """Compute a run's figures over its devices; `known`: its other fields."""
     devices = [device for device in everybody if not device.late_joiner]
     accuracies = [device.score.accuracy for device in devices]
     cold = [device.score.accuracy for device in everybody if device.late_joiner]
@@ -226,8 +228,8 @@ def outcome_of(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
         std=float(np.std(accuracies)),
         minimum=min(accuracies),
         percentile_10=float(np.percentile(accuracies, 10)),
-        worst_decile=worst_decile(accuracies),
-        sample_accuracy=sample_accuracy([device.score for device in devices]),
+        worst_decile=compute_worst_decile(accuracies),
+        sample_accuracy=compute_sample_accuracy([device.score for device in devices]),
         macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
         weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
         bundles=sum(device.bundle for device in everybody),
@@ -237,20 +239,20 @@ def outcome_of(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
     )
 
 
-def worst_decile(accuracies: Sequence[float]) -> float:
-    """Mean of the lowest tenth of the devices, rounded up: at least one device."""
+def compute_worst_decile(accuracies: Sequence[float]) -> float:
+    """Compute the mean of the lowest tenth of the devices, rounded up: at least one device."""
     lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
     return float(np.mean(lowest))
 
 
-def cost_of(curve: Sequence[Point], target: float) -> Cost | None:
-    """The cost of the first point of a curve that reaches an accuracy; None if none does."""
+def compute_cost(curve: Sequence[Point], target: float) -> Cost | None:
+    """Return the cost of the first point of a curve that reaches an accuracy; None if none does."""
     point = next((point for point in curve if point.accuracy >= target), None)
     if point is None:
         return None
     return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)
 
 
-def megabytes(size_bytes: float) -> str:
-    """Bytes for people, in units of 10^6."""
+def format_megabytes(size_bytes: float) -> str:
+    """Format bytes for people, in units of 10^6."""
     return f"{size_bytes / 1e6:.1f} MB"

@@ -65,9 +65,9 @@ STYLE: Any = {
 }
 
 
-def curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
-    """Accuracy against one of `AXES`."""
-    with figure(3.4) as (axes, svg):
+def draw_curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
+    """Draw accuracy against one of `AXES`, as SVG."""
+    with open_figure(3.4) as (axes, svg):
         _draw(axes, runs, label, CLUSTERS)
     return svg[0]
 
@@ -78,16 +78,16 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
         from matplotlib import pyplot as plt
 
         _, axes = plt.subplots()
-    light = light_colours()
+    light = read_light_colours()
     _draw(axes, runs, "round", [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
     return axes
 
 
 def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
-    """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
+    """Draw means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
     methods = tuple(dict.fromkeys(run.method for run in runs))
     for number, method in enumerate(methods):
-        curves = common_points([run.curve for run in runs if run.method == method])
+        curves = select_common_points([run.curve for run in runs if run.method == method])
         places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
         accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
         colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
@@ -97,42 +97,42 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
         axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-    axes.set_ylim(bottom=(floor := floor_of([run.accuracy for run in runs])))
+    axes.set_ylim(bottom=(floor := compute_floor([run.accuracy for run in runs])))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
-    in_percent(axes.yaxis, "accuracy", floor)
+    set_percent_ticks(axes.yaxis, "accuracy", floor)
     axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
-def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
-    """The points of rounds that every curve has, and each curve's last one: a method may end early."""
+def select_common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
+    """Select the points of rounds that every curve has, and each curve's last: a method may end early."""
     rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
 
-def accuracy_by_round(by_method: Mapping[str, Mapping[int, float]]) -> str:
-    """Lines of validation accuracy over the rounds; a method without any keeps its colour."""
-    with figure(2.9) as (axes, svg):
+def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
+    """Draw validation accuracy over the rounds; a method without any keeps its colour."""
+    with open_figure(2.9) as (axes, svg):
         for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
             if curve:
                 axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
         seen = [accuracy for curve in by_method.values() for accuracy in curve.values()]
-        axes.set_ylim(bottom=(floor := floor_of(seen) if seen else 0.0))
+        axes.set_ylim(bottom=(floor := compute_floor(seen) if seen else 0.0))
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        in_percent(axes.yaxis, "validation accuracy", floor)
+        set_percent_ticks(axes.yaxis, "validation accuracy", floor)
         if any(by_method.values()):
             axes.legend(loc="lower right")
     return svg[0]
 
 
-def cluster_map(demo: Demonstration) -> str:
-    """Devices by similarity of their updates: filled with the colour of their first cluster, ringed by true group."""
+def draw_cluster_map(demo: Demonstration) -> str:
+    """Draw devices by similarity of their updates: colour of their first cluster, ring of their true group."""
     *_, ours = demo.runs
     groups = {device.id: device.group for device in ours.devices}
     first = {i: int(k) for k, members in reversed(list(ours.clusters.items())) for i in members}
-    rings = group_colours(groups, first)
-    with figure(3.6) as (axes, svg):
+    rings = choose_group_colours(groups, first)
+    with open_figure(3.6) as (axes, svg):
         for device_id, (x, y) in demo.places.items():
             fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
             ring = CLUSTERS[rings[groups[device_id]] % N_COLOURS]
@@ -147,8 +147,8 @@ def cluster_map(demo: Demonstration) -> str:
     return svg[0]
 
 
-def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
-    """A number for each true group: that of the cluster with most of its devices, unless an earlier group has it."""
+def choose_group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
+    """Choose each true group's number: the cluster with most of its devices, unless an earlier group has it."""
     numbers: dict[int, int] = {}
     for group in sorted(set(groups.values())):
         counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
@@ -157,44 +157,44 @@ def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[i
     return numbers
 
 
-def device_bars(runs: Sequence[RunOutcome]) -> str:
-    """A group of bars per device, one bar per run."""
+def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
+    """Draw a group of bars per device, one bar per run."""
     ids = [device.id for device in runs[0].devices]
     height = 0.82 / len(runs)
-    with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
+    with open_figure(1.1 + 0.52 * len(ids)) as (axes, svg):
         for j, run in enumerate(runs):
             middle = np.arange(len(ids)) + (j - (len(runs) - 1) / 2) * height
             values = [device.score.accuracy for device in run.devices]
             axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
         axes.set_yticks(range(len(ids)), ids)
         axes.invert_yaxis()
-        axes.set_xlim(floor := floor_of(accuracies(runs)), 1)
-        in_percent(axes.xaxis, "test accuracy", floor)
+        axes.set_xlim(floor := compute_floor(list_accuracies(runs)), 1)
+        set_percent_ticks(axes.xaxis, "test accuracy", floor)
         axes.grid(visible=False, axis="y")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
     return svg[0]
 
 
-def in_percent(axis: Axis, what: str, floor: float) -> None:
-    """Ticks of an axis of shares at round numbers of percent, as many digits as they have; its label says its start."""
+def set_percent_ticks(axis: Axis, what: str, floor: float) -> None:
+    """Set ticks at round percents, as many digits as they have; the axis' label says its start."""
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
     axis.set_label_text(f"{what}, from {floor:.0%}" if floor else what)
 
 
-def accuracies(runs: Sequence[RunOutcome]) -> list[float]:
-    """The accuracies in `device_bars`."""
+def list_accuracies(runs: Sequence[RunOutcome]) -> list[float]:
+    """List the accuracies in `draw_device_bars`."""
     return [device.score.accuracy for run in runs for device in run.devices]
 
 
-def floor_of(values: Sequence[float]) -> float:
-    """Start of an axis: a tenth to a fifth below the smallest value, so that differences are visible."""
+def compute_floor(values: Sequence[float]) -> float:
+    """Choose the start of an axis: a tenth to a fifth below the smallest value, so that differences are visible."""
     return max(0.0, math.floor(min(values) * 10 - 1) / 10)
 
 
 @contextmanager
-def figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
-    """An empty plot; its SVG is in the list when the block ends."""
+def open_figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
+    """Open an empty plot; its SVG is in the list when the block ends."""
     svg: list[str] = []
     with mpl.rc_context(STYLE):
         drawing = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
@@ -202,11 +202,11 @@ def figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
         yield drawing.add_subplot(), svg
         file = io.StringIO()
         drawing.savefig(file, format="svg", metadata={"Date": None})
-    svg.append(_for_a_page(file.getvalue()))
+    svg.append(_adapt_to_page(file.getvalue()))
 
 
-def _for_a_page(svg: str) -> str:
-    """SVG file -> SVG element without links, in the page's colours."""
+def _adapt_to_page(svg: str) -> str:
+    """Make an SVG file an SVG element without links, in the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
@@ -214,19 +214,19 @@ def _for_a_page(svg: str) -> str:
     return re.sub("|".join(VARIABLES), lambda match: f"var({VARIABLES[match[0]]})", svg)
 
 
-def light_colours() -> dict[str, str]:
-    """The page's variables as colours of its light mode, for use without a page."""
+def read_light_colours() -> dict[str, str]:
+    """Read the page's variables as colours of its light mode, for use without a page."""
     style = files("coordinator.simulation.reports").joinpath("page.css").read_text(encoding="utf-8")
     return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
 
 
-def as_file(svg: str) -> str:
-    """An SVG element of `figure` as a complete file."""
+def to_file(svg: str) -> str:
+    """Return an SVG element of `open_figure` as a complete file."""
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return without_a_page(svg).replace("<svg", f"<svg {names}", 1)
+    return fix_colours(svg).replace("<svg", f"<svg {names}", 1)
 
 
-def without_a_page(svg: str) -> str:
-    """An SVG element of `figure` in fixed colours, for a notebook."""
-    light = light_colours()
+def fix_colours(svg: str) -> str:
+    """Return an SVG element of `open_figure` in fixed colours, for a notebook."""
+    light = read_light_colours()
     return re.sub(r"var\((--[\w-]+)\)", lambda match: light[match[1]], svg)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from coordinator.fleet import problems
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, megabytes, without_bundle
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, find_without_bundle, format_megabytes
 from coordinator.simulation.settings import Scenario
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 NOTHING: Final = "–"
 
 
-def axis(floor: float) -> str:
-    """The caption for the start of an axis of accuracies."""
+def describe_axis(floor: float) -> str:
+    """Describe the start of an axis of accuracies."""
     return f"The axis begins at {floor:.0%}." if floor else "The axis begins at zero."
 
 
-def setting_of(scenario: Scenario) -> str:
-    """The partition in a few words."""
+def describe_partition(scenario: Scenario) -> str:
+    """Describe the partition in a few words."""
     how = scenario.partition
     skew = f"α {scenario.alpha:g}"
     even = f"{scenario.iid_share:.0%} spread evenly"
@@ -37,37 +37,37 @@ def setting_of(scenario: Scenario) -> str:
     return words[how]
 
 
-def lead(comparison: Comparison) -> str:
-    """A summary of the setting, in a few sentences."""
+def describe_comparison(comparison: Comparison) -> str:
+    """Describe the setting of a comparison in a few sentences."""
     scenario = comparison.scenario
     n_devices = len(comparison.runs[0].devices)
     return (
-        f"{n_devices} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of {work_of(scenario)}, "
-        f"participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
-        f"sensitive; {seeds_of(comparison)}. Accuracies are of the installed bundles, run by "
-        "ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"{n_devices} simulated devices, {describe_partition(scenario)}; {scenario.rounds} rounds of "
+        f"{describe_work(scenario)}, participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the "
+        f"training samples marked sensitive; {format_seeds(comparison)}. Accuracies are of the installed bundles, run "
+        "by ONNX Runtime on each device's own test samples, which no choice has seen. "
         "Global: the models that devices are served, each on samples from all devices' distributions. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
-        f" {unequipped(comparison.runs)} {milder(comparison.runs)}".rstrip()
+        f" {describe_unequipped(comparison.runs)} {describe_redraws(comparison.runs)}".rstrip()
     )
 
 
-def seeds_of(comparison: Comparison) -> str:
-    """The seeds in words."""
+def format_seeds(comparison: Comparison) -> str:
+    """Format the seeds in words."""
     return f"seed{'s' * (len(comparison.seeds) > 1)} {', '.join(map(str, comparison.seeds))}"
 
 
-def work_of(scenario: Scenario) -> str:
-    """A device's work in a round."""
+def describe_work(scenario: Scenario) -> str:
+    """Describe a device's work in a round."""
     epochs = scenario.local_epochs
     return f"{scenario.local_steps} steps" if epochs is None else f"{epochs} epoch{'s' * (epochs > 1)}"
 
 
-def unequipped(runs: Sequence[RunOutcome]) -> str:
-    """In which runs devices ended without a bundle, and what their figures are of; empty: in none."""
+def describe_unequipped(runs: Sequence[RunOutcome]) -> str:
+    """Describe which runs left devices without a bundle, and what their figures are of; empty without any."""
     found = [
         f"{run.method}, seed {run.seed}: {len(run.devices) - run.bundles} of {len(run.devices)}"
-        f" ({problems.told(without_bundle(run.devices))})"
+        f" ({problems.describe_reasons(find_without_bundle(run.devices))})"
         for run in runs
         if run.bundles < len(run.devices)
     ]
@@ -76,8 +76,8 @@ def unequipped(runs: Sequence[RunOutcome]) -> str:
     return f"Devices without a bundle are measured by the model that they are served: {'; '.join(found)}."
 
 
-def milder(runs: Sequence[RunOutcome]) -> str:
-    """How often the partition was drawn and how many samples were moved, by seed; empty: neither, or unknown."""
+def describe_redraws(runs: Sequence[RunOutcome]) -> str:
+    """Describe by seed how often the partition was drawn and how many samples moved; empty if neither."""
     found = {}
     for run in runs:
         if (run.draws or 1) > 1 or run.moved:
@@ -88,55 +88,55 @@ def milder(runs: Sequence[RunOutcome]) -> str:
     return f"Devices differ less than requested, so that each has enough samples: {by_seed}."
 
 
-def percent(figure: Spread) -> str:
-    """Mean and, over several seeds, standard deviation."""
-    return f"{100 * figure.mean:.1f}{_deviation(figure)}"
+def format_percent(figure: Spread) -> str:
+    """Format a mean and, over several seeds, its standard deviation."""
+    return f"{100 * figure.mean:.1f}{_format_deviation(figure)}"
 
 
-def difference(figure: Spread | None) -> str:
-    """In percentage points, with sign."""
-    return NOTHING if figure is None else f"{points(figure.mean)}{_deviation(figure)}"
+def format_difference(figure: Spread | None) -> str:
+    """Format a difference in percentage points, with sign."""
+    return NOTHING if figure is None else f"{format_points(figure.mean)}{_format_deviation(figure)}"
 
 
-def _deviation(figure: Spread) -> str:
+def _format_deviation(figure: Spread) -> str:
     return f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
 
 
-def cost(found: Cost | None) -> str:
-    """Rounds, bytes and simulated time."""
+def format_cost(found: Cost | None) -> str:
+    """Format rounds, bytes and simulated time."""
     if found is None:
         return "not reached"
     time = f", {found.seconds:.1f} s" if found.seconds else ""  # there may be no clock
-    return f"{found.round} r, {megabytes(found.bytes)}{time}"
+    return f"{found.round} r, {format_megabytes(found.bytes)}{time}"
 
 
-def tested_globally(comparison: Comparison) -> bool:
-    """Whether there is a global test set."""
+def is_tested_globally(comparison: Comparison) -> bool:
+    """Return whether there is a global test set."""
     return comparison.methods[0].global_accuracy is not None
 
 
 def has_clock(comparison: Comparison) -> bool:
-    """Whether devices take simulated time."""
+    """Return whether devices take simulated time."""
     return comparison.scenario.hardware != "none"
 
 
-def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
-    """A summary of the setting, in a few sentences."""
+def describe_run(outcome: RunOutcome, scenario: Scenario) -> str:
+    """Describe the setting of a run in a few sentences."""
     return (
-        f"{len(outcome.devices)} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of "
-        f"{work_of(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are of the "
-        "installed bundles, run by ONNX Runtime on each device's own test samples, which no choice has seen. "
-        f"{unequipped([outcome])} {milder([outcome])}".rstrip()
+        f"{len(outcome.devices)} simulated devices, {describe_partition(scenario)}; {scenario.rounds} rounds of "
+        f"{describe_work(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are "
+        "of the installed bundles, run by ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"{describe_unequipped([outcome])} {describe_redraws([outcome])}".rstrip()
     )
 
 
-def demo_lead(demo: Demonstration) -> str:
-    """A summary of the demo, in a few sentences."""
+def describe_demo(demo: Demonstration) -> str:
+    """Describe the demo in a few sentences."""
     *_, ours = demo.runs
     split = f"It made {len(ours.clusters)} clusters with a model each."
     return (
-        f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({setting_of(demo.scenario)}) in {ours.rounds} "
-        f"rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
+        f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({describe_partition(demo.scenario)}) in "
+        f"{ours.rounds} rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
         f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
         "Accuracies are on each device's own test samples, which no choice has seen. local: every device alone; "
         "fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has installed, "
@@ -144,6 +144,6 @@ def demo_lead(demo: Demonstration) -> str:
     )
 
 
-def points(gain: float) -> str:
-    """A difference of accuracies in percentage points, with its sign."""
+def format_points(gain: float) -> str:
+    """Format a difference of accuracies in percentage points, with its sign."""
     return f"{100 * gain:+.1f}"

@@ -8,19 +8,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from edge_agent.agent.identity import Member
-from edge_agent.agent.speech.voice import Voice
+from edge_agent.agent.speech.voice import Publisher
 from fedge.errors import ProtocolError
 from fedge.identity.names import Role
-from fedge.membership.signed_messages import unsealed
+from fedge.membership.signed_messages import open_unverified
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Ack, Order, Presence, Status, Want, decode
+from fedge.wire.messages import Ack, Order, Presence, Status, Want, decode_message
 from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 
 
 @dataclass(eq=False)
-class Ears:
-    """Hears for one device, and drops what violates the contract.
+class Listener:
+    """Hears for one device, and drops messages that violate the contract.
 
     Args:
         me: the device.
@@ -33,63 +33,63 @@ class Ears:
 
     me: Member
     incarnation: str
-    voice: Voice
+    voice: Publisher
     sender: Sender
     feed: Callable[[Order | Ack], None]
     speak_again: Callable[[], None]
 
     async def attach(self, transport: Transport) -> None:
         """Subscribe to what is for this device."""
-        await transport.subscribe(self.me.topic("status"), self._on_own_status, refused=self._cannot_overhear)
-        await transport.subscribe(self.me.topic("orders"), self._on_order)
-        await transport.subscribe(self.me.topic("acks"), self._on_ack)
-        await transport.subscribe(self.me.topics.coordinator_wants(self.me.device_id), self._on_want)
+        await transport.subscribe(self.me.make_topic("status"), self._on_own_status, refused=self._on_status_refused)
+        await transport.subscribe(self.me.make_topic("orders"), self._on_order)
+        await transport.subscribe(self.me.make_topic("acks"), self._on_ack)
+        await transport.subscribe(self.me.topics.make_wants_topic(self.me.device_id), self._on_want)
 
     async def _on_own_status(self, inbound: Inbound) -> None:
-        """Look whether another process speaks as this device; if it came later than this one, give way for a while."""
+        """Give way for a while if another process speaks as this device and came later than this one."""
         if not inbound.payload:
             return
         with suppress(ProtocolError):
-            if decode(unsealed(inbound.payload), Status).incarnation == self.incarnation:
+            if decode_message(open_unverified(inbound.payload), Status).incarnation == self.incarnation:
                 return
-        with self._refusing(inbound):
-            said = self.me.signed.overhear(inbound.topic, inbound.payload, self.me.device_id)
+        with self._drop_invalid(inbound):
+            said = self.me.signed.open_overheard(inbound.topic, inbound.payload, self.me.device_id)
             if said is None:
                 return
-            other, past = decode(said, Status), inbound.retained
+            other, past = decode_message(said, Status), inbound.retained
             if other.presence is Presence.ONLINE and not past:
-                self.voice.give_way(other.incarnation)
-            elif self.me.signed.behind or not past:  # a past life's, or it has gone: it is for us to speak
+                self.voice.pause(other.incarnation)
+            elif self.me.signed.is_behind or not past:  # a past life's, or it has gone: it is for us to speak
                 self.speak_again()
 
-    def _cannot_overhear(self, reason: str) -> None:
-        self.me.events.say("cannot_overhear", logging.WARNING, detail=reason)
+    def _on_status_refused(self, reason: str) -> None:
+        self.me.events.log_event("cannot_overhear", logging.WARNING, detail=reason)
 
     async def _on_order(self, inbound: Inbound) -> None:
         if self.voice.silent:  # it is for the other process
             return
-        with self._refusing(inbound):
-            self.feed(decode(self._open(inbound), Order))
+        with self._drop_invalid(inbound):
+            self.feed(decode_message(self._unseal(inbound), Order))
 
     async def _on_ack(self, inbound: Inbound) -> None:
-        with self._refusing(inbound):
-            self.feed(decode(self._open(inbound, Role.INTAKE), Ack))
+        with self._drop_invalid(inbound):
+            self.feed(decode_message(self._unseal(inbound, Role.INTAKE), Ack))
 
     async def _on_want(self, inbound: Inbound) -> None:
-        with self._refusing(inbound):
-            want, me = decode(self._open(inbound, Role.INTAKE), Want), self.me.device_id
+        with self._drop_invalid(inbound):
+            want, me = decode_message(self._unseal(inbound, Role.INTAKE), Want), self.me.device_id
             if want.device_id != me:
                 raise ProtocolError("foreign-id", f"want for {want.device_id}")
-            self.sender.want(want.digest, want.ranges, chunks=self.me.topics.update_chunk(me, want.digest))
+            self.sender.add_want(want.digest, want.ranges, chunks=self.me.topics.make_update_topic(me, want.digest))
 
-    def _open(self, inbound: Inbound, *others: Role) -> bytes:
-        """A message from the coordinator, or another permitted sender, to this incarnation of the agent."""
+    def _unseal(self, inbound: Inbound, *others: Role) -> bytes:
+        """Open a message to this incarnation from the coordinator, or another permitted sender."""
         return self.me.signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, *others, to=self.incarnation)
 
     @contextmanager
-    def _refusing(self, inbound: Inbound) -> Iterator[None]:
+    def _drop_invalid(self, inbound: Inbound) -> Iterator[None]:
         """Drop messages that violate the contract: one log line, one count, no change."""
         try:
             yield
         except ProtocolError as error:
-            self.me.events.refuse(error, inbound.topic)
+            self.me.events.record_refusal(error, inbound.topic)

@@ -16,8 +16,8 @@ from typing import Final
 
 from edge_agent.agent.identity import Member
 from fedge.errors import TransportError
-from fedge.system.text import in_words
-from fedge.wire.messages import Context, Report, Status, encode
+from fedge.system.text import format_time
+from fedge.wire.messages import Context, Report, Status, encode_message
 from fedge.wire.transport import Transport
 
 YIELD_BASE_S: Final = 30.0
@@ -44,14 +44,14 @@ class Twin:
     times: int
 
 
-def yield_s(times: int, draw: float) -> float:
-    """How long to be silent when another process speaks as this device, for the 1st, 2nd, ... time in a row."""
+def compute_yield_s(times: int, draw: float) -> float:
+    """Return how long to be silent for another process, for the 1st, 2nd, ... time in a row."""
     return min(YIELD_CAP_S, YIELD_BASE_S * 2.0 ** min(times - 1, 16)) * (1 + draw) / 2
 
 
 @dataclass(eq=False)
-class Voice:
-    """Speaks as one device.
+class Publisher:
+    """Speaks as one device: queues and publishes its messages.
 
     Args:
         me: the device.
@@ -72,7 +72,7 @@ class Voice:
 
     @property
     def silent(self) -> bool:
-        """Whether we give way to another process."""
+        """Whether this process gives way to another one."""
         return self._silence is not None
 
     def send(self, message: Status | Context | Report) -> None:
@@ -81,21 +81,21 @@ class Voice:
             return
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
         key = message.order_id if isinstance(message, Report) else leaf
-        payload = encode(self.me.rules.stripped(message))
-        self._outgoing[key] = (self.me.topic(leaf), payload, isinstance(message, Status))
+        payload = encode_message(self.me.rules.strip(message))
+        self._outgoing[key] = (self.me.make_topic(leaf), payload, isinstance(message, Status))
         self._something_waits.set()
 
-    def forget(self, order_id: str) -> None:
-        """Send no more of a report."""
+    def drop_report(self, order_id: str) -> None:
+        """Stop sending a report."""
         self._outgoing.pop(order_id, None)
         self._sent.pop(order_id, None)
 
-    def times_sent(self, order_id: str) -> int:
-        """How often the broker has taken the report of an order."""
+    def count_sent(self, order_id: str) -> int:
+        """Return how often the broker has taken the report of an order."""
         return self._sent[order_id]
 
-    async def publish_what_waits(self, unanswered: Callable[[str], bool]) -> None:
-        """Publish messages one after the other, for ever. `unanswered`: whether the report of this order still is."""
+    async def publish_queued(self, unanswered: Callable[[str], bool]) -> None:
+        """Publish messages one by one, for ever; `unanswered`: whether an order's report still is."""
         while True:
             await self._something_waits.wait()
             self._something_waits.clear()
@@ -109,30 +109,30 @@ class Voice:
                 except TransportError as error:
                     # The broker's rules forbid this one; important messages are repeated, and the operator sees the
                     # reason.
-                    self.me.events.say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
+                    self.me.events.log_event("publish_refused", logging.ERROR, topic=topic, detail=str(error))
 
-    def give_way(self, incarnation: str) -> None:
-        """Say nothing as this device for a while: another process does, which came later."""
+    def pause(self, incarnation: str) -> None:
+        """Be silent as this device for a while: another process speaks, which came later."""
         now = time.monotonic()
         lasts = self._twin is not None and now - self._twin.heard_at < 2 * YIELD_CAP_S
         before = self._twin if lasts else None
         since = time.time() if before is None or before.incarnation != incarnation else before.since
         self._twin = Twin(incarnation, since, now, 1 if before is None else before.times + 1)
-        wait = yield_s(self._twin.times, random.SystemRandom().random())
-        self.me.events.say(
+        wait = compute_yield_s(self._twin.times, random.SystemRandom().random())
+        self.me.events.log_event(
             "twin",
             logging.ERROR,
             incarnation=incarnation,
-            since=in_words(since),
+            since=format_time(since),
             again_in_s=round(wait),
             check=CHECK_TWIN,
         )
-        self.end_silence()
+        self.resume()
         self._outgoing.clear()
         self._silence = asyncio.get_running_loop().call_later(wait, self.after_silence)
 
-    def end_silence(self) -> None:
-        """Speak again, without what was to follow."""
+    def resume(self) -> None:
+        """Speak again, and drop what was to follow the silence."""
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None

@@ -22,7 +22,7 @@ NOTHING: Final = -1
 """Feature of a device without samples."""
 
 
-class Told(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StoredAnswer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The one randomised answer that a device has given, and for which task."""
 
     task_fingerprint: str
@@ -30,20 +30,20 @@ class Told(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
-    """Psi of D_L; with `epsilon` one randomised answer, which is kept and repeated for ever.
+    """Return psi of D_L; with `epsilon` one randomised answer, which is kept and repeated for ever.
 
     It uses the device's own random numbers: with the order's seed the coordinator could tell true answers from drawn
     ones.
     """
     task, (_, y) = device.task, device.data.shared
-    feature = label_feature(np.bincount(y, minlength=task.n_classes))
+    feature = compute_label_feature(np.bincount(y, minlength=task.n_classes))
     if action.epsilon is not None and feature != NOTHING:
-        feature = _told_once(device, feature, action.epsilon)
+        feature = _answer_once(device, feature, action.epsilon)
     return LabelsDescribed(feature=feature, n_samples=len(y))
 
 
-def label_feature(counts: ArrayLike) -> int:
-    """Label i with the largest D_i - 1/C, D = counts / their sum; the lowest on a tie.
+def compute_label_feature(counts: ArrayLike) -> int:
+    """Return the label i of largest D_i - 1/C, D = counts / their sum; the lowest on a tie.
 
     Args:
         counts: (C,) whole numbers, C >= 1, each >= 0.
@@ -52,14 +52,14 @@ def label_feature(counts: ArrayLike) -> int:
         0..C-1, or -1 if all counts are 0.
 
     Example:
-        >>> label_feature([4, 4, 4, 4, 0])
+        >>> compute_label_feature([4, 4, 4, 4, 0])
         0
     """
     return int(np.argmax(counts)) if np.any(counts) else NOTHING
 
 
 def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.random.Generator) -> int:
-    """The feature with probability exp(eps) / (exp(eps) + C - 1), otherwise one of the other labels uniformly.
+    """Keep the feature at probability e^eps / (e^eps + C - 1), else draw another label uniformly.
 
     This is eps-local differential privacy (section 10). `feature`: 0..C-1; `epsilon` > 0.
     """
@@ -70,11 +70,11 @@ def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.ra
     return other + (other >= feature)
 
 
-def _told_once(device: Device, feature: int, epsilon: float) -> int:
+def _answer_once(device: Device, feature: int, epsilon: float) -> int:
     path, task = device.home / "labels.json", device.task
-    told = read_lasting(path, msgspec.json.Decoder(Told).decode)
-    if told is None or told.task_fingerprint != task.fingerprint():
+    stored = read_lasting(path, msgspec.json.Decoder(StoredAnswer).decode)
+    if stored is None or stored.task_fingerprint != task.compute_fingerprint():
         drawn = randomised_response(feature, task.n_classes, epsilon, np.random.default_rng())
-        told = Told(task_fingerprint=task.fingerprint(), feature=drawn)
-        write_atomically(path, msgspec.json.encode(told))
-    return told.feature
+        stored = StoredAnswer(task_fingerprint=task.compute_fingerprint(), feature=drawn)
+        write_atomically(path, msgspec.json.encode(stored))
+    return stored.feature

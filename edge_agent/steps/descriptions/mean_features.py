@@ -9,9 +9,9 @@ from fedge.wire.messages import Why
 
 
 def run(device: Device, action: MeanFeatures) -> Result:
-    """Mean features (D,)."""
+    """Return the mean features (D,)."""
     x, _ = device.data.shared
     if not len(x):
         return Declined(why=Why.NO_DATA)
-    mean = device.network.features(device.model(action.model), x).mean(axis=0)
+    mean = device.network.compute_features(device.fetch_model(action.model), x).mean(axis=0)
     return FeaturesMeasured(mean=tuple(mean.tolist()), n_samples=len(x))

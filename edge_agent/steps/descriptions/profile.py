@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from edge_agent.device.device import Device
-from edge_agent.learning.profile import sparsity_profile, with_noise
+from edge_agent.learning.profile import measure_sparsity, with_noise
 from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.wire.messages import Why
@@ -14,12 +14,12 @@ THREADED: Final = True
 
 
 def run(device: Device, action: Profile) -> Result:
-    """The profile by the order's extractor, with noise if requested."""
+    """Measure the profile by the order's extractor, with noise if requested."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     x, _ = device.data.shared
-    device.network.load(device.model(action.extractor))
-    found = sparsity_profile(device.network.module, x, device.network.processor)
+    device.network.load(device.fetch_model(action.extractor))
+    found = measure_sparsity(device.network.module, x, device.network.processor)
     if action.noise:
         found = with_noise(found, len(x), sigma=action.noise, home=device.home)
     return Profiled(

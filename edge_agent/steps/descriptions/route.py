@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from edge_agent.device.device import Device, FailedError
-from fedge.bundle.graph_reader import unbounded
-from fedge.bundle.runtime import onnxruntime, session_of
+from fedge.bundle.graph_reader import explain_unbounded
+from fedge.bundle.runtime import make_session, onnxruntime
 from fedge.data.task import INPUT
-from fedge.errors import failing_as
+from fedge.errors import raise_as
 from fedge.steps.descriptions.route import Route, Routed
 
 CHUNK: Final = 512
@@ -20,14 +20,14 @@ CHUNK: Final = 512
 
 
 def run(device: Device, action: Route) -> Routed:
-    """Eq. 12: rho, the mean gate output over the samples (n, *input_shape); uniform without samples.
+    """Return rho (Eq. 12), the mean gate output over samples (n, *input_shape); uniform without samples.
 
     Raises:
         FailedError: the file is not a gate for such samples, or might never end.
     """
     gate, (x, _) = device.fetch(action.gate), device.data.shared
-    with failing_as(FailedError, "the gate cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
-        session = _session(gate)
+    with raise_as(FailedError, "the gate cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
+        session = _make_session(gate)
         n_experts = session.get_outputs()[0].shape[1]
         total = np.zeros(n_experts)
         for start in range(0, len(x), CHUNK):
@@ -40,8 +40,8 @@ def run(device: Device, action: Route) -> Routed:
     return Routed(shares=tuple(float(share) for share in total / total.sum()), n_samples=len(x))
 
 
-def _session(gate: bytes) -> onnxruntime.InferenceSession:
-    if reason := unbounded(memoryview(gate)):
+def _make_session(gate: bytes) -> onnxruntime.InferenceSession:
+    if reason := explain_unbounded(memoryview(gate)):
         raise FailedError(reason)
     with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that refers to files finds none
-        return session_of(gate, Path(nowhere))
+        return make_session(gate, Path(nowhere))

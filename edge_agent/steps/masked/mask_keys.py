@@ -9,8 +9,8 @@ from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
 
 
 def run(device: Device, action: MaskKeys) -> Result:
-    """The public halves; the private ones are already on disk."""
+    """Return the public halves; the private ones are already on disk."""
     session = Session(device, action.session)
-    session.begin()
+    session.start()
     encryption, masking, signing = session.public
     return KeysMade(encryption=encryption, masking=masking, signing=signing)

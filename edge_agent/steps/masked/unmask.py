@@ -16,17 +16,17 @@ _KEY: Final = slice(SHARE_BYTES, 2 * SHARE_BYTES)
 
 
 def run(device: Device, action: Unmask) -> Result:
-    """For each neighbour in this device's masks: the seed's share if it is summed, else the key's."""
+    """Return each neighbour's share in the own masks: of the seed if it is summed, else of the key."""
     session = Session(device, action.session)
-    roster, own = session.roster(action.roster)
-    session.shared(roster)
-    mine, confirmed = session.read(Masked), session.read(Confirmed)
+    roster, own = session.fetch_roster(action.roster)
+    session.load_shared(roster)
+    mine, confirmed = session.load(Masked), session.load(Confirmed)
     if mine is None:
         raise FailedError("this device has masked nothing for this sum")
     if confirmed is None:
         raise FailedError("this device has confirmed no sum of this session")
     signatures = read_signatures(device.fetch(action.confirmations))
-    if reason := roster.disputed(confirmed.summed, roster.signers(confirmed.statement, signatures)):
+    if reason := roster.explain_dispute(confirmed.summed, roster.find_signers(confirmed.statement, signatures)):
         raise FailedError(reason)
     shares = {k: roster.unseal(session.encryption, k, own, sealed) for k, sealed in mine.shares.items()}
     summed = set(confirmed.summed)

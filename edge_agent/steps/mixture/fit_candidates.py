@@ -6,7 +6,7 @@ from typing import Final
 
 from edge_agent.device.device import Device
 from edge_agent.learning import candidates, mixture
-from edge_agent.learning.evaluation import best_start, logits, shared_prior
+from edge_agent.learning.evaluation import compute_logits, compute_shared_prior, fetch_best_start
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
@@ -25,22 +25,26 @@ def run(
     For variants: the private model's start (`candidates.Plan`), and its number of steps without validation.
     """
     models: dict[str, Model] = {
-        candidates.INITIAL: device.model(action.initial_model),
-        Role.GLOBAL: device.model(action.global_model),
+        candidates.INITIAL: device.fetch_model(action.initial_model),
+        Role.GLOBAL: device.fetch_model(action.global_model),
     }
     start, cluster = str(Role.GLOBAL), -1
     if action.experts:
-        models[Role.EXPERT], chosen = best_start(device, action.experts)
+        models[Role.EXPERT], chosen = fetch_best_start(device, action.experts)
         start, cluster = Role.EXPERT, chosen.cluster
     plan = candidates.Plan(
         private_start=private_start or start, private_steps=private_steps, local_steps=action.local_steps
     )
     data = device.data
-    fitted = candidates.fit(device, models, plan, action.sgd, data.shared, data.shared_validation, (PRIVATE, LOCAL))
-    candidates.keep(device, fitted)
-    (x, y), classes = device.data.shared_validation, shared_prior(device)
+    fitted = candidates.fit_models(
+        device, models, plan, action.sgd, data.shared, data.shared_validation, (PRIVATE, LOCAL)
+    )
+    candidates.save_fitted(device, fitted)
+    (x, y), classes = device.data.shared_validation, compute_shared_prior(device)
     losses = {
-        role: mixture.grid_losses(logits(device, fitted.model(device, role), x), y, classes, role)
+        role: mixture.compute_grid_losses(
+            compute_logits(device, fitted.decode_model(device, role), x), y, classes, role
+        )
         for role in (fitted.roles if action.tell else ())
     }
     return CandidatesFitted(losses=losses, n_validation=len(y), cluster=cluster)

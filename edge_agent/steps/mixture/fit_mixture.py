@@ -13,11 +13,11 @@ import numpy as np
 
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning import gate, mixture, private_model
-from edge_agent.learning.evaluation import final_prior, logits, rank
+from edge_agent.learning.evaluation import compute_final_prior, compute_logits, rank_model
 from edge_agent.learning.mixture import PLAIN
 from edge_agent.learning.private_model import Samples
 from export import Candidate, GateWeights, Mixture
-from fedge.bundle.formula import Array, calibrated, raw_energies
+from fedge.bundle.formula import Array, calibrate_logits, compute_raw_energies
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
 from fedge.tensors.layout import Model
@@ -29,29 +29,29 @@ DECAY: Final = 1e-3  # of the gate, section 11.5
 
 
 def run(device: Device, action: FitMixture) -> Installed:
-    """Private model, gate over it and the experts, bundle; nothing of it is sent.
+    """Fit private model and gate over it and the experts, write the bundle, and send nothing of it.
 
     Raises:
         FailedError: there is neither an expert nor a training sample.
     """
-    experts = experts_of(device, action)
-    models, roles = candidates(fit_private(device, action, experts), experts)
+    experts = fetch_experts(device, action)
+    models, roles = make_candidates(fit_private(device, action, experts), experts)
     samples = device.data.validation if action.gate == "validation" else device.data.training  # section 11.5
     untrained = len(samples[1]) < gate.MIN_SAMPLES
     levelled = untrained and action.energy_offset == "untrained"
-    offsets = mean_energies(device, models) if levelled else np.zeros(len(models))
+    offsets = compute_mean_energies(device, models) if levelled else np.zeros(len(models))
     weights = fit_gate(device, models, roles, samples, offsets, action.top)
-    return write(device, models, roles, weights, offsets, action.top)
+    return write_mixture(device, models, roles, weights, offsets, action.top)
 
 
-def experts_of(device: Device, action: FitMixture) -> list[Model]:
-    """The experts of the mixture: those of the order, thinned if all are new to the device."""
-    experts = [device.model(start.model) for start in action.experts]
-    return near_best(device, experts) if action.near_best else experts
+def fetch_experts(device: Device, action: FitMixture) -> list[Model]:
+    """Return the experts of the mixture: those of the order, thinned if all are new to the device."""
+    experts = [device.fetch_model(start.model) for start in action.experts]
+    return select_near_best(device, experts) if action.near_best else experts
 
 
-def candidates(private: Model | None, experts: list[Model]) -> tuple[list[Model], tuple[Role, ...]]:
-    """Models and roles, the private model first.
+def make_candidates(private: Model | None, experts: list[Model]) -> tuple[list[Model], tuple[Role, ...]]:
+    """Return models and roles, the private model first.
 
     Raises:
         FailedError: there is none.
@@ -62,41 +62,43 @@ def candidates(private: Model | None, experts: list[Model]) -> tuple[list[Model]
     return models, (*((Role.PRIVATE,) if private else ()), *(Role.EXPERT for _ in experts))
 
 
-def near_best(device: Device, experts: list[Model]) -> list[Model]:
-    """Section 9: of the experts new to the device, those within 0.02 of the best accuracy, at most 3."""
+def select_near_best(device: Device, experts: list[Model]) -> list[Model]:
+    """Select of the new experts those within 0.02 of the best accuracy, at most 3 (section 9)."""
     samples = max(len(device.data.y_val) or device.data.n_shared, 1)
-    ranks = [rank(device, model, "accuracy") for model in experts]
+    ranks = [rank_model(device, model, "accuracy") for model in experts]
     enough = max((correct for correct, _ in ranks), default=0.0) - NEAR * samples
     best = sorted((k for k, (correct, _) in enumerate(ranks) if correct >= enough), key=lambda k: (-ranks[k][0], k))
     return [experts[k] for k in sorted(best[:MOST])]
 
 
-def best(device: Device, experts: list[Model]) -> Model:
-    """Section 8: the highest validation accuracy, then the lowest cross-entropy, then the lowest number."""
-    return experts[mixture.first_ranked([rank(device, model, "accuracy") for model in experts])]
+def choose_best(device: Device, experts: list[Model]) -> Model:
+    """Return the expert of highest accuracy, then lowest cross-entropy, then number (section 8)."""
+    return experts[mixture.find_best_rank([rank_model(device, model, "accuracy") for model in experts])]
 
 
 def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Model | None:
-    """Section 10; None with fewer than two training samples (section 3)."""
+    """Fit the private model (section 10), or return None below two training samples (section 3)."""
     data = device.data
     if data.n_train < 2:
         return None
-    start = device.model(action.initial_model)
+    start = device.fetch_model(action.initial_model)
     if action.private_start == "best" and experts:
-        start = best(device, experts)
+        start = choose_best(device, experts)
     training: Samples = data.training
     if action.private_data == "sensitive" and data.sensitive.any():  # otherwise nothing is left
         training = (data.x_train[data.sensitive], data.y_train[data.sensitive])
-    return private_model.or_before(
-        lambda: private_model.fit(device, start, training, action.sgd, action.sgd.steps, 0), start
+    return private_model.run_or_revert(
+        lambda: private_model.fit_model(device, start, training, action.sgd, action.sgd.steps, 0), start
     )
 
 
-def mean_energies(device: Device, models: list[Model]) -> Array:
-    """Section 11.4: the offsets mu, (M,), on the validation samples, or else on the training samples."""
+def compute_mean_energies(device: Device, models: list[Model]) -> Array:
+    """Compute offsets mu, (M,), on validation samples, or else on training samples (section 11.4)."""
     data = device.data
     seen = data.x_val if len(data.y_val) else data.x_train
-    offsets, _ = mixture.energy_statistics(raw_energies(np.stack([logits(device, model, seen) for model in models])))
+    offsets, _ = mixture.compute_energy_statistics(
+        compute_raw_energies(np.stack([compute_logits(device, model, seen) for model in models]))
+    )
     return offsets
 
 
@@ -110,21 +112,21 @@ def fit_gate(
     *,
     energy: bool = True,
 ) -> GateWeights:
-    """Section 11.5: the gate over the candidates; untrained with too few samples. `energy`: whether energies count."""
+    """Fit the gate over the candidates (section 11.5), untrained with few samples; `energy`: it counts."""
     x, y = samples
     if len(y) < gate.MIN_SAMPLES:
-        return GateWeights.untrained(device.task.input_shape, len(models))
-    found = np.stack([logits(device, model, x) for model in models])
-    log_q = calibrated(found, np.zeros(device.task.n_classes), PLAIN)
-    scores = (raw_energies(found) - offsets) * energy
+        return GateWeights.make_untrained(device.task.input_shape, len(models))
+    found = np.stack([compute_logits(device, model, x) for model in models])
+    log_q = calibrate_logits(found, np.zeros(device.task.n_classes), PLAIN)
+    scores = (compute_raw_energies(found) - offsets) * energy
     usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
-    log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
+    log_p = np.where(usable, mixture.select_true_log_p(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
     scores = np.where(usable, scores, 0.0)
     return gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=top)
 
 
-def write(
+def write_mixture(
     device: Device,
     models: list[Model],
     roles: tuple[Role, ...],
@@ -134,14 +136,14 @@ def write(
     *,
     energy: bool = True,
 ) -> Installed:
-    """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies minus their offsets."""
+    """Write the bundle: equal weights, T = 1, no prior; energies minus their offsets (sections 11.2 and 11.3)."""
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
     made = Mixture(
         candidates=tuple(
             Candidate(role=role, name=name, model=model, energy_mean=float(offset))
             for role, name, model, offset in zip(roles, names, models, offsets, strict=True)
         ),
-        log_prior=final_prior(device),
+        log_prior=compute_final_prior(device),
         beta=1.0 if energy and len(models) > 1 else 0.0,
         gate=weights,
         top=top,

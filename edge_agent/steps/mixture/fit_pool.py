@@ -19,21 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edge_agent.device.device import Device, FailedError
-from edge_agent.learning.evaluation import logits, metrics
-from edge_agent.learning.frame import whole
-from edge_agent.steps.mixture.install import install_alone, kept, served
+from edge_agent.learning.evaluation import compute_logits, compute_metrics
+from edge_agent.learning.frame import assemble_model
+from edge_agent.steps.mixture.install import install_alone, load_kept, make_served_model
 from export import Pool, PoolGate
-from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
+from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, compute_pool_reference, find_usable
 from fedge.bundle.formula import Array
 from fedge.errors import ProtocolError
-from fedge.models.training import batches, tensor
+from fedge.models.training import draw_batches, to_tensor
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
-from fedge.steps.training.train import Train, kept_by
+from fedge.steps.training.train import Train, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import Stop, StoppedError
-from fedge.tensors.layers import Layers, pasted
+from fedge.tensors.layers import Layers, paste
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.wire.messages import Role
 
@@ -66,32 +66,32 @@ class Modules:
 
 
 def run(device: Device, action: FitPool) -> Installed:
-    """Sections 5 to 7. If only its own is left, the gate diverged, or the guard says so, that module serves alone.
+    """Fit the gate and install the pool, or the own module if it is alone or better (sections 5 to 7).
 
     Raises:
         FailedError: the device has no module of its own.
     """
     data = device.data
-    mine = kept(device, action)
+    mine = load_kept(device, action)
     if mine is None:
         raise FailedError("nothing was kept here: the device has no module of its own")
-    model = served(device, action)
-    modules = modules_of(device, action, mine)
+    model = make_served_model(device, action)
+    modules = make_modules(device, action, mine)
     m = len(modules.items)
     top = action.top or math.ceil(m / 2)
     if data.n_train == 0 or m == 1:
-        return _own(device, model)
-    experts, added, rest, g = _outputs(device, modules, data.x_train)
-    conf = confidences(experts, action.own)
-    fit = usable(added).all(axis=0)
-    keep = denoised(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
+        return _install_own(device, model)
+    experts, added, rest, g = _compute_outputs(device, modules, data.x_train)
+    conf = compute_confidences(experts, action.own)
+    fit = find_usable(added).all(axis=0)
+    keep = denoise_pool(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
     top = min(top, int(keep.sum()))
     if keep.sum() == 1 or (top == 1 and action.preset == "anchored"):  # no gradient for a gate
-        return _own(device, model)
+        return _install_own(device, model)
     left = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times a non-finite value is NaN
     trained = train_gate(g, left, rest, data.y_train, keep, top, action, device.seed, device.stop)
     if not all(np.isfinite(numbers).all() for numbers in (*trained.weights, *trained.biases)):
-        return _own(device, model)
+        return _install_own(device, model)
     pool = Pool(
         kind=modules.kind,
         trunk=modules.trunk,
@@ -104,38 +104,38 @@ def run(device: Device, action: FitPool) -> Installed:
         anchored=action.preset == "anchored",
     )
     p = _predict(device, modules, pool, data.x_val)
-    own = logits(device, model, data.x_val)
+    own = compute_logits(device, model, data.x_val)
     if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
-        return _own(device, model)
+        return _install_own(device, model)
     with np.errstate(divide="ignore"):
-        return device.write_bundle(pool, METHOD, metrics(device, np.log(p)))
+        return device.write_bundle(pool, METHOD, compute_metrics(device, np.log(p)))
 
 
 # --------------------------------------------------------------------------------------------------------- the pool
 
 
-def modules_of(device: Device, action: FitPool, mine: Layers) -> Modules:
-    """Section 3's table: what the modules of each base are, and what they are combined with."""
+def make_modules(device: Device, action: FitPool, mine: Layers) -> Modules:
+    """Make modules of what each base keeps, and what they are combined with (section 3's table)."""
     layout, head_layout = device.layout, device.layout.select(HEAD)
-    own = kept_by(action.kept_by, action.personal, layout, device.steps)
-    found = [_read(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
+    own = find_kept(action.kept_by, action.personal, layout, device.steps)
+    found = [_decode_module(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
     found[action.own] = mine
     present = np.array([layers is not None for layers in found])
     pool = [mine if other is None else other for other in found]
     weight, bias = (info.name for info in head_layout.tensors)
     nothing = np.zeros(head_layout.tensors[1].shape, np.float32)
-    plain = whole(device, action.model, action.personal, mine, action.initial)
+    plain = assemble_model(device, action.model, action.personal, mine, action.initial)
     head = Layers(layout, plain)
     match action.kept_by:
         case Train.STEP if own == head_layout:
             none = np.zeros_like(mine.model.params)
-            trunk = pasted(plain, Layers(own, Model(none, mine.model.buffers, mine.model.counters)), layout)
-            return Modules("head", trunk, _heads(pool, weight, bias), nothing, present)
+            trunk = paste(plain, Layers(own, Model(none, mine.model.buffers, mine.model.counters)), layout)
+            return Modules("head", trunk, _make_heads(pool, weight, bias), nothing, present)
         case Train.STEP if own == layout.without(HEAD):
-            models = tuple(pasted(plain, other, layout) for other in pool)
+            models = tuple(paste(plain, other, layout) for other in pool)
             return Modules("base", None, models, np.asarray(head[bias], np.float32), present)
         case TrainRod.STEP:
-            return Modules("head", plain, _heads(pool, weight, bias), nothing, present)
+            return Modules("head", plain, _make_heads(pool, weight, bias), nothing, present)
         case TrainDbe.STEP:
             p = np.stack([other.model.params for other in pool]).astype(np.float64)
             moved = (p @ np.float64(head[weight]).T).astype(np.float32)  # W P_l: a change of the head's bias
@@ -144,12 +144,12 @@ def modules_of(device: Device, action: FitPool, mine: Layers) -> Modules:
     raise FailedError(f"what step {action.kept_by} keeps cannot be pooled")
 
 
-def _heads(pool: Sequence[Layers], weight: str, bias: str) -> tuple[Tensors, ...]:
+def _make_heads(pool: Sequence[Layers], weight: str, bias: str) -> tuple[Tensors, ...]:
     return tuple({WEIGHT: other[weight], BIAS: other[bias]} for other in pool)
 
 
-def _read(data: bytes | None, layout: Layout, index: int) -> Layers | None:
-    """A received module; None if missing or unfit (section 11)."""
+def _decode_module(data: bytes | None, layout: Layout, index: int) -> Layers | None:
+    """Decode a received module, or return None if it is missing or unfit (section 11)."""
     if data is None:
         return None
     try:
@@ -159,17 +159,17 @@ def _read(data: bytes | None, layout: Layout, index: int) -> Layers | None:
         return None
 
 
-def _outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[Array, Array, Array, Array]:
-    """Outputs of the experts (n, M, O), their contributions (n, M, C), rest (n, C), gate inputs (n, F)."""
+def _compute_outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[Array, Array, Array, Array]:
+    """Return the experts' outputs (n, M, O), contributions (n, M, C), rest (n, C), gate inputs (n, F)."""
     if modules.trunk is None:
         network = device.network
         models = [item for item in modules.items if isinstance(item, Model)]
-        features = np.stack([network.features(model, x) for model in models], axis=1).astype(np.float64)
-        found = np.stack([logits(device, model, x) for model in models], axis=1)
+        features = np.stack([network.compute_features(model, x) for model in models], axis=1).astype(np.float64)
+        found = np.stack([compute_logits(device, model, x) for model in models], axis=1)
         rest = np.broadcast_to(modules.rest.astype(np.float64), (len(x), found.shape[2]))
         return features, found - rest[:, None], rest, x.reshape(len(x), -1).astype(np.float64)
-    f = device.network.features(modules.trunk, x).astype(np.float64)
-    rest = logits(device, modules.trunk, x)
+    f = device.network.compute_features(modules.trunk, x).astype(np.float64)
+    rest = compute_logits(device, modules.trunk, x)
     heads = [item for item in modules.items if not isinstance(item, Model)]
     added = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
     return added if modules.vectors is None else modules.vectors[np.newaxis], added, rest, f
@@ -178,11 +178,11 @@ def _outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[
 def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32]) -> Array:
     if not len(x):
         return np.zeros((0, device.task.n_classes))
-    _, added, rest, g = _outputs(device, modules, x)
-    return pool_reference(pool, added, rest, g)[0]
+    _, added, rest, g = _compute_outputs(device, modules, x)
+    return compute_pool_reference(pool, added, rest, g)[0]
 
 
-def _own(device: Device, model: Model) -> Installed:
+def _install_own(device: Device, model: Model) -> Installed:
     """Serve the device's own module alone."""
     return install_alone(device, model, Role.PRIVATE, METHOD)
 
@@ -190,8 +190,8 @@ def _own(device: Device, model: Model) -> Installed:
 # ------------------------------------------------------------------------------------------- section 6: denoising
 
 
-def confidences(outputs: Array, own: int) -> Array:
-    """Eq. 10-12, T = 1: conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: product of unit outputs of l and the own expert.
+def compute_confidences(outputs: Array, own: int) -> Array:
+    """Compute conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: unit outputs of l times the own (Eq. 10-12).
 
     Args:
         outputs: H, (n, M, O), n >= 1. A norm below 1e-12 gives v = 0, a value that is not finite -inf.
@@ -205,13 +205,13 @@ def confidences(outputs: Array, own: int) -> Array:
     return np.where(np.isfinite(conf) & np.isfinite(outputs).all(axis=(0, 2)), conf, -np.inf)
 
 
-def denoised(conf: Array, own: int, ratio: float, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Survivors (M,): without the floor(gamma (M - 1) + 1e-9) other present experts of lowest conf; ties: higher index.
+def denoise_pool(conf: Array, own: int, ratio: float, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return survivors (M,): all but the floor(gamma (M - 1) + 1e-9) others of lowest conf, high index first.
 
     An expert of conf -inf, whose outputs are not all finite, is as one that is not present.
 
     Example:
-        >>> denoised(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool)).astype(int).tolist()
+        >>> denoise_pool(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool)).astype(int).tolist()
         [1, 1, 1, 0, 1, 0]
     """
     keep = present & (conf > -np.inf)
@@ -237,7 +237,7 @@ def train_gate(
     seed: int,
     stop: Stop,
 ) -> PoolGate:
-    """SGD on the gate alone; base and pool are frozen, so their outputs are precomputed.
+    """Train the gate alone by SGD; base and pool are frozen, so their outputs are precomputed.
 
     Args:
         g: (n, F) inputs of the gate.
@@ -256,19 +256,19 @@ def train_gate(
     anchored = action.preset == "anchored"
     mean = g.mean(axis=0) if anchored else np.zeros(g.shape[1])
     scale = g.std(axis=0) + SPREAD if anchored else np.ones(g.shape[1])
-    inputs, steps, others = (tensor(a.astype(np.float32)) for a in ((g - mean) / scale, added, rest))
-    labels, survivors = tensor(y), torch.from_numpy(keep)
+    inputs, steps, others = (to_tensor(a.astype(np.float32)) for a in ((g - mean) / scale, added, rest))
+    labels, survivors = to_tensor(y), torch.from_numpy(keep)
     n_batches = action.epochs * math.ceil(len(y) / min(BATCH_SIZE, len(y)))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        network = gate_network(g.shape[1], len(keep), action.own if anchored else None)
+        network = make_gate_network(g.shape[1], len(keep), action.own if anchored else None)
         optimiser = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
         rng = np.random.default_rng(seed)
-        for _, batch in zip(range(n_batches), batches(len(y), BATCH_SIZE, rng), strict=False):
+        for _, batch in zip(range(n_batches), draw_batches(len(y), BATCH_SIZE, rng), strict=False):
             if stop():
                 raise StoppedError
             i = torch.from_numpy(batch)
-            w = select(network(inputs[i]), survivors, top, action.own if anchored else None)
+            w = select_weights(network(inputs[i]), survivors, top, action.own if anchored else None)
             logits = others[i] + torch.einsum("nm,nmc->nc", w, steps[i])
             optimiser.zero_grad()
             nn.functional.cross_entropy(logits, labels[i]).backward()  # type: ignore[no-untyped-call]
@@ -282,8 +282,8 @@ def train_gate(
     )
 
 
-def gate_network(n_inputs: int, n_experts: int, own: int | None) -> nn.Sequential:
-    """F - 128 - 256 - 128 - M, LeakyReLU, dropout after each; orthogonal weights. `own`: preset "anchored"."""
+def make_gate_network(n_inputs: int, n_experts: int, own: int | None) -> nn.Sequential:
+    """Make F - 128 - 256 - 128 - M with LeakyReLU and dropout, orthogonal; `own`: preset "anchored"."""
     sizes = (n_inputs, *WIDTHS)
     layers: list[nn.Module] = []
     for a, b in zip(sizes, WIDTHS, strict=False):
@@ -301,8 +301,8 @@ def gate_network(n_inputs: int, n_experts: int, own: int | None) -> nn.Sequentia
     return network
 
 
-def select(z: Tensor, keep: Tensor, top: int, own: int | None) -> Tensor:
-    """W (n, M) of the gate's z, as `export.pool.top_weights`; the gradient flows only through selected entries."""
+def select_weights(z: Tensor, keep: Tensor, top: int, own: int | None) -> Tensor:
+    """Return w (n, M) of the gate's z, as `export.pool.select_top_weights`; only selected entries get gradients."""
     alpha = torch.softmax(z.masked_fill(~keep, -torch.inf), dim=1)
     key = alpha.detach().masked_fill(~keep, -1.0)
     if own is not None:

@@ -8,13 +8,13 @@ from typing import Final
 import numpy as np
 
 from edge_agent.device.device import Device, FailedError, prune_bundles
-from fedge.bundle.manifest import GRAPHS, MANIFEST, Bundle, read
-from fedge.bundle.runtime import session_of
+from fedge.bundle.manifest import GRAPHS, MANIFEST, Bundle, read_bundle
+from fedge.bundle.runtime import make_session
 from fedge.data.task import INPUT, TaskSpec
-from fedge.errors import StoreError, failing_as
+from fedge.errors import StoreError, raise_as
 from fedge.steps.mixture.install import Installed
 from fedge.steps.mixture.install_bundle import InstallBundle
-from fedge.system.files import whole_folder, write_atomically
+from fedge.system.files import fill_folder, write_atomically
 
 _PART: Final = re.compile(r"[0-9a-f]{64}\.safetensors\Z")
 
@@ -31,25 +31,25 @@ def run(device: Device, action: InstallBundle) -> Installed:
     if strange:
         raise FailedError(f"{strange[0]!r} is not a file of a bundle")
     folder = device.home / "bundles" / str(action.release)
-    with failing_as(StoreError, f"cannot write bundle {folder}"), whole_folder(folder) as unfinished:
+    with raise_as(StoreError, f"cannot write bundle {folder}"), fill_folder(folder) as unfinished:
         for name, ref in action.files.items():
             write_atomically(unfinished / name, device.fetch(ref))
-        bundle = read(unfinished)
-        _check(bundle, action, device.task)
+        bundle = read_bundle(unfinished)
+        _require_valid(bundle, action, device.task)
     prune_bundles(device.home)
     return Installed(release=bundle.manifest.release)
 
 
-def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
+def _require_valid(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
     manifest = bundle.manifest
     if {MANIFEST, *manifest.files} != set(action.files):
         raise FailedError("there are files that the manifest does not name")
-    if manifest.task.fingerprint() != task.fingerprint():
+    if manifest.task.compute_fingerprint() != task.compute_fingerprint():
         raise FailedError(f"the bundle is for task {manifest.task.name} of another fingerprint")
     if manifest.release != action.release:
         raise FailedError(f"the bundle is release {manifest.release}, the order says {action.release}")
     sample = np.zeros((1, *task.input_shape), np.float32)
-    with failing_as(FailedError, "the bundle cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
-        outputs = session_of(bundle.graph, bundle.folder).run(None, {INPUT: sample})
+    with raise_as(FailedError, "the bundle cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
+        outputs = make_session(bundle.graph, bundle.folder).run(None, {INPUT: sample})
     if outputs[0].shape != (1, task.n_classes):
         raise FailedError("the bundle's output is not that of the task")

@@ -19,16 +19,16 @@ from msgspec import UNSET
 
 from edge_agent.device.device import Device
 from edge_agent.learning.class_means import NearClassMeans
-from edge_agent.learning.frame import Learned, Recipe, fit, plain, train_alone, train_together
+from edge_agent.learning.frame import Learned, Recipe, fit, train_alone, train_together, use_cross_entropy
 from fedge.steps.contract import Result
 from fedge.steps.training.train import Train
-from fedge.tensors.layers import Layers, cut, pasted
+from fedge.tensors.layers import Layers, cut, paste
 from fedge.tensors.layout import Model, Tensors, flatten
 
 THREADED: Final = True
 """Whether orders may run in threads: the step draws from no generator of the process."""
 
-overlay = pasted
+overlay = paste
 """The model with its personal layers replaced by the kept ones."""
 
 
@@ -39,21 +39,23 @@ def run(device: Device, action: Train) -> Result:
 
 def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | None]:
     """The same for small networks without personal layers, side by side."""
-    return train_together(devices, actions, recipe_of)
+    return train_together(devices, actions, make_recipe)
 
 
-def recipe_of(action: Train) -> Recipe:
+def make_recipe(action: Train) -> Recipe:
     """How the order says that the weights move."""
     if action.personal:
         return Recipe(action.sgd, head_steps=action.head_steps)
-    return Recipe(action.sgd, objective=plain if action.class_means is UNSET else NearClassMeans(action.class_means))
+    return Recipe(
+        action.sgd, objective=use_cross_entropy if action.class_means is UNSET else NearClassMeans(action.class_means)
+    )
 
 
 def learn(device: Device, action: Train, start: Model) -> Learned:
     """The trained model, and its personal layers."""
     network = device.network
     network.load(start)
-    fit(network, [device], recipe_of(action))
+    fit(network, [device], make_recipe(action))
     if not action.personal:
         return Learned(network.present())
     trained = network.dump()
@@ -64,11 +66,11 @@ def train(device: Device, action: Train, learn: Callable[[Model, Tensors | None]
     """The frame as version 0.1 had it, where what is kept are tensors by name; it goes with version 0.3."""
     text = "edge_agent.steps.training.train.train is edge_agent.steps.train_alone now; it goes with version 0.3"
     warnings.warn(text, FutureWarning, stacklevel=2)
-    keeps = action.kept(action.personal, device.layout)
+    keeps = action.select_kept(action.personal, device.layout)
     assert keeps is not None
 
     def learn_vectors(start: Model, mine: Layers | None) -> Learned:
-        trained, kept = learn(start, None if mine is None else mine.tensors())
+        trained, kept = learn(start, None if mine is None else mine.get_tensors())
         return Learned(trained, flatten(kept, keeps))
 
     return train_alone(device, action, learn_vectors)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from edge_agent.device.device import Device
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.training import Loss, Trainer, tensor
+from fedge.models.training import Loss, Trainer, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.tensors import codecs
@@ -25,31 +25,31 @@ from fedge.tensors.layers import Layers
 from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo
 
 
-def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
-    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2], r the batch's mean of f. `offset`: P; `goal`: g."""
+def make_regularised_loss(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
+    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], r: f's mean; `offset`: P, `goal`: g."""
 
-    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         seen: list[Tensor] = []
 
-        def shifted(_: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor:
+        def shift_features(_: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor:
             seen.append(inputs[0])
             return functional.linear(inputs[0] + offset, head.weight, head.bias)
 
-        with models.listening([head], shifted):
+        with models.listen_to_layers([head], shift_features):
             logits = module(x)
         away = seen[-1].mean(dim=0) - goal
         return functional.cross_entropy(logits, y) + kappa * (0.5 * away**2).mean()
 
-    return loss
+    return compute_loss
 
 
 def run(device: Device, action: TrainDbe) -> Result:
-    """The shared model and the vector, together."""
-    goal = global_mean(device.fetch(action.global_mean), device.layout)
-    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine, goal))
+    """Train the shared model and the vector together."""
+    goal = decode_mean(device.fetch(action.global_mean), device.layout)
+    return train_alone(device, action, lambda start, mine: train_models(device, action, start, mine, goal))
 
 
-def learn(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:
+def train_models(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:
     """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
 
     `mine`: the offset so far; None: zero. `goal`: g (D,), the mean of the features over all devices.
@@ -60,28 +60,32 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Layers | None, g
     network, sgd = device.network, action.sgd
     network.load(start)
     before = np.zeros(len(goal), np.float32) if mine is None else mine.model.params.copy()
-    offset = tensor(before, network.processor)
+    offset = to_tensor(before, network.processor)
     velocity = torch.zeros_like(offset)
 
-    def move(p: Tensor) -> None:
+    def update_offset(p: Tensor) -> None:
         assert p.grad is not None
         velocity.mul_(sgd.momentum).add_(p.grad).add_(p.data, alpha=sgd.weight_decay)
         p.data.sub_(velocity, alpha=sgd.learning_rate)
         p.grad = None
 
-    offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
-    g = tensor(goal, network.processor)
-    head = models.head_of(network.module, network.layout)
+    offset.requires_grad_().register_post_accumulate_grad_hook(update_offset)  # type: ignore[no-untyped-call]
+    g = to_tensor(goal, network.processor)
+    head = models.get_head(network.module, network.layout)
     trainer = Trainer(
-        network, *device.data.shared, sgd, device.rng(), loss=mean_regularised(head, offset, g, kappa=action.kappa)
+        network,
+        *device.data.shared,
+        sgd,
+        device.make_rng(),
+        loss=make_regularised_loss(head, offset, g, kappa=action.kappa),
     )
-    trainer.run(sgd.steps_for(device.data.n_shared), device.stop)
+    trainer.run(sgd.count_steps(device.data.n_shared), device.stop)
     trained = network.dump()
     return Learned(trained, Model(offset.detach().cpu().numpy(), trained.buffers[:0], trained.counters[:0]))
 
 
-def global_mean(data: bytes, layout: Layout) -> Floats:
-    """The global mean g (D,) from the blob that the coordinator sent.
+def decode_mean(data: bytes, layout: Layout) -> Floats:
+    """Decode the global mean g (D,) from the blob that the coordinator sent.
 
     Raises:
         ProtocolError: `layout`, `malformed` or `not-finite`.

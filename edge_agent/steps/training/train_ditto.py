@@ -16,31 +16,31 @@ from edge_agent.learning.frame import Learned, train_alone
 from fedge.models.training import Trainer
 from fedge.steps.contract import Result
 from fedge.steps.training.train_ditto import TrainDitto
-from fedge.tensors.layers import Layers, pasted
+from fedge.tensors.layers import Layers, paste
 from fedge.tensors.layout import Model
 
-overlay = pasted
+overlay = paste
 
 
 def run(device: Device, action: TrainDitto) -> Result:
-    """Both models, one after the other."""
-    return train_alone(device, action, lambda w, mine: learn(device, action, w, mine))
+    """Train both models, one after the other."""
+    return train_alone(device, action, lambda w, mine: train_models(device, action, w, mine))
 
 
-def learn(device: Device, action: TrainDitto, w: Model, mine: Layers | None) -> Learned:
-    """The shared model trained from w on D_L, and v trained equally long on all training samples. `mine` None: v is w.
+def train_models(device: Device, action: TrainDitto, w: Model, mine: Layers | None) -> Learned:
+    """Train the shared model from w on D_L, and v as long on all samples, from w if `mine` is None.
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
     """
     network, data, sgd = device.network, device.data, action.sgd
-    trained = private_model.fit(device, w, data.shared, sgd, sgd.steps_for(data.n_shared))
+    trained = private_model.fit_model(device, w, data.shared, sgd, sgd.count_steps(data.n_shared))
     before = w if mine is None else mine.model
     network.load(before)
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
     # a separate stream, so that the shared model learns the same whatever is kept
-    with device.untimed():
-        Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
-            sgd.steps_for(data.n_train), device.stop
+    with device.pause_timing():
+        Trainer(network, *data.training, drawn, device.make_rng(1), anchor=w.params).run(
+            sgd.count_steps(data.n_train), device.stop
         )
-    return Learned(trained, private_model.or_before(network.dump, before))
+    return Learned(trained, private_model.run_or_revert(network.dump, before))

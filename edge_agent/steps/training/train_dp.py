@@ -15,19 +15,19 @@ import time
 import msgspec
 
 from edge_agent.device.device import Device
-from edge_agent.learning.evaluation import Look
+from edge_agent.learning.evaluation import Evaluation
 from edge_agent.learning.frame import Begun, Learned, begin, finish
-from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, noise_for
-from fedge.models.dp_sgd import Clipping, PrivateNetwork, poisson_batches
+from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, compute_noise
+from fedge.models.dp_sgd import Clipping, PrivateNetwork, draw_poisson_batches
 from fedge.models.training import Part, Trainer
 from fedge.steps.contract import Declined, Result
-from fedge.steps.training.train_dp import TrainDp, require_no_statistics, weak_delta
-from fedge.tensors.layers import cut, pasted
+from fedge.steps.training.train_dp import TrainDp, explain_weak_delta, require_no_statistics
+from fedge.tensors.layers import cut, paste
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Why
 
 THREADED = True
-overlay = pasted
+overlay = paste
 
 
 def run(device: Device, action: TrainDp) -> Result:
@@ -35,55 +35,55 @@ def run(device: Device, action: TrainDp) -> Result:
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     require_no_statistics(device.layout)
-    ledger, charge = Ledger(device.home), planned(device, action)
-    if (reason := over_budget(device, action, ledger, charge)) is not None:
+    ledger, charge = Ledger(device.home), plan_charge(device, action)
+    if (reason := explain_refusal(device, action, ledger, charge)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)
     begun = begin(device, msgspec.structs.replace(action, starts=action.starts[:1]))
     assert isinstance(begun, Begun)
-    learn(device, action, begun.start, charge.mechanism)
-    ledger.add(charge)
+    train_model(device, action, begun.start, charge.mechanism)
+    ledger.record(charge)
     trained = device.network.dump()
     kept = None if begun.keeps is None else cut(trained, device.layout, begun.keeps)
-    return finish(begun, Learned(trained, kept), Look(accuracy=None), loss_after=None)
+    return finish(begun, Learned(trained, kept), Evaluation(accuracy=None), loss_after=None)
 
 
-def planned(device: Device, action: TrainDp) -> Charge:
-    """The cost of the order."""
+def plan_charge(device: Device, action: TrainDp) -> Charge:
+    """Return the cost of the order."""
     n, sgd = device.data.n_shared, action.sgd
-    rate, steps = min(1.0, sgd.batch_size / n), sgd.steps_for(n) + action.head_steps
-    sigma = noise_for(action.privacy, rate, steps)
+    rate, steps = min(1.0, sgd.batch_size / n), sgd.count_steps(n) + action.head_steps
+    sigma = compute_noise(action.privacy, rate, steps)
     mechanism = Mechanism(noise_multiplier=sigma, sample_rate=rate)
     return Charge(order=device.order.id, run=device.order.run, at=time.time(), mechanism=mechanism, steps=steps)
 
 
-def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
-    """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
-    if weak := weak_delta(action.privacy.delta, device.data.n_shared):
+def explain_refusal(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
+    """Return why the order breaks the run's promise or the owner's budget, or None."""
+    if weak := explain_weak_delta(action.privacy.delta, device.data.n_shared):
         return f"the run's {weak}"
     promised, budget = action.privacy.epsilon, device.budget
     if promised is not None:
-        total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)
+        total = ledger.compute_spent(action.privacy.delta, run=charge.run, planned=charge)
         if total > promised * (1 + ROUNDING):
             return f"this run would have spent epsilon {total:.3f}, and promised at most {promised:g}"
     if budget.max_epsilon is not None:
-        total = ledger.spent(budget.delta, planned=charge)
+        total = ledger.compute_spent(budget.delta, planned=charge)
         if total > budget.max_epsilon:
             return f"epsilon would be {total:.3f} in all, and the budget of this device is {budget.max_epsilon:g}"
     return None
 
 
-def learn(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:
-    """DP-SGD from `start`, on all weights, or first on the head and then on the base (FedRep)."""
+def train_model(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:
+    """Train from `start` by DP-SGD on all weights, or first on the head and then on the base (FedRep)."""
     data, sgd, source = device.data, action.sgd, device.source
     network, n = device.network, data.n_shared
     network.load(start)
     clipping = Clipping(action.privacy.clip_norm, mechanism.noise_multiplier)
 
-    def phase(steps: int, moves: Part) -> None:
+    def train_part(steps: int, moves: Part) -> None:
         private = PrivateNetwork(network, clipping, mechanism.sample_rate * n, source, moves)
-        batches = poisson_batches(n, mechanism.sample_rate, source)
+        batches = draw_poisson_batches(n, mechanism.sample_rate, source)
         Trainer(private, *data.shared, sgd, batches, moves=moves).run(steps, device.stop)
 
     if action.head_steps:
-        phase(action.head_steps, "head")
-    phase(sgd.steps_for(n), "base" if action.head_steps else "all")
+        train_part(action.head_steps, "head")
+    train_part(sgd.count_steps(n), "base" if action.head_steps else "all")

@@ -18,31 +18,31 @@ from torch.nn import functional
 from edge_agent.device.device import Device
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.training import Loss, Trainer, batches, tensor
+from fedge.models.training import Loss, Trainer, draw_batches, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_rod import TrainRod
 from fedge.tensors.layers import Layers
 from fedge.tensors.layout import HEAD, Layout, Model
 
 
-def balanced_softmax(log_counts: Tensor) -> Loss:
-    """Mean cross-entropy of the logits + ln(n_c), where n_c are the local class counts.
+def make_balanced_softmax(log_counts: Tensor) -> Loss:
+    """Return the loss, mean cross-entropy of logits + ln(n_c), n_c the local class counts.
 
     log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass.
     """
 
-    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(module(x) + log_counts, y)
 
-    return loss
+    return compute_loss
 
 
 def run(device: Device, action: TrainRod) -> Result:
-    """Both heads, batch by batch."""
-    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine))
+    """Train both heads, batch by batch."""
+    return train_alone(device, action, lambda start, mine: train_models(device, action, start, mine))
 
 
-def learn(device: Device, action: TrainRod, start: Model, mine: Layers | None) -> Learned:
+def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | None) -> Learned:
     """Train the shared model (a) and the second head (b) alternately, batch by batch.
 
     The shared model learns from D_L, n >= 1; the second head from all training samples, or from D_L if it may be
@@ -58,17 +58,17 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Layers | None) -
     if mine is not None:
         weight, bias = np.split(mine.model.params, [n_classes * d])
         head = np.column_stack([weight.reshape(n_classes, d), bias])
-    own = tensor(head, network.processor)
+    own = to_tensor(head, network.processor)
     velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
-    counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
-    trainer = Trainer(network, *shared, sgd, device.rng(), loss=balanced_softmax(counts.log()))
+    counts = to_tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
+    trainer = Trainer(network, *shared, sgd, device.make_rng(), loss=make_balanced_softmax(counts.log()))
     own_samples = device.data.shared if action.poolable else device.data.training
-    x, y = (tensor(each, network.processor) for each in own_samples)
-    drawn = batches(len(y), sgd.batch_size, device.rng(1))
-    for _, batch in zip(range(sgd.steps_for(len(shared[1]))), drawn, strict=False):
+    x, y = (to_tensor(each, network.processor) for each in own_samples)
+    drawn = draw_batches(len(y), sgd.batch_size, device.make_rng(1))
+    for _, batch in zip(range(sgd.count_steps(len(shared[1]))), drawn, strict=False):
         trainer.run(1, device.stop)
-        with device.untimed(), torch.no_grad():
-            f, logits = models.features_and_logits(network.module, x[batch], network.layout)
+        with device.pause_timing(), torch.no_grad():
+            f, logits = models.compute_features_and_logits(network.module, x[batch], network.layout)
             f = functional.pad(f, (0, 1), value=1.0)
             # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
             excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
@@ -83,7 +83,7 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Layers | None) -
 
 
 def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the head comes last in all of them
-    """One head for both: W = W_g + W_p, b = b_g + b_p."""
+    """Make one head of both: W = W_g + W_p, b = b_g + b_p."""
     params, own = model.params.copy(), kept.model.params
     params[-len(own) :] = np.add(params[-len(own) :], own, dtype=np.float64)
     return Model(params, model.buffers, model.counters)

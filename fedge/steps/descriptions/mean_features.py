@@ -14,7 +14,7 @@ MAX_FEATURES: Final = 4096
 
 
 class FeaturesMeasured(Result, frozen=True, kw_only=True):
-    """Mean feature vector (D,) of D_L."""
+    """The mean feature vector (D,) of D_L."""
 
     REVEALS: ClassVar = {"mean": Reveals.FEATURES, "n_samples": Reveals.COUNT}
     mean: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_FEATURES)]
@@ -22,7 +22,7 @@ class FeaturesMeasured(Result, frozen=True, kw_only=True):
 
 
 class MeanFeatures(Action, frozen=True, kw_only=True):
-    """`model`: whose features."""
+    """A request for the mean features that `model` computes."""
 
     STEP: ClassVar = "mean_features"
     RESULT: ClassVar = FeaturesMeasured

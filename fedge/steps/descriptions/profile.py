@@ -12,7 +12,7 @@ from fedge.wire.messages import BlobRef, Count, Digest, NonNegative, Share
 
 
 class Profiled(Result, frozen=True, kw_only=True):
-    """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles.
+    """Shares of exact zeros per unit, in [0, 1]; `halves`: D_raw of the even and odd samples' profiles.
 
     `extractor`: digest of the network that made the profile. `halves` is None with noise or fewer than 2 samples.
     """
@@ -30,7 +30,7 @@ class Profiled(Result, frozen=True, kw_only=True):
 
 
 class Profile(Action, frozen=True, kw_only=True):
-    """`noise`: sigma_dp of Gaussian noise that the device adds, drawn once and stored. 0: none."""
+    """A request for the profile; `noise`: sigma_dp >= 0 of Gaussian noise, drawn once and stored."""
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled
@@ -39,10 +39,10 @@ class Profile(Action, frozen=True, kw_only=True):
     noise: NonNegative = 0.0
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """One pass over D_L."""
+        """Count one pass over D_L."""
         return n_shared
 
     def check(self, result: Profiled, task: TaskSpec) -> None:
-        """A profile by this extractor, without halves if noise is requested."""
+        """Require a profile by this extractor, without halves if noise is requested."""
         require(result.extractor == self.extractor.digest, "a profile of another extractor")
         require(not self.noise or result.halves is None, "halves, which no noise covers")

@@ -11,7 +11,7 @@ from fedge.wire.messages import BlobRef, Count, Share
 
 
 class Routed(Result, frozen=True, kw_only=True):
-    """rho: shares of the experts, (K,), which sum to 1."""
+    """rho, the shares of the experts, (K,), which sum to 1."""
 
     REVEALS: ClassVar = {"shares": Reveals.WEIGHT, "n_samples": Reveals.COUNT}
     shares: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=1024)]
@@ -19,7 +19,7 @@ class Routed(Result, frozen=True, kw_only=True):
 
 
 class Route(Action, frozen=True, kw_only=True):
-    """`gate`: an ONNX file, x (n, *input_shape) -> p (n, K)."""
+    """A request for the shares by `gate`, an ONNX file, x (n, *input_shape) -> p (n, K)."""
 
     STEP: ClassVar = "route"
     RESULT: ClassVar = Routed

@@ -9,14 +9,14 @@ from fedge.wire.messages import BlobRef
 
 
 class Tried(Result, frozen=True, kw_only=True):
-    """delta = loss(G) - loss(E); None without validation samples."""
+    """The difference delta = loss(G) - loss(E), or None without validation samples."""
 
     REVEALS: ClassVar = {"delta": Reveals.LOSS}
     delta: float | None = None
 
 
 class Trial(Action, frozen=True, kw_only=True):
-    """Validation loss of the trial's global model minus that of the trial's expert."""
+    """A request for the validation loss of the trial's global model minus that of its expert."""
 
     STEP: ClassVar = "trial"
     RESULT: ClassVar = Tried
@@ -25,5 +25,5 @@ class Trial(Action, frozen=True, kw_only=True):
     expert: BlobRef
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Two models on the validation samples."""
+        """Count two models on the validation samples."""
         return 2 * n_val

@@ -13,14 +13,14 @@ from fedge.wire.messages import BlobRef
 
 
 class SumConfirmed(Result, frozen=True, kw_only=True):
-    """`confirmation`: the sum (`fedge.privacy.masked_sums.Roster.summing`), signed."""
+    """The signed sum (`fedge.privacy.masked_sums.Roster.make_sum_statement`), `confirmation`."""
 
     REVEALS: ClassVar = {"confirmation": Reveals.NOTHING}
     confirmation: Signature
 
 
 class ConfirmSum(MaskStep, frozen=True, kw_only=True):
-    """Confirm the sum of the devices `summed`, all of whom have masked with all neighbours among `sharers`.
+    """A request to confirm the sum of `summed`, which all masked with all neighbours among `sharers`.
 
     Both are files (`fedge.privacy.masked_sums.write_positions`), the same for all. `statements`: of this device's
     neighbours that are summed (`fedge.steps.masked.train_masked.TrainedMasked`).

@@ -17,7 +17,7 @@ Proof = Annotated[bytes, Meta(max_length=4096)]
 
 
 class KeysMade(Result, frozen=True, kw_only=True):
-    """X25519 keys: `encryption`, for shares that others send it, and `masking`. `signing`: an Ed25519 key.
+    """Public keys: X25519 for shares that others send (`encryption`) and masks, Ed25519 for `signing`.
 
     `proof`: of this device's ownership, for the rest of the cohort (`fedge.privacy.masked_sums.require_genuine`); empty
     if messages are not signed.
@@ -40,19 +40,19 @@ class MaskStep(Action, frozen=True, kw_only=True):
     session: Id
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Almost none: no sample is used."""
+        """Return 1, the least, as no sample is used."""
         return 1
 
 
 class MaskKeys(MaskStep, frozen=True, kw_only=True):
-    """Make keys."""
+    """A request to make keys."""
 
     STEP: ClassVar = "mask_keys"
     VERSION: ClassVar = 2
     RESULT: ClassVar = KeysMade
 
     def check(self, result: KeysMade, task: TaskSpec) -> None:
-        """Three keys, of which two make secrets."""
+        """Require three keys, of which two make secrets."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
         require(len({result.encryption, result.masking, result.signing}) == 3, "one key for two purposes")

@@ -21,7 +21,7 @@ Sealed = Annotated[bytes, Meta(min_length=82, max_length=82)]
 
 
 class SharesMade(Result, frozen=True, kw_only=True):
-    """`sealed`: the shares for each neighbour. `commitment`: a hash of the device's own mask seed."""
+    """The `sealed` shares for each neighbour, and a `commitment`, a hash of the own mask's seed."""
 
     REVEALS: ClassVar = {"sealed": Reveals.NOTHING, "commitment": Reveals.NOTHING}
     sealed: Annotated[dict[Position, Sealed], Meta(min_length=1, max_length=256)]
@@ -29,7 +29,7 @@ class SharesMade(Result, frozen=True, kw_only=True):
 
 
 class MaskShares(MaskStep, frozen=True, kw_only=True):
-    """Share secrets with the neighbours in a roster (`fedge.privacy.masked_sums.Roster`)."""
+    """A request to share secrets with the neighbours in a roster (`masked_sums.Roster`)."""
 
     STEP: ClassVar = "mask_shares"
     VERSION: ClassVar = 2

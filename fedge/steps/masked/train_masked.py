@@ -13,15 +13,15 @@ from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.steps.masked.mask_keys import Signature
 from fedge.steps.masked.mask_shares import Position, Sealed
 from fedge.steps.training.train import Train
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import Codec, Layout
 from fedge.wire.messages import BlobRef, Id, NonNegative, Share
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):
-    """`masked`: `fedge.tensors.fixed_point.Summand` as bytes, masks added. The others as in `Trained`.
+    """The masked `fedge.tensors.fixed_point.Summand` as bytes, with figures as in `Trained`.
 
-    `statement`: with whom the device has masked (`fedge.privacy.masked_sums.Roster.masked_with`), signed.
+    `statement`: with whom the device has masked (`fedge.privacy.masked_sums.Roster.make_mask_statement`), signed.
     """
 
     REVEALS: ClassVar = {
@@ -40,21 +40,21 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
     val_accuracy: Share | None = None
 
 
-def alike(train: Train, heaviest: int) -> str:
-    """Digest of what all devices of a sum do alike: whether a device measures its losses as well is its own affair.
+def compute_common_digest(train: Train, heaviest: int) -> str:
+    """Return the digest of what all devices of a sum do alike; measuring losses is each one's own affair.
 
     It is that of the decoded order, as a device has it.
     """
     same = msgspec.structs.replace(train, measure=False, codec=Codec.FLOAT32)
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(same), type=Train)
-    return digest_of(msgspec.msgpack.encode((decoded, heaviest)))
+    return compute_digest(msgspec.msgpack.encode((decoded, heaviest)))
 
 
 class TrainMasked(Action, frozen=True, kw_only=True):
-    """Train from the one start of `train`, a whole model, and mask its change with the neighbours in `shares`.
+    """A request to train from the one start of `train` and mask the change with the peers in `shares`.
 
-    Masks cancel only between devices whose `train` and `heaviest` are `alike`: raise VERSION when `Train` or `Sgd` gets
-    another field.
+    Masks cancel only between devices whose `train` and `heaviest` are `compute_common_digest`: raise VERSION when
+    `Train` or `Sgd` gets another field.
 
     `heaviest`: upper limit of a device's weight, which is its number of samples. `sharers`: who has shared secrets,
     the same for all (`fedge.privacy.masked_sums.write_positions`). `shares`: what the neighbours among them sealed for
@@ -72,24 +72,24 @@ class TrainMasked(Action, frozen=True, kw_only=True):
     shares: Annotated[dict[Position, Sealed], Meta(max_length=256)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """As much as plain training."""
+        """Count as much as plain training."""
         return self.train.passes(n_shared, n_train, n_val)
 
-    def sparing(self, withheld: Collection[str]) -> Self | None:
-        """Without losses."""
+    def without(self, withheld: Collection[str]) -> Self | None:
+        """Return the action without losses."""
         measure = self.train.measure and Reveals.LOSS not in withheld
         spared = msgspec.structs.replace(self, train=msgspec.structs.replace(self.train, measure=measure))
-        return spared if super().sparing(withheld) else None
+        return spared if super().without(withheld) else None
 
     def check(self, result: TrainedMasked, task: TaskSpec) -> None:
-        """Losses, if they were asked for."""
+        """Require losses if they were asked for."""
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.train.measure or None not in measured, "no losses, which were asked for")
 
     def uploads(self, result: TrainedMasked, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """Plain bytes, exactly the size of a summand; nothing else can be checked."""
-        from fedge.tensors.fixed_point import n_bytes
+        """Return plain bytes of exactly a summand's size; nothing else can be checked."""
+        from fedge.tensors.fixed_point import count_bytes
 
-        size, needed = result.masked.size_bytes, n_bytes(layout)
+        size, needed = result.masked.size_bytes, count_bytes(layout)
         require(size == needed, f"a masked update of {size} bytes instead of {needed}")
         return {result.masked: None}

@@ -27,7 +27,7 @@ class Unmasked(Result, frozen=True, kw_only=True):
 
 
 class Unmask(MaskStep, frozen=True, kw_only=True):
-    """Reveal shares for the sum that this device has confirmed.
+    """A request to reveal shares for the sum that this device has confirmed.
 
     `confirmations`: of all devices that have (`fedge.privacy.masked_sums.write_signatures`).
     """
@@ -39,5 +39,5 @@ class Unmask(MaskStep, frozen=True, kw_only=True):
     confirmations: BlobRef
 
     def check(self, result: Unmasked, task: TaskSpec) -> None:
-        """Never both of one device."""
+        """Refuse both secrets of one device."""
         require(result.seeds.keys().isdisjoint(result.keys), "shares of both secrets of a device")

@@ -29,7 +29,7 @@ class CandidatesFitted(Result, frozen=True, kw_only=True):
 
 
 class FitCandidates(Action, frozen=True, kw_only=True):
-    """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
+    """A request to train private and local model, choose the expert, and report losses over the grid.
 
     The private model starts from the primary expert, or else from the global model. `tell`: whether to report losses;
     what is fitted is kept for `fit_gate` in any case.
@@ -45,17 +45,17 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     local_steps: Count
     tell: bool = True
 
-    def sparing(self, withheld: Collection[str]) -> Self:
+    def without(self, withheld: Collection[str]) -> Self:
         """Fit all the same, and report nothing."""
         return msgspec.structs.replace(self, tell=self.tell and Reveals.LOSS not in withheld)
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Two trainings, and evaluations of all candidates."""
+        """Count two trainings, and evaluations of all candidates."""
         looks = (5 + len(self.experts)) * n_val
-        return looks + self.sgd.passes(CANDIDATE_STEPS + self.local_steps, n_train)
+        return looks + self.sgd.count_passes(CANDIDATE_STEPS + self.local_steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
-        """Losses of the global model at least, if requested, and none of candidates that were not offered."""
+        """Require the global model's losses, if requested, and none of candidates not offered."""
         offered = {start.cluster for start in self.experts} | {-1}
         require(result.cluster in offered, "an expert that was not offered")
         require(not self.tell or Role.GLOBAL in result.losses, "no losses of the global model")

@@ -13,7 +13,7 @@ from fedge.wire.messages import Count
 
 
 class EnergyFitted(Result, frozen=True, kw_only=True):
-    """Per pooled mean of the order: sum of validation losses of the pooled mixture, and one per beta in (0, 0.5, 1)."""
+    """Per pooled mean: the sum of validation losses of its mixture, and one per beta in (0, 0.5, 1)."""
 
     REVEALS: ClassVar = {
         "pooled_losses": Reveals.LOSS,
@@ -26,12 +26,12 @@ class EnergyFitted(Result, frozen=True, kw_only=True):
 
 
 class FitEnergy(OfPooled, frozen=True, kw_only=True):
-    """Per pooled mean: loss of the pooled mixture, and of the own mixture for each beta of the grid."""
+    """A request for the losses of each pooled mixture, and of the own mixture for each beta."""
 
     STEP: ClassVar = "fit_energy"
     RESULT: ClassVar = EnergyFitted
 
     def check(self, result: EnergyFitted, task: TaskSpec) -> None:
-        """Losses for each variant."""
+        """Require losses for each variant."""
         n = len(self.pooled)
         require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")

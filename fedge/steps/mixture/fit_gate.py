@@ -15,7 +15,7 @@ from fedge.wire.messages import NonNegative, Role
 
 
 class FitGate(Action, frozen=True, kw_only=True):
-    """`pooled` holds "local" only if the pool accepted the local model."""
+    """A request for gate, guard and bundle; `pooled` has "local" only if the pool accepted it."""
 
     STEP: ClassVar = "fit_gate"
     RESULT: ClassVar = Installed
@@ -29,5 +29,5 @@ class FitGate(Action, frozen=True, kw_only=True):
     sgd: Sgd
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Each candidate on the validation samples, and the last fit."""
-        return len(self.calibration) * n_val + self.sgd.passes(CANDIDATE_STEPS, n_train + n_val)
+        """Count each candidate on the validation samples, and the last fit."""
+        return len(self.calibration) * n_val + self.sgd.count_passes(CANDIDATE_STEPS, n_train + n_val)

@@ -19,7 +19,7 @@ Offset = Literal["never", "untrained"]
 
 
 class FitMixture(Action, frozen=True, kw_only=True):
-    """No part of it is sent."""
+    """A request to fit a mixture and write its bundle; no part of it is sent."""
 
     STEP: ClassVar = "fit_mixture"
     RESULT: ClassVar = Installed
@@ -37,6 +37,6 @@ class FitMixture(Action, frozen=True, kw_only=True):
     top: Annotated[int, Meta(ge=1, le=64)] = 2
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Each candidate on all samples, and the private model's training."""
+        """Count each candidate on all samples, and the private model's training."""
         looks = (2 + len(self.experts)) * (n_train + n_val)
-        return looks + self.sgd.passes(self.sgd.steps_for(n_train), n_train)
+        return looks + self.sgd.count_passes(self.sgd.count_steps(n_train), n_train)

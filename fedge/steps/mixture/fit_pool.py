@@ -12,7 +12,7 @@ from fedge.wire.messages import BlobRef, Count, Id
 
 
 class FitPool(Served, frozen=True, kw_only=True):
-    """`model`, `personal`, `kept_by`, `initial`: of stage 1, as in `Install`."""
+    """A request for a gate over the pool; `model`, `personal`, `kept_by`, `initial` as in `Install`."""
 
     STEP: ClassVar = "fit_pool"
     RESULT: ClassVar = Installed
@@ -30,5 +30,5 @@ class FitPool(Served, frozen=True, kw_only=True):
     guard: bool = True
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """The gate's epochs."""
+        """Count the gate's epochs."""
         return (n_train + n_val) * (1 + self.epochs)

@@ -24,7 +24,7 @@ Variants = Annotated[tuple[Weights, ...], Meta(min_length=1, max_length=4)]
 
 
 class WeightsFitted(Result, frozen=True, kw_only=True):
-    """omega_i for each pooled mean of the order."""
+    """The weights omega_i for each pooled mean of the order."""
 
     REVEALS: ClassVar = {"weights": Reveals.WEIGHT, "n_validation": Reveals.COUNT}
     weights: Variants
@@ -32,25 +32,25 @@ class WeightsFitted(Result, frozen=True, kw_only=True):
 
 
 class OfPooled(Action, frozen=True, kw_only=True):
-    """Something fitted on validation samples from each pooled mean in `pooled` (without and with the local model)."""
+    """A request to fit something on validation samples from each pooled mean (without and with local model)."""
 
     calibration: dict[Role, Calibration]
     pooled: Variants
     shrinkage: Annotated[float, Meta(gt=0)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Each candidate on the validation samples, once per variant."""
+        """Count each candidate on the validation samples, once per variant."""
         return len(self.calibration) * len(self.pooled) * n_val
 
 
 class FitWeights(OfPooled, frozen=True, kw_only=True):
-    """EM weights from each pooled mean."""
+    """A request for EM weights from each pooled mean."""
 
     STEP: ClassVar = "fit_weights"
     RESULT: ClassVar = WeightsFitted
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
-        """One set of weights per variant, for its candidates, with sum 1."""
+        """Require one set of weights per variant, for its candidates, with sum 1."""
         require(len(result.weights) == len(self.pooled), "another number of weights than pooled means")
         for weights, pooled in zip(result.weights, self.pooled, strict=True):
             require(set(weights) <= set(pooled), "weights of candidates that are not in the pool")

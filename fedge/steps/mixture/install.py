@@ -13,14 +13,14 @@ from fedge.wire.messages import BlobRef, Count, Id, Text
 
 
 class Installed(Result, frozen=True, kw_only=True):
-    """The bundle is written. Its content stays on the device, since sensitive samples shaped it."""
+    """The release of the written bundle, whose content stays here: sensitive samples shaped it."""
 
     REVEALS: ClassVar = {"release": Reveals.NOTHING}
     release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any bundle before on the device
 
 
 class FineTune(Struct, frozen=True, kw_only=True):
-    """Train on all of the device's training samples and write a bundle; nothing of it is sent.
+    """How to train on all of the device's training samples before the bundle is written; nothing is sent.
 
     `checkpoints`: candidate numbers of steps, chosen by validation loss, the smaller on a tie; a single one is simply
     run.
@@ -45,7 +45,7 @@ class Served(Action, frozen=True, kw_only=True):
 
 
 class Install(Served, frozen=True, kw_only=True):
-    """Write a bundle of the model, unchanged or fine-tuned."""
+    """A request to write a bundle of the model, unchanged or fine-tuned."""
 
     STEP: ClassVar = "install"
     RESULT: ClassVar = Installed
@@ -56,6 +56,6 @@ class Install(Served, frozen=True, kw_only=True):
     fine_tune: FineTune | None = None
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """One evaluation on the validation samples, and the fine-tuning."""
+        """Count one evaluation on the validation samples, and the fine-tuning."""
         tuning = self.fine_tune
-        return n_val + (tuning.sgd.passes(max(tuning.checkpoints), n_train) if tuning else 0)
+        return n_val + (tuning.sgd.count_passes(max(tuning.checkpoints), n_train) if tuning else 0)

@@ -13,7 +13,7 @@ from fedge.wire.messages import BlobRef, Count, Text
 
 
 class InstallBundle(Action, frozen=True, kw_only=True):
-    """`release`: as in the manifest, higher than any on the device."""
+    """A request to install a finished bundle; its `release` is higher than any on the device."""
 
     STEP: ClassVar = "install_bundle"
     RESULT: ClassVar = Installed
@@ -23,5 +23,5 @@ class InstallBundle(Action, frozen=True, kw_only=True):
     release: Count
 
     def check(self, result: Installed, task: TaskSpec) -> None:
-        """The release that was sent."""
+        """Require the release that was sent."""
         require(result.release == self.release, "another bundle than the one sent")

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Result, Reveals, require
-from fedge.steps.training.train import kept_by
+from fedge.steps.training.train import find_kept
 from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
@@ -22,7 +22,7 @@ class PrivateShared(Result, frozen=True, kw_only=True):
 
 
 class SharePrivate(Action, frozen=True, kw_only=True):
-    """`kept_by`, `personal`: as in `Install`.
+    """A request for the private module; `kept_by`, `personal` as in `Install`.
 
     `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: unchanged.
     """
@@ -36,9 +36,9 @@ class SharePrivate(Action, frozen=True, kw_only=True):
     noise: NonNegative = 0.0
 
     def check(self, result: PrivateShared, task: TaskSpec) -> None:
-        """Plain float32."""
+        """Require plain float32."""
         require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
 
     def uploads(self, result: PrivateShared, layout: Layout) -> Mapping[BlobRef, Layout]:
-        """The module."""
-        return {result.module: kept_by(self.kept_by, self.personal, layout)}
+        """Return the module."""
+        return {result.module: find_kept(self.kept_by, self.personal, layout)}

@@ -10,8 +10,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
-from fedge.steps.contract import Action, Result, Reveals, Steps, installed_steps, require
+from fedge.steps.contract import Action, Result, Reveals, Steps, load_installed_steps, require
 from fedge.steps.sgd import TRAINING_PASSES, Sgd
+from fedge.system.moved import alias_members
 from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Count, NonNegative, Share
 
@@ -34,7 +35,7 @@ Starts = Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)]
 
 
 class Trained(Result, frozen=True, kw_only=True):
-    """`update` holds (trained - start) of the trainable tensors, and the buffers unchanged.
+    """The result of training: `update` has trained - start of trainable tensors, and buffers as they are.
 
     Losses and norm are None unless the order asks for them (`measure`).
     """
@@ -57,8 +58,9 @@ class Trained(Result, frozen=True, kw_only=True):
     val_accuracy: Share | None = None  # of the start model on the validation samples
 
 
+@alias_members(kept="select_kept")
 class Train(Action, frozen=True, kw_only=True):
-    """Train on D_L from the best of `starts` (by `choose`; a single start is not evaluated).
+    """A request to train on D_L from the best of `starts` (by `choose`; one start is not evaluated).
 
     `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
     normalisation). The others travel: those of the starts and of the update. The personal layers are those kept in the
@@ -80,12 +82,12 @@ class Train(Action, frozen=True, kw_only=True):
     measure: bool = True  # whether to measure losses and the gradient's norm: as much work as an epoch
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Evaluations of the starts, training, evaluations before and after."""
+        """Count evaluations of the starts, training, evaluations before and after."""
         looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
-        return looks + self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
+        return looks + self.sgd.count_passes(self.sgd.count_steps(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:
-        """An update of at least one sample, in the order's codec and from one of its starts, with requested losses."""
+        """Require an update of at least one sample, the order's codec, one of its starts, and requested losses."""
         if result.n_samples == 0:
             raise ProtocolError("no-samples", "an update that was learned from nothing")
         require(result.update.codec is self.codec, f"codec {result.update.codec} instead of {self.codec}")
@@ -94,22 +96,22 @@ class Train(Action, frozen=True, kw_only=True):
         require(not self.measure or None not in measured, "no losses, which were asked for")
 
     def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
-        """The update: the tensors that travel."""
+        """Return the update, with the tensors that travel."""
         return {result.update: layout.without(self.personal)}
 
     def reveals(self) -> Mapping[str, Reveals]:
-        """Without the choice, if there is only one start."""
+        """Return what each field reveals, without the choice if there is only one start."""
         only = {"cluster": Reveals.NOTHING} if len(self.starts) == 1 else {}
         return {**super().reveals(), **only}
 
-    def sparing(self, withheld: Collection[str]) -> Self | None:
-        """Without losses, or with only the first start."""
+    def without(self, withheld: Collection[str]) -> Self | None:
+        """Return the action without losses, or with only the first start."""
         spared = msgspec.structs.replace(
             self,
             starts=self.starts[:1] if Reveals.CHOICE in withheld else self.starts,
             measure=self.measure and Reveals.LOSS not in withheld,
         )
-        return spared if super().sparing(withheld) else None
+        return spared if super().without(withheld) else None
 
     @property
     def shareable(self) -> bool:
@@ -117,19 +119,19 @@ class Train(Action, frozen=True, kw_only=True):
         return True
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout | None:
-        """The tensors that stay on the device after the step; None: none."""
+    def select_kept(personal: Selector, layout: Layout) -> Layout | None:
+        """Return the tensors that stay on the device after the step, or None."""
         return layout.select(personal) if personal else None
 
 
-def kept_by(step: str, personal: Selector, layout: Layout, known: Steps | None = None) -> Layout:
-    """The tensors that a training step of this name keeps on a device. `known`: the steps to search.
+def find_kept(step: str, personal: Selector, layout: Layout, known: Steps | None = None) -> Layout:
+    """Return the tensors that a training step keeps on a device; `known`: the steps to search.
 
     Raises:
         ConfigError: no such step, or it keeps nothing.
     """
-    kind = (installed_steps() if known is None else known).get(step)
-    kept = kind.kept(personal, layout) if kind is not None and issubclass(kind, Train) else None
+    kind = (load_installed_steps() if known is None else known).get(step)
+    kept = kind.select_kept(personal, layout) if kind is not None and issubclass(kind, Train) else None
     if kept is None:
         raise ConfigError(f"step {step} keeps nothing on the device")
     return kept

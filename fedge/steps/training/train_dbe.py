@@ -12,7 +12,7 @@ OFFSET: Final = "offset"
 
 
 class TrainDbe(Train, frozen=True, kw_only=True):
-    """`kappa`: weight of the distance of a batch's mean features to `global_mean`."""
+    """DBE's training; `kappa` weighs the distance of a batch's mean features to `global_mean`."""
 
     STEP: ClassVar = "train_dbe"
 
@@ -20,6 +20,6 @@ class TrainDbe(Train, frozen=True, kw_only=True):
     kappa: NonNegative = 1.0
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
-        """The vector, (D,)."""
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
+        """Return the layout of the vector, (D,)."""
         return Layout(tensors=(TensorInfo(name=OFFSET, shape=layout.select(HEAD).tensors[0].shape[1:]),))

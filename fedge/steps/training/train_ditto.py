@@ -10,23 +10,23 @@ from fedge.wire.messages import NonNegative
 
 
 class TrainDitto(Train, frozen=True, kw_only=True):
-    """`proximal_lambda`: of (lambda/2) ||v - w||^2, where w is the start of the round."""
+    """Ditto's training; `proximal_lambda`: of (lambda/2) ||v - w||^2, w the round's start."""
 
     STEP: ClassVar = "train_ditto"
 
     proximal_lambda: NonNegative
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Two models learn."""
+        """Count the training of two models."""
         shared = super().passes(n_shared, n_train, n_val)
-        return shared + self.sgd.passes(self.sgd.steps_for(n_train), n_train)
+        return shared + self.sgd.count_passes(self.sgd.count_steps(n_train), n_train)
 
     @property
     def shareable(self) -> bool:
-        """The personal model learns from all samples."""
+        """False, as the personal model learns from all samples."""
         return False
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
-        """The personal model."""
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
+        """Return the layout of the personal model."""
         return layout

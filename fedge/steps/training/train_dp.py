@@ -21,8 +21,8 @@ ClipNorm = Annotated[float, Meta(gt=0, le=1e6)]
 NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
 
 
-def weak_delta(delta: float, n_samples: int) -> str:
-    """Why delta promises nothing to each of so many samples; "": it does.
+def explain_weak_delta(delta: float, n_samples: int) -> str:
+    """Return why delta promises nothing to each of so many samples, or "".
 
     With delta = 1 / n, publishing one of n samples as it is would count as private.
     """
@@ -47,7 +47,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
 
 
 class TrainedDp(Trained, frozen=True, kw_only=True):
-    """`update` is noisy and accounted for. Other figures of training are absent, since they are not accounted for.
+    """The noisy `update`; other figures of training are absent, since they are not accounted for.
 
     `n_samples` is public: neighbouring data sets have the same size and differ in whether one sample counts.
     """
@@ -59,7 +59,7 @@ class TrainedDp(Trained, frozen=True, kw_only=True):
 
 
 class TrainDp(Train, frozen=True, kw_only=True):
-    """`Train` by DP-SGD: one start, no measurements, and no duration reported."""
+    """A request for `Train` by DP-SGD: one start, no measurements, no duration reported."""
 
     STEP: ClassVar = "train_dp"
     RESULT: ClassVar = TrainedDp
@@ -68,14 +68,14 @@ class TrainDp(Train, frozen=True, kw_only=True):
     measure: bool = False
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Training alone."""
-        return PER_SAMPLE * self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
+        """Count the training alone."""
+        return PER_SAMPLE * self.sgd.count_passes(self.sgd.count_steps(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:
-        """As for `Train`, and nothing but the update."""
+        """Require what `Train` does, and nothing but the update."""
         super().check(result, task)
-        told = (result.loss_before, result.loss_after, result.gradient_norm, result.val_accuracy)
-        require(told == (None,) * len(told), "a figure that no noise protects")
+        figures = (result.loss_before, result.loss_after, result.gradient_norm, result.val_accuracy)
+        require(figures == (None,) * len(figures), "a figure that no noise protects")
 
 
 def require_no_statistics(layout: Layout) -> None:

@@ -9,16 +9,16 @@ from fedge.tensors.layout import HEAD, Layout, Selector
 
 
 class TrainRod(Train, frozen=True, kw_only=True):
-    """The second head learns beside the shared model."""
+    """FedRoD's training, in which the second head learns beside the shared model."""
 
     STEP: ClassVar = "train_rod"
 
     poolable: bool = False  # the second head may be sent (PM-MoE), so it learns from D_L alone
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """A second pass for the second head."""
+        """Count a second pass for the second head."""
         once = super().passes(n_shared, n_train, n_val)
-        return once + self.sgd.passes(self.sgd.steps_for(n_shared), n_shared)
+        return once + self.sgd.count_passes(self.sgd.count_steps(n_shared), n_shared)
 
     @property
     def shareable(self) -> bool:
@@ -26,6 +26,6 @@ class TrainRod(Train, frozen=True, kw_only=True):
         return self.poolable
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
-        """The second head, shaped like the first."""
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
+        """Return the layout of the second head, shaped like the first."""
         return layout.select(HEAD)

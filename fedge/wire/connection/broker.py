@@ -6,8 +6,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from fedge.identity.tls import client_tls
-from fedge.system.text import host_and_port
+from fedge.identity.tls import make_client_tls
+from fedge.system.text import format_address
 from fedge.wire.connection.route import Address, Proxy
 
 Handler = Callable[["Inbound"], Awaitable[None]]
@@ -15,7 +15,7 @@ Handler = Callable[["Inbound"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """The broker's address and credentials. TLS is used if `ca_file` is given; cert and key identify this client.
+    """The broker's address and credentials: TLS with `ca_file`; `cert` and `key` identify this client.
 
     path, secure: as of `Address`. A `secure` broker is over TLS without `ca_file`, too; it is trusted as the system
     trusts web servers.
@@ -39,18 +39,18 @@ class BrokerSettings:
 
     @property
     def address(self) -> Address:
-        """Where the broker listens."""
+        """The address that the broker listens at."""
         return Address(self.host, self.port, self.path, self.secure)
 
-    def tls(self) -> ssl.SSLContext | None:
-        """What the files make; None: no TLS.
+    def make_tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context that the files make, or None without TLS.
 
         Raises:
             ConfigError: one of them is unusable.
         """
         if self.ca_file is None and not self.secure:
             return None
-        return client_tls(self.ca_file, self.cert_file, self.key_file)
+        return make_client_tls(self.ca_file, self.cert_file, self.key_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Will:
-    """What the broker publishes for us (QoS 1, retained) after we vanish for `delay_s` (MQTT 5; 3.1.1: at once)."""
+    """What the broker publishes for us (QoS 1, retained) once we are gone for `delay_s` (MQTT 3.1.1: at once)."""
 
     topic: str
     payload: bytes
@@ -79,7 +79,7 @@ class Will:
 
 @dataclass(slots=True)
 class Caller:
-    """Who connects where. `door`: is called with topic and payload of the will; raises to hold it back."""
+    """The client and where it connects; `door` gets topic and payload of the will, and may hold it back."""
 
     settings: BrokerSettings
     client_id: str
@@ -92,4 +92,4 @@ class Caller:
     @property
     def broker(self) -> str:
         """The broker's host and port."""
-        return host_and_port(self.settings.host, self.settings.port)
+        return format_address(self.settings.host, self.settings.port)

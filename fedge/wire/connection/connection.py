@@ -14,13 +14,13 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.errors import TransportError
-from fedge.system.background import in_daemon
+from fedge.system.background import run_in_daemon
 from fedge.wire.connection.broker import Caller, Inbound
 from fedge.wire.connection.paho import Client
-from fedge.wire.connection.reasons import AGAIN, MEANINGS, NO_QOS, NO_SHARES, in_words, meaning
+from fedge.wire.connection.reasons import AGAIN, MEANINGS, NO_QOS, NO_SHARES, describe_reason, find_meaning
 from fedge.wire.connection.refusals import CLOSED_EARLY, LOST, NO_ANSWER, NOT_MQTT, SILENT, Ending, RefusedError
 from fedge.wire.connection.window import Publish
-from fedge.wire.topics import below, unshared, without
+from fedge.wire.topics import add_prefix, remove_prefix, strip_share
 
 IN_WINDOW: Final = 20
 """Our Receive Maximum: messages the broker may send before a handler has finished. Mosquitto's own limit is 20."""
@@ -45,12 +45,12 @@ class NotGrantedError(Exception):
 
 
 class Owner(Protocol):
-    """Whoever a connection works for."""
+    """The interface of whoever a connection works for."""
 
     def deliver(self, message: Inbound, packet_id: int, connection: Connection) -> None:
         """Handle a message; `Connection.acknowledge` tells the broker when that is done."""
 
-    def acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
+    def on_acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
         """Handle a PUBACK."""
 
 
@@ -75,7 +75,7 @@ class Connection:
 
     @property
     def is_v5(self) -> bool:
-        """Whether it speaks MQTT 5."""
+        """Whether the connection speaks MQTT 5."""
         return self.protocol is MQTTProtocolVersion.MQTTv5
 
     def _make_client(self) -> paho.Client:
@@ -93,13 +93,13 @@ class Connection:
         client.max_inflight_messages = 0  # we use our own window
         if settings.username is not None:
             client.username_pw_set(settings.username, settings.password)
-        if (tls := settings.tls()) is not None:
+        if (tls := settings.make_tls()) is not None:
             client.tls_set_context(tls)
         if will is not None:
             if self._caller.door is not None:
                 self._caller.door(will.topic, will.payload)
-            properties = self._properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
-            topic = below(settings.topic_prefix, will.topic)
+            properties = self._make_properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
+            topic = add_prefix(settings.topic_prefix, will.topic)
             client.will_set(topic, will.payload, qos=1, retain=True, properties=properties)
         client.on_log = self._on_log
         client.on_connect = self._on_connect
@@ -109,7 +109,7 @@ class Connection:
         client.on_subscribe = self._on_subscribe
         return client
 
-    def _properties(self, packet: int, **values: int | bytes | None) -> Properties | None:
+    def _make_properties(self, packet: int, **values: int | bytes | None) -> Properties | None:
         given = {name: value for name, value in values.items() if value is not None}
         if not self.is_v5 or not given:
             return None
@@ -122,7 +122,7 @@ class Connection:
 
     async def open(self) -> None:
         """Connect and wait for CONNACK."""
-        connecting = in_daemon(self._connect, self._drop_socket)
+        connecting = run_in_daemon(self._connect, self._drop_socket)
         try:
             await asyncio.shield(connecting)
         except asyncio.CancelledError:
@@ -141,14 +141,14 @@ class Connection:
         self.shares = self.is_v5 and getattr(self.announced, "SharedSubscriptionAvailable", 1) == 1
 
     def _connect(self) -> None:
-        """Blocking TCP and TLS handshake; runs in a thread, before the loop watches the socket."""
+        """Connect, blocking in a thread (TCP and TLS handshake), before the loop watches the socket."""
         settings = self._caller.settings
         self._client.connect(
             settings.address.name,
             settings.port,
             settings.keepalive_s,
             clean_start=self._clean if self.is_v5 else paho.MQTT_CLEAN_START_FIRST_ONLY,
-            properties=self._properties(
+            properties=self._make_properties(
                 PacketTypes.CONNECT,
                 SessionExpiryInterval=self._caller.session_expiry_s,
                 ReceiveMaximum=IN_WINDOW,
@@ -176,7 +176,7 @@ class Connection:
         self._client.on_socket_unregister_write = self._on_unregister_write
         self._loop.add_reader(sock, self._read)
         self._flush()
-        self._loop.call_later(MISC_INTERVAL_S, self._misc)
+        self._loop.call_later(MISC_INTERVAL_S, self._run_misc)
 
     def _read(self) -> None:
         self._client.loop_read()
@@ -199,15 +199,15 @@ class Connection:
             if _has_more(sock):
                 self._loop.call_soon(self._read)
 
-    def _misc(self) -> None:
+    def _run_misc(self) -> None:
         if not self.closed.done():
             self._client.loop_misc()
-            self._loop.call_later(MISC_INTERVAL_S, self._misc)
+            self._loop.call_later(MISC_INTERVAL_S, self._run_misc)
 
     async def disconnect(self) -> None:
         """Disconnect cleanly: the will is not published, and the broker drops the session."""
         if not self.closed.done():
-            self._client.disconnect(properties=self._properties(PacketTypes.DISCONNECT, SessionExpiryInterval=0))
+            self._client.disconnect(properties=self._make_properties(PacketTypes.DISCONNECT, SessionExpiryInterval=0))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await asyncio.shield(self.closed)
@@ -231,9 +231,9 @@ class Connection:
     # ---------------------------------------------------------------------------------------------- packets
 
     def send(self, publish: Publish) -> int:
-        """Send a message; returns its packet id, under which `Owner.acknowledged` is called."""
+        """Send a message; returns its packet id, under which `Owner.on_acknowledged` is called."""
         values = {"MessageExpiryInterval": publish.expires_in_s, "CorrelationData": publish.correlation}
-        properties = self._properties(PacketTypes.PUBLISH, **values)
+        properties = self._make_properties(PacketTypes.PUBLISH, **values)
         while True:
             info = self._client.publish(publish.topic, publish.payload, 1, publish.retain, properties)
             if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # otherwise this packet id is still in flight: try the next
@@ -251,7 +251,7 @@ class Connection:
             TransportError: the broker refused the filter.
         """
         try:
-            await self._ask_for(topic_filter)
+            await self._request_grant(topic_filter)
         except NotGrantedError as error:
             if error.code in AGAIN:  # it is asked once more on the next connection
                 self.close(Ending(str(error)))
@@ -261,8 +261,8 @@ class Connection:
             else:
                 raise TransportError(str(error)) from error
 
-    async def _ask_for(self, topic_filter: str) -> None:
-        _, packet_id = self._client.subscribe(self._name(topic_filter), qos=1)
+    async def _request_grant(self, topic_filter: str) -> None:
+        _, packet_id = self._client.subscribe(self._get_broker_name(topic_filter), qos=1)
         if packet_id is None or self.closed.done():
             return
         grant = self._grants[packet_id] = self._loop.create_future()
@@ -275,12 +275,12 @@ class Connection:
 
     def unsubscribe(self, topic_filter: str) -> None:
         """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
-        self._client.unsubscribe(self._name(topic_filter))
+        self._client.unsubscribe(self._get_broker_name(topic_filter))
 
-    def _name(self, topic_filter: str) -> str:
-        """A filter's name at this broker."""
-        name = topic_filter if self.shares else unshared(topic_filter)
-        return below(self._caller.settings.topic_prefix, name)
+    def _get_broker_name(self, topic_filter: str) -> str:
+        """Return a filter's name at this broker."""
+        name = topic_filter if self.shares else strip_share(topic_filter)
+        return add_prefix(self._caller.settings.topic_prefix, name)
 
     # ----------------------------------------------------------------------------- callbacks, all on the loop
 
@@ -291,8 +291,8 @@ class Connection:
             return
         self._client.on_log = None
         if reason.is_failure:
-            what = meaning(reason)
-            refusal = RefusedError(in_words(reason, properties), final=what.final, older=what.older)
+            what = find_meaning(reason)
+            refusal = RefusedError(describe_reason(reason, properties), final=what.final, older=what.older)
             self._connack.set_exception(refusal)
         else:
             self._connack.set_result(properties)
@@ -306,7 +306,7 @@ class Connection:
         properties: Properties | None,
     ) -> None:
         if flags.is_disconnect_packet_from_server:
-            self.close(Ending(in_words(reason, properties), reason.value, meaning(reason).final))
+            self.close(Ending(describe_reason(reason, properties), reason.value, find_meaning(reason).final))
         elif str(reason) == "Protocol error":
             self.close(Ending(NOT_MQTT), closed_early=True)
         elif not self._connack.done():  # paho's reason is "Unspecified error"
@@ -327,10 +327,10 @@ class Connection:
             return
         prefix, answer = self._caller.settings.topic_prefix, getattr(message.properties, "ResponseTopic", None)
         inbound = Inbound(
-            without(prefix, topic),
+            remove_prefix(prefix, topic),
             bytes(message.payload),
             message.retain,
-            None if answer is None else without(prefix, answer),
+            None if answer is None else remove_prefix(prefix, answer),
             getattr(message.properties, "CorrelationData", None),
         )
         self._owner.deliver(inbound, message.mid if message.qos else 0, self)
@@ -338,7 +338,7 @@ class Connection:
     def _on_publish(
         self, _client: paho.Client, _user: object, packet_id: int, reason: ReasonCode, properties: Properties
     ) -> None:
-        self._owner.acknowledged(packet_id, reason, properties)
+        self._owner.on_acknowledged(packet_id, reason, properties)
 
     def _on_subscribe(
         self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], properties: Properties
@@ -348,7 +348,7 @@ class Connection:
             return
         reason = reasons[0]  # one filter in each packet
         if reason.is_failure:
-            said = f"subscription refused: {in_words(reason, properties)}"
+            said = f"subscription refused: {describe_reason(reason, properties)}"
             grant.set_exception(NotGrantedError(said, reason.value))
         elif reason.value == 0:
             grant.set_exception(NotGrantedError(f"subscription refused: {MEANINGS[NO_QOS].do}", NO_QOS))
@@ -383,5 +383,5 @@ class Connection:
 
 
 def _has_more(sock: Any) -> bool:
-    """Whether a socket holds bytes that it has read already; of plain TCP the system holds all."""
+    """Return whether a socket holds bytes already read; of plain TCP the system holds all."""
     return bool(getattr(sock, "pending", bool)())

@@ -11,13 +11,13 @@ from typing import Final
 from paho.mqtt.enums import MQTTProtocolVersion
 
 from fedge.errors import ConfigError, TransportError
-from fedge.system.background import in_daemon
+from fedge.system.background import run_in_daemon
 from fedge.wire.connection.broker import Caller
 from fedge.wire.connection.connection import Connection, Owner
 from fedge.wire.connection.packet_limits import LEAST_PACKET
-from fedge.wire.connection.reasons import lacking
-from fedge.wire.connection.refusals import CHECK_REVOKED, REVOKED, RefusedError, refusal_of, usual_check
-from fedge.wire.connection.route import other_than_mqtt
+from fedge.wire.connection.reasons import explain_lacking
+from fedge.wire.connection.refusals import CHECK_REVOKED, REVOKED, RefusedError, explain_hang_up, make_refusal
+from fedge.wire.connection.route import explain_other_protocol
 
 log = logging.getLogger("fedge.transport")
 
@@ -29,8 +29,8 @@ SLOW_RETRY_S: Final = 60.0
 """After so many early closes a broker is asked again every 30 to 60 s: somebody must change something."""
 
 
-def backoff_s(attempt: int, draw: float) -> float:
-    """Full jitter: the wait before attempt 1, 2, ... in [0, min(cap, base * 2^attempt)); draw in [0, 1)."""
+def compute_backoff_s(attempt: int, draw: float) -> float:
+    """Draw the wait before attempt 1, 2, ...: full jitter in [0, min(cap, base * 2^attempt))."""
     return draw * min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 16))
 
 
@@ -51,27 +51,27 @@ class Connector:
     async def connect(self, *, patient: bool) -> Connection:
         """Try until a broker lets us in. If not patient, a permanent refusal is raised as TransportError."""
         attempt = closed_early = 0
-        told: set[str] = set()
+        warned: set[str] = set()
         while True:
             attempt += 1
             try:
                 return await self._connect_once()
             except (RefusedError, OSError, ConfigError) as error:  # the last one: a file may just be renewed
-                failure = refusal_of(error, self._caller.settings)
+                failure = make_refusal(error, self._caller.settings)
             closed_early = closed_early + 1 if failure.closed_early else 0
             if failure.final and not patient:
                 raise TransportError(f"the broker at {self._caller.broker} refused {self._caller.client_id}: {failure}")
             log.warning(
                 "event=connect_failed broker=%s attempt=%d reason=%r", self._caller.broker, attempt, str(failure)
             )
-            if failure.alien and str(failure) not in told:
-                told.add(str(failure))
-                await self._say_what_to_check(patient=patient)
+            if failure.alien and str(failure) not in warned:
+                warned.add(str(failure))
+                await self._log_what_to_check(patient=patient)
             draw = random.SystemRandom().random()
             slow = closed_early >= SLOW_AFTER
-            await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
+            await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else compute_backoff_s(attempt, draw))
 
-    async def _say_what_to_check(self, *, patient: bool) -> None:
+    async def _log_what_to_check(self, *, patient: bool) -> None:
         """Log why a broker may have hung up before it let us in, or answered in no MQTT.
 
         Raises:
@@ -79,10 +79,12 @@ class Connector:
         """
         settings, check = self._caller.settings, CHECK_REVOKED
         if self._caller.alert != REVOKED:
-            check = await in_daemon(partial(other_than_mqtt, settings.address, settings.proxy, settings.tls))
+            check = await run_in_daemon(
+                partial(explain_other_protocol, settings.address, settings.proxy, settings.make_tls)
+            )
             if check and not patient:
                 raise TransportError(f"{self._caller.broker} does not speak MQTT with us: {check}")
-        log.error("event=closed_early broker=%s check=%r", self._caller.broker, check or usual_check(settings))
+        log.error("event=closed_early broker=%s check=%r", self._caller.broker, check or explain_hang_up(settings))
 
     async def _connect_once(self) -> Connection:
         """Try the protocol that worked last (at first MQTT 5), then the other one."""
@@ -98,10 +100,10 @@ class Connector:
         return connection
 
     async def _connect_with(self, protocol: MQTTProtocolVersion) -> Connection:
-        """One attempt. A process's first connection starts a clean session: queued messages are not for us."""
+        """Try once. A process's first connection starts a clean session: no old messages are for us."""
         connection = self.connection = Connection(self._caller, self._owner, protocol, clean=not self._was_connected)
         await connection.open()
-        if lack := lacking(connection.announced, LEAST_PACKET):
+        if lack := explain_lacking(connection.announced, LEAST_PACKET):
             await connection.disconnect()
             raise RefusedError(lack, final=True)
         self._was_connected, self._caller.alert = True, ""

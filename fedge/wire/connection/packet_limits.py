@@ -25,8 +25,8 @@ BROKE_UNDER: Final = 2
 """After so many connections in a row that broke under a chunk, chunks are halved: some brokers only hang up."""
 
 
-def chunk_bytes_for(max_packet_bytes: int | None) -> int:
-    """Chunk payload size under the broker's packet limit, at least `LEAST_PACKET` (None: no limit announced)."""
+def compute_chunk_bytes(max_packet_bytes: int | None) -> int:
+    """Return the chunk payload size under a packet limit, at least `LEAST_PACKET` (None: no limit)."""
     return SMALL_CHUNK if max_packet_bytes is None else min(LARGE_CHUNK, max_packet_bytes - PACKET_OVERHEAD)
 
 
@@ -41,21 +41,21 @@ class PacketLimits:
         """Size of the largest chunk that the broker took on this connection."""
         self.unfit = ""
         """Why fedge cannot use this broker; empty: it can."""
-        self._chunk_limit = LARGE_CHUNK  # halved and doubled by what connections have taken (`learn`)
+        self._chunk_limit = LARGE_CHUNK  # halved and doubled by what connections have taken (`record_ending`)
         self._broke_under = 0  # connections in a row that broke under a chunk
         self._refused_bytes = sys.maxsize  # of the smallest packet that was too large
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk payload size for this broker. It is halved when a chunk is refused, and grows back slowly."""
-        return min(chunk_bytes_for(self.max_packet_bytes), self._chunk_limit)
+        """The chunk payload size, which is halved when a chunk is refused and grows back slowly."""
+        return min(compute_chunk_bytes(self.max_packet_bytes), self._chunk_limit)
 
-    def take(self, publish: Publish) -> None:
+    def record_taken(self, publish: Publish) -> None:
         """Note that the broker took this one."""
         if publish.chunk:
             self.taken_bytes = max(self.taken_bytes, len(publish.payload))
 
-    def learn(self, ending: Ending, unanswered: Sequence[Publish]) -> None:
+    def record_ending(self, ending: Ending, unanswered: Sequence[Publish]) -> None:
         """Note what a connection that broke under these says of the broker's limits.
 
         If it took chunks of the present size, the next one tries the double: the cause may have been a bad network, or
@@ -70,7 +70,7 @@ class PacketLimits:
             if taken:
                 self._chunk_limit = min(LARGE_CHUNK, 2 * self._chunk_limit)
         elif unanswered:
-            self.refuse(max(unanswered, key=lambda publish: publish.packet_bytes), ending.reason)
+            self.record_refused(max(unanswered, key=lambda publish: publish.packet_bytes), ending.reason)
         if chunk and not taken and (ending.code in UNTOLD or ending.reason in (LOST, NOT_MQTT)):
             self._broke_under += 1
             if self._broke_under == BROKE_UNDER:
@@ -78,7 +78,7 @@ class PacketLimits:
         else:
             self._broke_under = 0
 
-    def refuse(self, publish: Publish, reason: str) -> None:
+    def record_refused(self, publish: Publish, reason: str) -> None:
         """Note that the broker refused this one for its size."""
         self._refused_bytes = min(self._refused_bytes, publish.packet_bytes)
         if publish.packet_bytes <= LEAST_PACKET:

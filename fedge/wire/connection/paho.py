@@ -16,9 +16,9 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from fedge.system.text import host_and_port
+from fedge.system.text import format_address
 from fedge.wire.connection.reasons import TOO_LARGE
-from fedge.wire.connection.route import Address, Proxy, connect
+from fedge.wire.connection.route import Address, Proxy, open_socket
 
 _REASON_AT: Final = 2
 """Of the reason code in a PUBACK, after the packet id."""
@@ -37,7 +37,7 @@ class Client(paho.Client):
         self._address, self._proxy_server = address, proxy
 
     def _create_socket_connection(self) -> socket:
-        return connect(self._address.host, self._address.port, self._proxy_server, self.connect_timeout)
+        return open_socket(self._address.host, self._address.port, self._proxy_server, self.connect_timeout)
 
     def _create_socket(self) -> Any:
         sock: Any = self._create_socket_connection()
@@ -68,7 +68,7 @@ class _WebSocket(paho._WebsocketWrapper):  # noqa: SLF001 - paho has no other
     def __init__(self, sock: socket, address: Address) -> None:
         secure = isinstance(sock, ssl.SSLSocket)
         name, port = address.name, address.port
-        where = host_and_port(name, port)
+        where = format_address(name, port)
         if port == (443 if secure else 80):
             where = where.removesuffix(f":{port}")
         headers = {"Host": where, "Origin": f"{'https' if secure else 'http'}://{where}"}

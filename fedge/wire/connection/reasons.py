@@ -80,23 +80,23 @@ AGAIN: Final = frozenset({0x91, 0x96, 0x97})
 """Of a message or a subscription: the broker may take the same one a little later."""
 
 
-def meaning(code: ReasonCode) -> Meaning:
-    """What a reason says; an unknown one is not final."""
+def find_meaning(code: ReasonCode) -> Meaning:
+    """Return what a reason says; an unknown one is not final."""
     return MEANINGS.get(code.value, Meaning(LOG))
 
 
-def in_words(code: ReasonCode, properties: Any = None) -> str:
-    """A reason's name and number, what the broker adds (`properties` of its packet), and what to do."""
+def describe_reason(code: ReasonCode, properties: Any = None) -> str:
+    """Describe a reason: name, number, what the broker adds (`properties` of its packet), advice."""
     said = [f"{code} (0x{code.value:02x})"]
     if words := getattr(properties, "ReasonString", ""):
         said.append(f"{words[:200]!r}")
     if elsewhere := getattr(properties, "ServerReference", ""):
         said.append(f"the other one is {elsewhere[:200]!r}")
-    return f"{', '.join(said)}: {meaning(code).do}"
+    return f"{', '.join(said)}: {find_meaning(code).do}"
 
 
-def lacking(properties: Any, least_packet_bytes: int) -> str:
-    """What a broker that has let us in (CONNACK of MQTT 5) cannot do and fedge needs; empty: nothing."""
+def explain_lacking(properties: Any, least_packet_bytes: int) -> str:
+    """Return what a broker that let us in (CONNACK of MQTT 5) lacks and fedge needs, or ""."""
     if getattr(properties, "RetainAvailable", 1) == 0:
         return MEANINGS[0x9A].do
     if getattr(properties, "MaximumQoS", 1) == 0:

@@ -10,10 +10,10 @@ from typing import Final
 import paho.mqtt.client as paho
 
 from fedge.errors import ConfigError
-from fedge.identity.authority import trouble_with
+from fedge.identity.authority import explain_certificate_fault
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.connection.reasons import TAKEN_OVER
-from fedge.wire.connection.route import ProxyError, outage
+from fedge.wire.connection.route import ProxyError, explain_outage
 from fedge.wire.connection.window import Publish
 
 CLOSED_EARLY: Final = "the broker closed the connection before it let us in"
@@ -41,7 +41,7 @@ CHECK_SENT: Final = (
     "a broker also hangs up, in place of an answer, on a message that its access list forbids or that is too large for "
     "it. See its log; unanswered were"
 )
-TOLD: Final = 3
+MAX_NAMED: Final = 3
 """Messages that a line of the log names."""
 UNTOLD: Final = frozenset({0, 0x80, 0x81, 0x82, 0x83})
 """Codes of a connection's end that say nothing of its cause."""
@@ -79,8 +79,8 @@ class Ending:
     final: bool = False
 
 
-def refusal_of(error: RefusedError | OSError | ConfigError, settings: BrokerSettings) -> RefusedError:
-    """Why there is no connection, in words."""
+def make_refusal(error: RefusedError | OSError | ConfigError, settings: BrokerSettings) -> RefusedError:
+    """Return in words why there is no connection."""
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -92,24 +92,26 @@ def refusal_of(error: RefusedError | OSError | ConfigError, settings: BrokerSett
         return RefusedError(str(error), final=error.final)
     if isinstance(error, OSError):
         alien = isinstance(error, ssl.SSLError | paho.WebsocketConnectionError)
-        return RefusedError(outage(error, settings.host), alien=alien)
+        return RefusedError(explain_outage(error, settings.host), alien=alien)
     return RefusedError(str(error))
 
 
-def usual_check(settings: BrokerSettings) -> str:
-    """Why a broker may have hung up without a word: a visible fault of our certificate, if any."""
+def explain_hang_up(settings: BrokerSettings) -> str:
+    """Say why a broker may have hung up without a word, such as a fault of our certificate."""
     if settings.path is not None:
         return CHECK_WEB
     if settings.ca_file is None:
         return CHECK_PLAIN
-    return ("" if settings.cert_file is None else trouble_with(settings.cert_file, settings.ca_file)) or CHECK_TLS
+    return (
+        "" if settings.cert_file is None else explain_certificate_fault(settings.cert_file, settings.ca_file)
+    ) or CHECK_TLS
 
 
-def why_thrown_off(ending: Ending, unanswered: Sequence[Publish]) -> str:
-    """What usually ends several connections in a row at once."""
+def explain_endings(ending: Ending, unanswered: Sequence[Publish]) -> str:
+    """Return what usually ends several connections in a row at once."""
     if ending.reason == NO_ANSWER or ending.code not in UNTOLD | {TAKEN_OVER}:
         return ending.reason
     if ending.code == TAKEN_OVER or not unanswered:
         return CHECK_TWICE
-    sent = [f"{p.topic} ({len(p.payload)} bytes{', retained' if p.retain else ''})" for p in unanswered[:TOLD]]
+    sent = [f"{p.topic} ({len(p.payload)} bytes{', retained' if p.retain else ''})" for p in unanswered[:MAX_NAMED]]
     return f"{CHECK_TWICE}. {CHECK_SENT} {', '.join(sent)}"

@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from fedge.errors import ConfigError
-from fedge.system.text import host_and_port
+from fedge.system.text import format_address
 
 PORTS: Final = {"": 1883, "ws": 80, "wss": 443}
 """By scheme, where an address names none."""
@@ -33,7 +33,7 @@ _ADDRESS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a broker listens. `path`: of WebSockets; None: plain MQTT. `secure`: wss, which is over TLS in any case."""
+    """Where a broker listens; `path` of WebSockets, None for plain MQTT; `secure`: wss, always over TLS."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ def parse_address(text: str) -> Address:
 
 
 def _is_name(host: str) -> bool:
-    """Whether a host can be looked up: sockets raise more than OSError of one whose parts are empty or too long."""
+    """Return whether a host can be looked up: sockets raise anything for an empty or too long part."""
     with suppress(UnicodeError):
         host.encode("idna")
         return True
@@ -112,7 +112,7 @@ def parse_proxy(url: str) -> Proxy:
     raise ConfigError("proxy: write http://HOST:PORT or socks5://HOST:PORT, perhaps with USER:PASSWORD@ before HOST")
 
 
-def connect(host: str, port: int, proxy: Proxy | None, timeout_s: float) -> socket.socket:
+def open_socket(host: str, port: int, proxy: Proxy | None, timeout_s: float) -> socket.socket:
     """Open a TCP connection, through the proxy if there is one. Blocks.
 
     Raises:
@@ -121,20 +121,20 @@ def connect(host: str, port: int, proxy: Proxy | None, timeout_s: float) -> sock
     if proxy is None:
         sock = socket.create_connection((host, port), timeout_s)
     else:
-        sock = _through(proxy, host, port, timeout_s)
+        sock = _connect_through(proxy, host, port, timeout_s)
     # Otherwise the tail of a packet waits for the peer's delayed ACK: 40 ms per publish.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
-def _through(proxy: Proxy, host: str, port: int, timeout_s: float) -> socket.socket:
+def _connect_through(proxy: Proxy, host: str, port: int, timeout_s: float) -> socket.socket:
     where = f"the proxy at {proxy.host}:{proxy.port}"
     try:
         sock = socket.create_connection((proxy.host, proxy.port), timeout_s)
     except OSError as error:
         raise ProxyError(f"{where} cannot be reached: {error.strerror or error}") from error
     try:
-        (_ask_socks if proxy.socks else _ask_http)(sock, proxy, host, port)
+        (_request_socks if proxy.socks else _request_http)(sock, proxy, host, port)
     except ProxyError as error:
         sock.close()
         raise ProxyError(f"{where} {error}", final=error.final) from error
@@ -147,9 +147,9 @@ def _through(proxy: Proxy, host: str, port: int, timeout_s: float) -> socket.soc
     return sock
 
 
-def _ask_http(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
-    """CONNECT (RFC 9110, 9.3.6), with Basic authentication (RFC 7617)."""
-    target = host_and_port(host, port)
+def _request_http(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
+    """Send CONNECT (RFC 9110, 9.3.6), with Basic authentication (RFC 7617)."""
+    target = format_address(host, port)
     lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
     if proxy.username is not None:
         login = base64.b64encode(f"{proxy.username}:{proxy.password or ''}".encode()).decode()
@@ -182,28 +182,28 @@ SOCKS_REPLIES: Final = {
 }
 
 
-def _ask_socks(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
-    """SOCKS 5 (RFC 1928), with user name and password (RFC 1929)."""
+def _request_socks(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
+    """Request a way by SOCKS 5 (RFC 1928), with user name and password (RFC 1929)."""
     sock.sendall(b"\x05\x01\x00" if proxy.username is None else b"\x05\x02\x00\x02")
-    version, method = _exactly(sock, 2)
+    version, method = _receive_exactly(sock, 2)
     if version != 5:
         raise ProxyError("is no SOCKS 5 proxy")
     if method == 2 and proxy.username is not None:
         words = [proxy.username.encode(), (proxy.password or "").encode()]
         sock.sendall(b"\x01" + b"".join(bytes([len(word)]) + word for word in words))
-        if _exactly(sock, 2)[1] != 0:
+        if _receive_exactly(sock, 2)[1] != 0:
             raise ProxyError("refuses this user name and password", final=True)
     elif method != 0:
         raise ProxyError("wants a user name and a password: write socks5://USER:PASSWORD@HOST:PORT", final=True)
-    sock.sendall(b"\x05\x01\x00" + _socks_address(host) + port.to_bytes(2, "big"))
-    _, reply, _, kind = _exactly(sock, 4)
+    sock.sendall(b"\x05\x01\x00" + _encode_socks_address(host) + port.to_bytes(2, "big"))
+    _, reply, _, kind = _receive_exactly(sock, 4)
     if reply != 0:
-        raise ProxyError(f"does not connect us with {host_and_port(host, port)}: {SOCKS_REPLIES.get(reply, reply)}")
-    _exactly(sock, {1: 4, 4: 16}.get(kind) or _exactly(sock, 1)[0])
-    _exactly(sock, 2)
+        raise ProxyError(f"does not connect us with {format_address(host, port)}: {SOCKS_REPLIES.get(reply, reply)}")
+    _receive_exactly(sock, {1: 4, 4: 16}.get(kind) or _receive_exactly(sock, 1)[0])
+    _receive_exactly(sock, 2)
 
 
-def _socks_address(host: str) -> bytes:
+def _encode_socks_address(host: str) -> bytes:
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -212,7 +212,7 @@ def _socks_address(host: str) -> bytes:
     return bytes([1 if ip.version == 4 else 4]) + ip.packed
 
 
-def _exactly(sock: socket.socket, n_bytes: int) -> bytes:
+def _receive_exactly(sock: socket.socket, n_bytes: int) -> bytes:
     data = b""
     while len(data) < n_bytes:
         if not (more := sock.recv(n_bytes - len(data))):
@@ -224,17 +224,17 @@ def _exactly(sock: socket.socket, n_bytes: int) -> bytes:
 # ---------------------------------------------------------------------------------------------- what answers there
 
 
-def other_than_mqtt(address: Address, proxy: Proxy | None, tls: Callable[[], ssl.SSLContext | None]) -> str:
-    """What speaks at a broker's address in place of MQTT, and what to do; empty: nothing tells. Blocks.
+def explain_other_protocol(address: Address, proxy: Proxy | None, tls: Callable[[], ssl.SSLContext | None]) -> str:
+    """Return what speaks at a broker's address in place of MQTT, and advice, or "". Blocks.
 
     It asks for a WebSocket, as any browser does.
     """
-    where = host_and_port(address.host, address.port)
+    where = format_address(address.host, address.port)
     answer, scheme = b"", "ws"
     with suppress(OSError, ConfigError):
         context = tls()
         scheme = "ws" if context is None else "wss"
-        answer = _first_line(address, proxy, context)
+        answer = _read_first_line(address, proxy, context)
     if answer.startswith(b"HTTP/"):
         status, at = answer.decode("latin-1")[:60], f"{scheme}://{where}"
         if address.path is None and status[9:12] == "101":
@@ -249,10 +249,10 @@ def other_than_mqtt(address: Address, proxy: Proxy | None, tls: Callable[[], ssl
     return ""
 
 
-def _first_line(address: Address, proxy: Proxy | None, tls: ssl.SSLContext | None) -> bytes:
+def _read_first_line(address: Address, proxy: Proxy | None, tls: ssl.SSLContext | None) -> bytes:
     request = [
         f"GET {address.path or PATH} HTTP/1.1",
-        f"Host: {host_and_port(address.name, address.port)}",
+        f"Host: {format_address(address.name, address.port)}",
         "Upgrade: websocket",
         "Connection: Upgrade",
         "Sec-WebSocket-Key: " + base64.b64encode(bytes(16)).decode(),
@@ -260,7 +260,7 @@ def _first_line(address: Address, proxy: Proxy | None, tls: ssl.SSLContext | Non
         "Sec-WebSocket-Protocol: mqtt",
     ]
     answer = b""
-    with connect(address.host, address.port, proxy, PROBE_S) as tcp:
+    with open_socket(address.host, address.port, proxy, PROBE_S) as tcp:
         sock = tcp if tls is None else tls.wrap_socket(tcp, server_hostname=address.name)
         with sock:
             sock.sendall("\r\n".join([*request, "", ""]).encode())
@@ -269,8 +269,8 @@ def _first_line(address: Address, proxy: Proxy | None, tls: ssl.SSLContext | Non
     return answer.partition(b"\r\n")[0]
 
 
-def outage(error: OSError, host: str) -> str:
-    """Why a broker cannot be reached, and what to do."""
+def explain_outage(error: OSError, host: str) -> str:
+    """Return why a broker cannot be reached, and what to do."""
     if isinstance(error, ConnectionRefusedError):
         return "no broker listens there: start it, or give --broker its address"
     if isinstance(error, socket.gaierror):

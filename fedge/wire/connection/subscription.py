@@ -15,7 +15,7 @@ from fedge.errors import ProtocolError
 from fedge.system.logs import Lines
 from fedge.wire.connection.broker import Handler, Inbound
 from fedge.wire.connection.connection import Connection
-from fedge.wire.topics import unshared
+from fedge.wire.topics import strip_share
 
 log = logging.getLogger("fedge.transport")
 
@@ -36,8 +36,8 @@ class Delivery:
     connection: Connection
     n_open: int
 
-    def handled(self) -> None:
-        """One of its handlers is done."""
+    def mark_handled(self) -> None:
+        """Record that one of its handlers is done."""
         self.n_open -= 1
         if self.n_open == 0 and self.packet_id:
             self.connection.acknowledge(self.packet_id)
@@ -90,7 +90,7 @@ class Subscription:
     def _drop_first(self) -> None:
         delivery = self._queue.popleft()
         self.held_bytes -= len(delivery.message.payload)
-        delivery.handled()
+        delivery.mark_handled()
         self._drained(len(delivery.message.payload))
 
     async def _handle(self, message: Inbound) -> None:
@@ -124,18 +124,18 @@ class Subscriptions:
         """
         if topic_filter in self._by_filter:
             raise ValueError(f"{topic_filter} is already subscribed to")
-        subscription = Subscription(topic_filter, handler, self._drained, self._lines, refused)
-        self._by_filter[topic_filter] = self._by_topic[unshared(topic_filter)] = subscription
+        subscription = Subscription(topic_filter, handler, self._record_drained, self._lines, refused)
+        self._by_filter[topic_filter] = self._by_topic[strip_share(topic_filter)] = subscription
         return subscription
 
     def remove(self, topic_filter: str) -> Subscription | None:
-        """Pass no more messages to its handler; None: the filter is unknown."""
+        """Remove and return a filter's subscription, whose handler gets no more, or None if it is unknown."""
         subscription = self._by_filter.pop(topic_filter, None)
         if subscription is not None:
-            del self._by_topic[unshared(topic_filter)]  # type: ignore[no-untyped-call]
+            del self._by_topic[strip_share(topic_filter)]  # type: ignore[no-untyped-call]
         return subscription
 
-    def _drained(self, n_bytes: int) -> None:
+    def _record_drained(self, n_bytes: int) -> None:
         self.held_bytes -= n_bytes
         if self._paused is not None and self.held_bytes <= PAUSE_BYTES // 2:
             self._paused.resume()
@@ -150,10 +150,10 @@ class Subscriptions:
                 self.held_bytes += len(message.payload)
             else:
                 self.messages_dropped += 1
-                name = unshared(subscription.topic_filter)  # its group is a secret
+                name = strip_share(subscription.topic_filter)  # its group is a secret
                 self._lines.warning(log, "event=dropped topic=%s filter=%s", message.topic, name)
-                delivery.handled()
+                delivery.mark_handled()
         if self.held_bytes > PAUSE_BYTES:
             self._paused = connection
             connection.pause()
-        delivery.handled()  # our own hold: messages that nobody wants are acknowledged at once
+        delivery.mark_handled()  # our own hold: messages that nobody wants are acknowledged at once

@@ -28,7 +28,7 @@ class Publish:
 
     @property
     def packet_bytes(self) -> int:
-        """Size of its packet, estimated upwards."""
+        """The size of its packet in bytes, estimated upwards."""
         # Fixed header 5, topic length 2, packet id 2, properties 9, and 3 more for an answer.
         return len(self.payload) + len(self.topic.encode()) + len(self.correlation or b"") + 21
 
@@ -52,7 +52,7 @@ class Window:
         """Queue a publish at the end."""
         self._waiting.append(publish)
 
-    def next(self) -> Publish | None:
+    def take_next(self) -> Publish | None:
         """Take the next publish that may go out, if any; those whose caller gave up are skipped."""
         while self._waiting and len(self._in_flight) < self.limit:
             publish = self._waiting.popleft()
@@ -60,11 +60,11 @@ class Window:
                 return publish
         return None
 
-    def sent(self, packet_id: int, publish: Publish) -> None:
+    def record_sent(self, packet_id: int, publish: Publish) -> None:
         """Record that the publish went out under this id."""
         self._in_flight[packet_id] = publish
 
-    def acknowledged(self, packet_id: int) -> Publish | None:
+    def take_acknowledged(self, packet_id: int) -> Publish | None:
         """Return a packet's permit; None if the id is unknown."""
         return self._in_flight.pop(packet_id, None)
 
@@ -73,11 +73,11 @@ class Window:
         """What went out and was not acknowledged, in order."""
         return tuple(self._in_flight.values())
 
-    def again(self, publish: Publish) -> None:
+    def repeat(self, publish: Publish) -> None:
         """Send an acknowledged publish first of all once more: the broker did not take it."""
         self._waiting.appendleft(publish)
 
-    def lost(self) -> None:
-        """The connection is lost: unacknowledged publishes go first on the next one."""
+    def record_lost(self) -> None:
+        """Record that the connection broke: unacknowledged publishes go first on the next."""
         self._waiting.extendleft(p for p in reversed(self._in_flight.values()) if not p.done.done())
         self._in_flight.clear()

@@ -5,6 +5,6 @@ and `ranges` decide for them, without IO or clock; `partial_blob` is what surviv
 which shows both sides.
 """
 
-from fedge.system.moved import names_of
+from fedge.system.moved import make_getattr
 
-__getattr__ = names_of(__name__, "receiver", "sender", "receiving", "sending", "ranges", "partial_blob")
+__getattr__ = make_getattr(__name__, "receiver", "sender", "receiving", "sending", "ranges", "partial_blob")

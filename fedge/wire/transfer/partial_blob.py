@@ -19,10 +19,10 @@ READ_BYTES: Final = 1024 * 1024
 
 
 class PartialBlob:
-    """A partial blob on disk. Its methods block; they may run in threads, even after `close` (then without effect)."""
+    """A partial blob on disk; its methods block, may run in threads, and do nothing after `close`."""
 
     def __init__(self, folder: BlobFolder, ref: BlobRef, *, durable: bool) -> None:
-        self._final = folder.path(ref.digest)
+        self._final = folder.get_path(ref.digest)
         self._data_path = self._final.with_name(f"{ref.digest}.part")
         self._record_path = self._final.with_name(f"{ref.digest}.ranges")
         self._size = ref.size_bytes
@@ -64,15 +64,15 @@ class PartialBlob:
                     self._hasher, self._hashed = hashlib.sha256(), 0
                 data = memoryview(payload)[start - offset : end - offset]
                 _write_all(self._data, data, start)
-                self._note(start, end)
+                self._record_range(start, end)
                 if self._durable:
-                    _begin_writing_back(self._data, start, end)
+                    _start_writing_back(self._data, start, end)
                 if start == self._hashed:
                     self._hasher.update(data)
                     self._hashed = end
             self._catch_up(self._hashed + READ_BYTES)
 
-    def _note(self, start: int, end: int) -> None:
+    def _record_range(self, start: int, end: int) -> None:
         """Record that these bytes are valid."""
         os.write(self._record, b"%d %d\n" % (start, end))
         self.have.add(start, end)
@@ -130,7 +130,7 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
-def _begin_writing_back(handle: int, start: int, end: int) -> None:
+def _start_writing_back(handle: int, start: int, end: int) -> None:
     """Start write-back of these bytes while others still arrive, which leaves less for fsync.
 
     Linux does so when told that dirty pages are not needed; they stay in memory until they are clean.

@@ -34,8 +34,8 @@ class Ranges:
         """The number of offsets in the set."""
         return sum(end - start for start, end in self._ranges)
 
-    def overlap(self, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that are in the set."""
+    def find_overlap(self, start: int, end: int) -> list[Range]:
+        """Return the parts of [start, end) that are in the set."""
         found = []
         for low, high in self._ranges[max(bisect_right(self._ranges, (start, start)) - 1, 0) :]:
             if low >= end:

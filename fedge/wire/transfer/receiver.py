@@ -40,11 +40,11 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-from fedge.errors import ProtocolError, StoreError, failing_as
+from fedge.errors import ProtocolError, StoreError, raise_as
 from fedge.system.files import BlobFolder
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.connection.packet_limits import LARGE_CHUNK, PACKET_OVERHEAD
-from fedge.wire.messages import BlobRef, Want, encode
+from fedge.wire.messages import BlobRef, Want, encode_message
 from fedge.wire.transfer.partial_blob import PartialBlob
 from fedge.wire.transfer.ranges import MAX_RANGES
 from fedge.wire.transfer.receiving import Receiving
@@ -98,14 +98,14 @@ class Receiver:
         self._fetches: set[_Fetch] = set()
         self._pace = _Pace()
         self._rates: deque[float] = deque(maxlen=MEASURED)
-        transport.on_connect(self._reconnected)
+        transport.on_connect(self._on_reconnect)
         _remove_old_parts(folder)
         if not durable:
             _remove_damaged(folder)
 
     @property
     def mbit_s(self) -> float | None:
-        """The rate at which blobs arrive, waiting included: the median of the last large ones; None before any."""
+        """The rate of arriving blobs, waiting included, a median of the last large ones; None before any."""
         return statistics.median(self._rates) if self._rates else None
 
     async def fetch(
@@ -124,7 +124,8 @@ class Receiver:
             patience_s: longest wait for new data while connected to the broker.
 
         Raises:
-            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing arrived in time), or `digest`
+            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing arrived in time), or
+            `digest`
                 (three mismatches).
             StoreError: the disk is full or the folder cannot be written.
             TransportError: the broker refused the subscription or the Want, or even such a small packet.
@@ -133,9 +134,9 @@ class Receiver:
             raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
         lock = self._locks.setdefault(ref.digest, asyncio.Lock())
         async with lock:
-            with failing_as(StoreError, f"cannot store blob {ref.digest}"):
+            with raise_as(StoreError, f"cannot store blob {ref.digest}"):
                 await self._fetch(ref, chunks, wants, device_id, patience_s)
-        return self._folder.path(ref.digest)
+        return self._folder.get_path(ref.digest)
 
     async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
         for attempt in range(MAX_ATTEMPTS):
@@ -152,7 +153,7 @@ class Receiver:
                 if part.verified_at_once:
                     right = part.verify_and_keep()
                 else:
-                    right = await _to_its_end(asyncio.to_thread(part.verify_and_keep))
+                    right = await _run_to_end(asyncio.to_thread(part.verify_and_keep))
                 if right:
                     return
                 log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
@@ -170,7 +171,7 @@ class Receiver:
         if fetch.receiving.complete:
             return
         n_bytes, began = sum(end - start for start, end in fetch.receiving.missing), time.monotonic()
-        ask = functools.partial(self._ask, fetch, wants, device_id)
+        ask = functools.partial(self._request, fetch, wants, device_id)
         await asyncio.gather(self._transport.subscribe(chunks, fetch.on_chunk), ask())
         while not fetch.receiving.complete:
             await fetch.wait(connected=self._transport.connected)
@@ -182,25 +183,25 @@ class Receiver:
         if n_bytes >= MEASURED_BYTES:
             self._rates.append(8e-6 * n_bytes / (time.monotonic() - began))
 
-    async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
+    async def _request(self, fetch: _Fetch, wants: str, device_id: str) -> None:
         budget = TOTAL_ASK_BYTES
         if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is requested in any case, and there may be thousands
             budget -= sum(f.receiving.under_way for f in self._fetches)
-        ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
+        ranges = fetch.receiving.request_ranges(budget, _compute_most_ranges(self._transport.max_packet_bytes))
         if ranges:
             fetch.asked_at = time.monotonic()
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
-            await self._transport.publish(wants, self._seal(wants, encode(want)))
+            await self._transport.publish(wants, self._seal(wants, encode_message(want)))
 
-    async def _reconnected(self) -> None:
+    async def _on_reconnect(self) -> None:
         for fetch in self._fetches:
             fetch.listening = _draw_listening()
-            fetch.receiving.lost()
+            fetch.receiving.record_lost()
             fetch.progress.set()
 
 
-async def _to_its_end(work: Coroutine[Any, Any, bool]) -> bool:
-    """Its result. Waits for its end even if cancelled, since closing the file would block the loop on the thread."""
+async def _run_to_end(work: Coroutine[Any, Any, bool]) -> bool:
+    """Wait for a thread's result even if cancelled: closing the file would block the loop on it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -214,10 +215,10 @@ class _Pace:
 
     answer_s: float = 0.0
 
-    def note(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self.answer_s += (seconds - self.answer_s) / 8
 
-    def patience_s(self, least_s: float) -> float:
+    def compute_patience_s(self, least_s: float) -> float:
         return max(least_s, min(2 * self.answer_s, ANSWER_CAP_S))
 
 
@@ -256,7 +257,7 @@ class _Fetch:
             return
         if self.whole_only and not whole:
             return
-        pieces = self.receiving.arrived(offset, len(message.payload))
+        pieces = self.receiving.record_arrived(offset, len(message.payload))
         if not pieces or self._failure is not None:
             return
         try:
@@ -265,12 +266,12 @@ class _Fetch:
             self._failure = error
         else:
             for start, end in pieces:
-                self.receiving.stored(start, end)
-        if not self.receiving.advanced() and self._failure is None:
+                self.receiving.record_stored(start, end)
+        if not self.receiving.has_advanced() and self._failure is None:
             return
         self.quiet_s = 0.0
         if self.asked_at is not None:
-            self._pace.note(time.monotonic() - self.asked_at)
+            self._pace.record(time.monotonic() - self.asked_at)
             self.asked_at = None  # the rest was requested together
         self.progress.set()
 
@@ -279,7 +280,7 @@ class _Fetch:
         began = time.monotonic()
         while not self.progress.is_set():
             waited_s = time.monotonic() - began
-            if (left_s := self._pace.patience_s(self.receiving.patience_s) - waited_s) > 0:
+            if (left_s := self._pace.compute_patience_s(self.receiving.patience_s) - waited_s) > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await self.progress.wait()
@@ -287,7 +288,7 @@ class _Fetch:
             self.quiet_s += waited_s if connected else 0.0
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.listening = _draw_listening()
-            self.receiving.stalled()
+            self.receiving.record_stalled()
             self.whole_only = max(0, self.whole_only - 1)
             break
         self.progress.clear()
@@ -295,8 +296,8 @@ class _Fetch:
             raise self._failure
 
 
-def _most_ranges(max_packet_bytes: int | None) -> int:
-    """The number of ranges in a Want under the broker's packet limit (None: no limit announced)."""
+def _compute_most_ranges(max_packet_bytes: int | None) -> int:
+    """Return the number of ranges in a Want under the packet limit (None: no limit)."""
     if max_packet_bytes is None:
         return MAX_RANGES
     return max(1, min(MAX_RANGES, (max_packet_bytes - PACKET_OVERHEAD) // RANGE_BYTES))
@@ -308,14 +309,14 @@ def _draw_listening() -> int:
 
 def _remove_old_parts(folder: BlobFolder) -> None:
     oldest = time.time() - PART_KEPT_S
-    for path in folder.path("").iterdir():
+    for path in folder.get_path("").iterdir():
         if path.suffix in {".part", ".ranges"} and path.stat().st_mtime < oldest:
             path.unlink(missing_ok=True)
 
 
 def _remove_damaged(folder: BlobFolder) -> None:
     for digest in tuple(folder):
-        with folder.path(digest).open("rb") as file:
+        with folder.get_path(digest).open("rb") as file:
             right = hashlib.file_digest(file, "sha256").hexdigest() == digest
         if not right:
             log.warning("event=damaged_blob digest=%s", digest)

@@ -23,12 +23,12 @@ LEAST_CHUNK: Final = LEAST_PACKET - PACKET_OVERHEAD
 
 
 class Receiving:
-    """Which bytes of a blob are missing, and which to request now. No IO, no clock."""
+    """The bytes of a blob that are missing, and which to request now. No IO, no clock."""
 
     def __init__(self, size_bytes: int, have: Iterable[Range] = ()) -> None:
         self.size_bytes = size_bytes
         self.patience_s = STALL_S
-        """Time without a new chunk after which `stalled` is to be called."""
+        """Time without a new chunk after which `record_stalled` is to be called."""
         self._missing = Ranges([(0, size_bytes)])
         self._asked = Ranges()
         self._unsafe_bytes = 0
@@ -40,21 +40,21 @@ class Receiving:
 
     @property
     def complete(self) -> bool:
-        """All bytes are stored; the digest decides whether they are right."""
+        """Whether all bytes are stored; the digest decides whether they are right."""
         return not self._missing and not self._unsafe_bytes
 
     @property
     def missing(self) -> tuple[Range, ...]:
-        """What has not arrived, in order."""
+        """The ranges that have not arrived, in order."""
         return tuple(self._missing)
 
     @property
     def under_way(self) -> int:
-        """Bytes requested but not yet stored."""
+        """The number of bytes requested but not yet stored."""
         return self._asked.n_bytes
 
-    def arrived(self, offset: int, length: int) -> list[Range]:
-        """The missing parts of a chunk, to be stored and then reported to `stored`.
+    def record_arrived(self, offset: int, length: int) -> list[Range]:
+        """Return the missing parts of a chunk, to be stored and then reported to `record_stored`.
 
         Raises:
             ProtocolError: `out-of-range`: the chunk is empty or reaches beyond the blob; `fragmented`: there would be
@@ -62,7 +62,7 @@ class Receiving:
         """
         if offset < 0 or length < 1 or offset + length > self.size_bytes:
             raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
-        new, n_before = self._missing.overlap(offset, offset + length), len(self._missing)
+        new, n_before = self._missing.find_overlap(offset, offset + length), len(self._missing)
         self._missing.remove(offset, offset + length)
         if n_before < len(self._missing) > MAX_PIECES:
             self._missing.add(offset, offset + length)  # all of it was missing
@@ -71,21 +71,21 @@ class Receiving:
         self._chunk_bytes = max(self._chunk_bytes, length)
         return new
 
-    def stored(self, start: int, end: int) -> None:
+    def record_stored(self, start: int, end: int) -> None:
         """Mark [start, end), which had arrived, as stored."""
         self._unsafe_bytes -= end - start
         self._since_step += end - start
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
-    def advanced(self) -> bool:
-        """Whether a step was stored since the last time that this was so."""
+    def has_advanced(self) -> bool:
+        """Return whether a step was stored since this was last True."""
         if found := self._since_step >= min(STEP_BYTES, self._chunk_bytes) or not self._asked:
             self._since_step = 0
         return found
 
-    def ask(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
-        """The ranges to request now, in order: none while at least half of this fetch's allowance is under way.
+    def request_ranges(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
+        """Return the ranges to request now, in order; none while half of the allowance is under way.
 
         Args:
             budget: bytes that other fetches leave us; one chunk is requested even without, so that all make progress.
@@ -108,12 +108,12 @@ class Receiving:
             self._asked.add(start, end)
         return tuple(chosen)
 
-    def lost(self) -> None:
-        """The connection broke: nothing is under way any more."""
+    def record_lost(self) -> None:
+        """Record that the connection broke: nothing is under way any more."""
         self._asked = Ranges()
 
-    def stalled(self) -> None:
-        """Nothing new arrived in time: restart with one chunk (the sender may be gone; leave room for others)."""
-        self.lost()
+    def record_stalled(self) -> None:
+        """Restart with one chunk, as nothing came in time: the sender may be gone; leave room for others."""
+        self.record_lost()
         self._ask_bytes = LARGE_CHUNK
         self.patience_s = min(STALL_CAP_S, self.patience_s * 2)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from fedge.errors import ProtocolError, TooLargeError, TransportError
-from fedge.system.background import first_failure
-from fedge.wire.messages import Want, decode
+from fedge.system.background import raise_first_failure
+from fedge.wire.messages import Want, decode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.ranges import Range
 from fedge.wire.transfer.sending import Key, Listener, Sending
@@ -54,22 +54,22 @@ class Sender:
     async def __aexit__(self, *error: Any) -> None:
         for task in self._workers:
             task.cancel()
-        with first_failure():
+        with raise_first_failure():
             await self._group.__aexit__(*error)
 
-    def want_of(self, device: str, payload: bytes, topics: Topics) -> None:
+    def handle_want(self, device: str, payload: bytes, topics: Topics) -> None:
         """Queue the model bytes that a device requests; returns at once.
 
         Raises:
-            ProtocolError: not a Want; `foreign-id`: it speaks for another device; or as `want`.
+            ProtocolError: not a Want; `foreign-id`: it speaks for another device; or as `add_want`.
         """
-        want = decode(payload, Want)
+        want = decode_message(payload, Want)
         if want.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
         listener = (device, want.listening) if want.listening else None
-        self.want(want.digest, want.ranges, chunks=topics.model_chunk(want.digest), listener=listener)
+        self.add_want(want.digest, want.ranges, chunks=topics.make_model_topic(want.digest), listener=listener)
 
-    def want(self, digest: str, ranges: Iterable[Range], *, chunks: str, listener: Listener | None = None) -> None:
+    def add_want(self, digest: str, ranges: Iterable[Range], *, chunks: str, listener: Listener | None = None) -> None:
         """Queue byte ranges of a blob for publishing; returns at once.
 
         Args:
@@ -92,7 +92,7 @@ class Sender:
             if not 0 <= start < end <= size:
                 raise ProtocolError("out-of-range", f"bytes {start} to {end} of {size}")
         key = (digest, chunks)
-        if self._sending.want(key, ranges, listener):
+        if self._sending.add_want(key, ranges, listener):
             asyncio.get_running_loop().call_later(GATHER_S, self._release, key)
         self._wake.set()
 
@@ -102,7 +102,7 @@ class Sender:
 
     async def _work(self) -> None:
         while True:
-            chunk = None if self._trying else self._sending.next(self._transport.chunk_bytes)
+            chunk = None if self._trying else self._sending.take_next(self._transport.chunk_bytes)
             if chunk is None:
                 self._wake.clear()
                 await self._wake.wait()
@@ -123,7 +123,7 @@ class Sender:
             await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data, chunk=True)
         except (OSError, TransportError) as error:
             if isinstance(error, TooLargeError) and end - start > self._transport.chunk_bytes:  # now it is less
-                self._sending.again(key, start, end)
+                self._sending.requeue(key, start, end)
                 self._wake.set()
                 return
             # The blob was deleted meanwhile, or the broker refuses it: receivers that still need it will ask again.

@@ -38,7 +38,7 @@ class Sending:
         self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()  # most recently requested last
         self._turns: OrderedDict[Key, None] = OrderedDict()  # blobs with something due
 
-    def want(self, key: Key, ranges: Iterable[Range], listener: Listener | None = None) -> bool:
+    def add_want(self, key: Key, ranges: Iterable[Range], listener: Listener | None = None) -> bool:
         """Queue byte ranges; True if some were published before and wait for `release`.
 
         Ranges already on their way to this listener, because others wanted them, are not queued.
@@ -53,10 +53,10 @@ class Sending:
         on_the_way = blob.on_the_way.get(listener, Ranges()) if listener else Ranges()
         for start, end in ranges:
             fresh = Ranges([(start, end)])
-            for low, high in on_the_way.overlap(start, end):
+            for low, high in on_the_way.find_overlap(start, end):
                 fresh.remove(low, high)
             for part in tuple(fresh):
-                for low, high in blob.published.overlap(*part):
+                for low, high in blob.published.find_overlap(*part):
                     blob.held.add(low, high)
                     fresh.remove(low, high)
             for low, high in fresh:
@@ -79,7 +79,7 @@ class Sending:
             blob.held = Ranges()
             self._turns.setdefault(key)
 
-    def next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
+    def take_next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
         """Take the next chunk: key, start, end (at most `chunk_bytes` long); None if nothing is due."""
         if not self._turns:
             return None
@@ -100,7 +100,7 @@ class Sending:
             self._turns[key] = None
         return key, start, stop
 
-    def again(self, key: Key, start: int, end: int) -> None:
+    def requeue(self, key: Key, start: int, end: int) -> None:
         """Queue a chunk again that the broker did not take; no effect if the blob was dropped meanwhile."""
         if (blob := self._blobs.get(key)) is not None:
             blob.due.add(start, end)

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation import cluster_averages
-from coordinator.aggregation.correction import Corrected, correction_step, mean_direction
+from coordinator.aggregation import average_clusters
+from coordinator.aggregation.correction import CorrectedModel, apply_correction, compute_mean_direction
 from fedge.tensors.layout import Layout, Model, TensorInfo
 
 NONE, COUNTS = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 
-def step(w, models, sizes, features, h=None, **options) -> Corrected:
+def step(w, models, sizes, features, h=None, **options) -> CorrectedModel:
     """The step from the models that the clients return."""
     layout = Layout(tensors=(TensorInfo(name="w", shape=(len(w),)),))
     changes = [Model(np.float32(m) - np.float32(w), NONE, COUNTS) for m in models]
     members = [[k for k, f in enumerate(features) if f == key] for key in sorted(set(features))]
-    mean, *clusters = cluster_averages(changes, sizes, [range(len(models)), *members], layout)
-    return correction_step(
+    mean, *clusters = average_clusters(changes, sizes, [range(len(models)), *members], layout)
+    return apply_correction(
         np.float32(w),
         None if h is None else np.float32(h),
         mean.params,
-        mean_direction([c.params for c in clusters], [c.n_samples for c in clusters]),
+        compute_mean_direction([c.params for c in clusters], [c.n_samples for c in clusters]),
         **{"alpha": 0.9, "beta": 0.2, **options},
     )
 
@@ -67,7 +67,7 @@ def test_all_clusters_still_leave_the_velocity_to_fade() -> None:
 def test_divergence_keeps_the_model_and_forgets() -> None:
     for mean in (np.array([3e38, 0]), np.array([np.nan, 0])):
         w = np.float32([3e38, 0])
-        found = correction_step(w, np.float32([1, 1]), mean, mean, alpha=0.9, beta=0.2)
+        found = apply_correction(w, np.float32([1, 1]), mean, mean, alpha=0.9, beta=0.2)
         assert found.diverged
         np.testing.assert_array_equal(found.w, w)
         np.testing.assert_array_equal(found.h, [0, 0])
@@ -75,7 +75,7 @@ def test_divergence_keeps_the_model_and_forgets() -> None:
 
 def test_inputs_are_never_modified() -> None:
     w, h, mean = np.float32([1, 2]), np.float32([3, 4]), np.array([5.0, 6])
-    correction_step(w, h, mean, mean, alpha=0.5, beta=0.5)
+    apply_correction(w, h, mean, mean, alpha=0.5, beta=0.5)
     np.testing.assert_array_equal(np.concatenate([w, h, mean]), [1, 2, 3, 4, 5, 6])
 
 
@@ -84,7 +84,7 @@ def test_inputs_are_never_modified() -> None:
 )
 def test_parameters_out_of_range_are_refused(alpha, beta) -> None:
     with pytest.raises(ValueError, match="alpha"):
-        correction_step(np.zeros(1, np.float32), None, np.zeros(1), np.zeros(1), alpha=alpha, beta=beta)
+        apply_correction(np.zeros(1, np.float32), None, np.zeros(1), np.zeros(1), alpha=alpha, beta=beta)
 
 
 # -------------------------------------------------------------------------------------------------- section 11
@@ -142,11 +142,11 @@ def test_the_memory_is_the_discounted_sum_of_directions_and_bounded(turns, alpha
             n = np.array([sizes[k] for k in chosen], float)
             directions.append(n @ (np.float32([models[k] for k in chosen]) - before) / n.sum())
             totals.append(int(n.sum()))
-        sums = alpha * sums - beta * mean_direction(directions, totals)
+        sums = alpha * sums - beta * compute_mean_direction(directions, totals)
         np.testing.assert_allclose(h, sums, atol=1e-3 * (1 + beta / (1 - alpha)))
         assert np.linalg.norm(h) <= beta / (1 - alpha) * (1 + 1e-6) + 1e-12
 
 
 def test_a_direction_is_no_longer_than_one_and_nothing_moves_nothing() -> None:
-    assert mean_direction([np.zeros(2), np.array([1e-13, 0])], [1, 1]).tolist() == [0, 0]
-    np.testing.assert_allclose(mean_direction([np.zeros(2), np.array([0, -7.0])], [1, 3]), [0, -0.75])
+    assert compute_mean_direction([np.zeros(2), np.array([1e-13, 0])], [1, 1]).tolist() == [0, 0]
+    np.testing.assert_allclose(compute_mean_direction([np.zeros(2), np.array([0, -7.0])], [1, 3]), [0, -0.75])

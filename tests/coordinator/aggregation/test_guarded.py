@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation import cluster_averages
-from coordinator.aggregation.guarded import guarded_averages
+from coordinator.aggregation import average_clusters
+from coordinator.aggregation.guarded import average_by_rule
 from coordinator.aggregation.protection import Protection, Rule
-from fedge.tensors.codecs import norms_of
+from fedge.tensors.codecs import compute_norms
 from fedge.tensors.layout import Layout, Model, TensorInfo
 
 LAYOUT = Layout(
@@ -34,8 +34,8 @@ HONEST = [model((1.0, 0.1 * k), 1.0 + 0.1 * k) for k in range(-2, 3)]
 
 def averaged(rule: Rule, models: list[Model], sizes: list[int] | None = None, members: list[list[int]] | None = None):
     sizes, members = sizes or [1] * len(models), members or [list(range(len(models)))]
-    norms = [norms_of(own) for own in models]
-    return guarded_averages(iter(models), norms, sizes, members, LAYOUT, Protection(average=rule))
+    norms = [compute_norms(own) for own in models]
+    return average_by_rule(iter(models), norms, sizes, members, LAYOUT, Protection(average=rule))
 
 
 @pytest.mark.parametrize("rule", ROBUST)
@@ -62,7 +62,7 @@ def test_a_norm_is_clipped_and_a_claim_is_believed() -> None:
 @pytest.mark.parametrize("rule", ["mean", "norm-clipped", "clipped"])
 def test_where_nobody_stands_out_clipping_is_the_mean_bit_for_bit(rule: Rule) -> None:
     sizes, members = [3, 4, 5, 4, 3], [[0, 1, 2, 3, 4], [1, 2, 3], []]
-    plain = cluster_averages(HONEST, sizes, members, LAYOUT)
+    plain = average_clusters(HONEST, sizes, members, LAYOUT)
     found = averaged(rule, HONEST, sizes, members)
     for ours, theirs in zip(found[:2], plain[:2], strict=True):
         assert ours is not None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.aggregation import WeightedSums, averaged, cluster_averages
+from coordinator.aggregation import WeightedSums, average_all, average_clusters
 from coordinator.aggregation.mean import BLOCK
 from fedge.tensors.layout import Layout, Model, TensorInfo
 
@@ -34,7 +34,7 @@ def vector(params):
 
 
 def test_worked_aggregation():
-    mean = averaged([model([1, 2], 1.0, 7), model([3, 6], 5.0, 4)], [1, 3], LAYOUT)
+    mean = average_all([model([1, 2], 1.0, 7), model([3, 6], 5.0, 4)], [1, 3], LAYOUT)
     np.testing.assert_array_equal(mean.params, [2.5, 5.0])
     np.testing.assert_array_equal(mean.buffers, [4.0])
     np.testing.assert_array_equal(mean.counters, [7])
@@ -43,8 +43,8 @@ def test_worked_aggregation():
 
 
 def test_as_model_and_added_to():
-    mean = averaged([model([1, 2], 1.0, 7), model([3, 6], 5.0, 4)], [1, 3], LAYOUT)
-    absolute, moved = mean.as_model(), mean.added_to(model([10, 10], 100.0, 100))
+    mean = average_all([model([1, 2], 1.0, 7), model([3, 6], 5.0, 4)], [1, 3], LAYOUT)
+    absolute, moved = mean.to_model(), mean.add_to(model([10, 10], 100.0, 100))
     np.testing.assert_array_equal(absolute.params, np.float32([2.5, 5.0]))
     np.testing.assert_array_equal(moved.params, np.float32([12.5, 15.0]))
     for result in (absolute, moved):  # buffers and counters are never differences
@@ -55,7 +55,7 @@ def test_as_model_and_added_to():
 
 def test_a_client_counts_in_full_in_each_of_its_clusters():
     models = [model([1, 0]), model([3, 0]), model([5, 0])]
-    first, second, nobody = cluster_averages(models, [1, 1, 2], [(0, 1), (1, 2), ()], LAYOUT)
+    first, second, nobody = average_clusters(models, [1, 1, 2], [(0, 1), (1, 2), ()], LAYOUT)
     np.testing.assert_array_equal(first.params, [2, 0])
     np.testing.assert_allclose(second.params, [(3 + 2 * 5) / 3, 0])
     assert nobody is None
@@ -63,28 +63,28 @@ def test_a_client_counts_in_full_in_each_of_its_clusters():
 
 def test_clients_without_samples_carry_no_weight():
     models = [model([1, 2], 1.0, 1), model([9, 9], 9.0, 9)]
-    only, none = cluster_averages(models, [2, 0], [(0, 1), (1,)], LAYOUT)
+    only, none = average_clusters(models, [2, 0], [(0, 1), (1,)], LAYOUT)
     np.testing.assert_array_equal(only.params, [1, 2])
     np.testing.assert_array_equal(only.counters, [1])
     assert none is None
     with pytest.raises(ValueError, match="sum to 0"):
-        averaged(models, [0, 0], LAYOUT)
+        average_all(models, [0, 0], LAYOUT)
     with pytest.raises(ValueError, match="sum to 0"):
-        averaged([], [], LAYOUT)
+        average_all([], [], LAYOUT)
 
 
 def test_misfits_are_refused_by_position():
     wrong = Model(np.zeros(3, np.float32), np.zeros(1, np.float32), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="model 1"):
-        averaged([model([1, 2]), wrong], [1, 1], LAYOUT)
+        average_all([model([1, 2]), wrong], [1, 1], LAYOUT)
     with pytest.raises(ValueError, match="model 0"):
-        averaged([Model(np.zeros(2, np.float32), np.zeros(1, np.float32), np.zeros(2, np.int64))], [1], LAYOUT)
+        average_all([Model(np.zeros(2, np.float32), np.zeros(1, np.float32), np.zeros(2, np.int64))], [1], LAYOUT)
     with pytest.raises(ValueError, match="model 0"):
-        averaged([model([1, 2])], [-1], LAYOUT)
+        average_all([model([1, 2])], [-1], LAYOUT)
     with pytest.raises(ValueError, match="fewer models"):
-        averaged([model([1, 2])], [1, 1], LAYOUT)
+        average_all([model([1, 2])], [1, 1], LAYOUT)
     with pytest.raises(ValueError, match="more models"):
-        averaged([model([1, 2])] * 2, [1], LAYOUT)
+        average_all([model([1, 2])] * 2, [1], LAYOUT)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6))
@@ -94,11 +94,11 @@ def test_mean_is_the_exactly_rounded_one(seed, n):
     updates = (rng.standard_normal((n, 5)) * 10.0 ** rng.integers(-6, 6, (n, 1))).astype(np.float32)
     sizes = rng.integers(1, 10_000, n).tolist()
     exact = [math.fsum(s * float(u) for s, u in zip(sizes, column, strict=True)) / sum(sizes) for column in updates.T]
-    mean = averaged(map(vector, updates), sizes, layout_of(5))
+    mean = average_all(map(vector, updates), sizes, layout_of(5))
     np.testing.assert_allclose(mean.params, exact, rtol=1e-12, atol=1e-12 * np.abs(updates).max())
     low, high = updates.min(axis=0), updates.max(axis=0)
-    assert (low <= mean.as_model().params).all()
-    assert (mean.as_model().params <= high).all()
+    assert (low <= mean.to_model().params).all()
+    assert (mean.to_model().params <= high).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 2**28))
@@ -106,14 +106,14 @@ def test_mean_is_the_exactly_rounded_one(seed, n):
 def test_a_singleton_and_equal_models_are_bit_equal(seed, size):
     w = np.random.default_rng(seed).standard_normal(7).astype(np.float32)
     for sizes in ([size], [size, 3], [1, 2, size]):
-        mean = averaged([vector(w)] * len(sizes), sizes, layout_of(7))
+        mean = average_all([vector(w)] * len(sizes), sizes, layout_of(7))
         assert mean.params.tobytes() == w.astype(np.float64).tobytes()
 
 
 def test_scaling_all_sizes_changes_nothing():
     rng = np.random.default_rng(1)
     updates = [vector(rng.standard_normal(50)) for _ in range(6)]
-    means = [averaged(updates, [k * n for n in (1, 2, 3, 4, 5, 6)], layout_of(50)).params for k in (1, 8, 1000)]
+    means = [average_all(updates, [k * n for n in (1, 2, 3, 4, 5, 6)], layout_of(50)).params for k in (1, 8, 1000)]
     assert means[0].tobytes() == means[1].tobytes()  # a power of two is exact
     np.testing.assert_allclose(means[2], means[0], rtol=1e-14, atol=1e-15)
 
@@ -124,7 +124,7 @@ def test_sums_are_in_the_order_of_the_clients_across_blocks():
     rng = np.random.default_rng(2)
     updates = rng.standard_normal((5, d)).astype(np.float32)
     sizes, members = [3, 1, 4, 1, 5], [(0, 2, 4), (1, 2, 3, 4), (3,)]
-    means = cluster_averages(map(vector, updates), sizes, members, layout_of(d))
+    means = average_clusters(map(vector, updates), sizes, members, layout_of(d))
     for cluster, mean in zip(members, means, strict=True):
         total = np.zeros(d)
         for i in cluster:
@@ -138,7 +138,7 @@ def test_clusters_do_not_influence_each_other():
     other = updates.copy()
     other[:2] *= 1e30
     members = [(0, 1), (2, 3)]
-    before, after = (cluster_averages(map(vector, u), [1, 2, 3, 4], members, layout_of(100)) for u in (updates, other))
+    before, after = (average_clusters(map(vector, u), [1, 2, 3, 4], members, layout_of(100)) for u in (updates, other))
     assert before[1].params.tobytes() == after[1].params.tobytes()
     assert before[0].params.tobytes() != after[0].params.tobytes()
 
@@ -157,14 +157,14 @@ def test_one_update_is_in_memory_at_a_time():
             yield Model(w, np.zeros(0, np.float32), np.zeros(0, np.int64))
             del w
 
-    first, second = cluster_averages(stream(), [1] * 5, [range(5), (4,)], layout_of(10))
+    first, second = average_clusters(stream(), [1] * 5, [range(5), (4,)], layout_of(10))
     np.testing.assert_array_equal(first.params, np.full(10, 2.0))
     np.testing.assert_array_equal(second.params, np.full(10, 4.0))
 
 
 def test_inputs_are_never_modified():
     updates = [model([1, 2], 1.0, 7), model([3, 6], 5.0, 4)]
-    averaged(updates, [1, 3], LAYOUT)
+    average_all(updates, [1, 3], LAYOUT)
     np.testing.assert_array_equal(updates[0].params, [1, 2])
     np.testing.assert_array_equal(updates[1].counters, [4])
 
@@ -174,4 +174,4 @@ def test_weighted_sums_refuse_bad_weights():
     for weight in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="weight"):
             sums.add(np.zeros(2, np.float32), weight, [0])
-    assert sums.means() == (None,)
+    assert sums.compute_means() == (None,)

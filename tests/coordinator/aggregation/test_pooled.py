@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
+from coordinator.aggregation.pooled import choose_pooled, compute_trial_statistic, pool_weights, wants_split
 
 
 def deltas(g, e):
@@ -13,19 +13,19 @@ def deltas(g, e):
 
 
 def test_worked_trials():
-    t = trial_statistic(deltas((1.0, 0.8, 0.9, 1.1), (0.7, 0.6, 0.9, 0.8)))
+    t = compute_trial_statistic(deltas((1.0, 0.8, 0.9, 1.1), (0.7, 0.6, 0.9, 0.8)))
     assert t == pytest.approx(2.828427, abs=5e-7)
     assert wants_split(t, 0.7, 4)
-    t = trial_statistic(deltas((1.0, 0.8, 0.9, 1.1), (1.2, 0.7, 1.0, 1.1)))
+    t = compute_trial_statistic(deltas((1.0, 0.8, 0.9, 1.1), (1.2, 0.7, 1.0, 1.1)))
     assert t == pytest.approx(-0.774597, abs=5e-7)
     assert not wants_split(t, 0.65, 4)
-    t = trial_statistic(deltas((0.10, 0.12, 0.08, 0.09), (0.10, 0.11, 0.09, 0.09)))
+    t = compute_trial_statistic(deltas((0.10, 0.12, 0.08, 0.09), (0.10, 0.11, 0.09, 0.09)))
     assert t == pytest.approx(0, abs=1e-9)
     assert wants_split(t, 0.96, 4)
 
 
 def test_identical_losses_split_only_above_eta_three_quarters():
-    t = trial_statistic([0.0] * 5)
+    t = compute_trial_statistic([0.0] * 5)
     assert t == 0
     assert not wants_split(t, 0.75 - 1e-6, 5)
     assert wants_split(t, 0.75 + 1e-6, 5)
@@ -37,29 +37,31 @@ def test_structureless_similarities_need_a_large_statistic():
 
 
 def test_too_few_devices_never_split():
-    assert trial_statistic([]) is None
-    assert trial_statistic([0.5]) is None
+    assert compute_trial_statistic([]) is None
+    assert compute_trial_statistic([0.5]) is None
     assert not wants_split(None, 1.0, 10)
     assert not wants_split(100.0, 1.0, 3)
     assert wants_split(100.0, 1.0, 4)
 
 
 def test_a_constant_gain_is_a_large_finite_statistic():
-    assert trial_statistic([0.25, 0.25, 0.25]) == pytest.approx(0.25 / 1e-9)
+    assert compute_trial_statistic([0.25, 0.25, 0.25]) == pytest.approx(0.25 / 1e-9)
 
 
 def test_a_shift_of_both_losses_changes_nothing():
     rng = np.random.default_rng(0)
     g, e, shift = rng.random(6), rng.random(6), 10 * rng.random(6)
-    assert trial_statistic(deltas(g + shift, e + shift)) == pytest.approx(trial_statistic(deltas(g, e)), rel=1e-9)
+    assert compute_trial_statistic(deltas(g + shift, e + shift)) == pytest.approx(
+        compute_trial_statistic(deltas(g, e)), rel=1e-9
+    )
 
 
 def test_liars_neither_force_a_split_nor_forbid_one():
     rng = np.random.default_rng(0)
     useless, useful = rng.normal(0, 0.1, size=16), rng.normal(0.3, 0.1, size=16)
-    assert not wants_split(trial_statistic([*useless, *[1e6] * 4]), 0.65, 20)
-    assert wants_split(trial_statistic([*useful, *[-1e6] * 4]), 0.75, 20)
-    assert trial_statistic(useless) == pytest.approx(useless.mean() / (useless.std(ddof=1) / 4), rel=1e-6)
+    assert not wants_split(compute_trial_statistic([*useless, *[1e6] * 4]), 0.65, 20)
+    assert wants_split(compute_trial_statistic([*useful, *[-1e6] * 4]), 0.75, 20)
+    assert compute_trial_statistic(useless) == pytest.approx(useless.mean() / (useless.std(ddof=1) / 4), rel=1e-6)
 
 
 def em(p, u, a, steps=60):
@@ -72,14 +74,14 @@ def em(p, u, a, steps=60):
 
 
 def test_smallest_total_not_smallest_mean_of_ranks():
-    assert pooled_choice([[1.0, 5.0], [3.0, 0.5], [2.0, 2.0]]) == 0
-    assert pooled_choice([[1.0, 0.0]]) == 1
+    assert choose_pooled([[1.0, 5.0], [3.0, 0.5], [2.0, 2.0]]) == 0
+    assert choose_pooled([[1.0, 0.0]]) == 1
 
 
 def test_ties_take_the_first_and_better_means_by_more_than_1e_9():
-    assert pooled_choice([[1.0, 1.0, 1.0]]) == 0
-    assert pooled_choice([[1.0, 1.0 - 0.9e-9, 1.0 - 1.1e-9]]) == 2
-    assert pooled_choice([[1.0, 1.0 - 0.9e-9]]) == 0
+    assert choose_pooled([[1.0, 1.0, 1.0]]) == 0
+    assert choose_pooled([[1.0, 1.0 - 0.9e-9, 1.0 - 1.1e-9]]) == 2
+    assert choose_pooled([[1.0, 1.0 - 0.9e-9]]) == 0
 
 
 def test_worked_weights_of_two_devices():
@@ -91,17 +93,17 @@ def test_worked_weights_of_two_devices():
         assert em(first, u, a)[0] == pytest.approx(expected, abs=5e-7)
     for _ in range(2):
         told = [(dict(enumerate(em(p, u, 10.0))), len(p)) for p in (first, second)]
-        u = np.array(list(pooled_weights(told).values()))
+        u = np.array(list(pool_weights(told).values()))
     np.testing.assert_allclose(u, [0.464488, 0.535512], atol=5e-7)
     assert [em(p, u, 20.0)[0] for p in (first, second)] == pytest.approx([0.467192, 0.438917], abs=5e-7)
 
 
 def test_a_missing_candidate_weighs_nothing_on_its_device():
-    assert pooled_weights([({"a": 1.0}, 1), ({"a": 0.5, "b": 0.5}, 3)]) == {"a": 0.625, "b": 0.375}
+    assert pool_weights([({"a": 1.0}, 1), ({"a": 0.5, "b": 0.5}, 3)]) == {"a": 0.625, "b": 0.375}
 
 
 def test_without_validation_samples_all_devices_count_alike():
-    assert pooled_weights([({"a": 0.2, "b": 0.8}, 0), ({"a": 0.4, "b": 0.6}, 0)]) == pytest.approx({"a": 0.3, "b": 0.7})
+    assert pool_weights([({"a": 0.2, "b": 0.8}, 0), ({"a": 0.4, "b": 0.6}, 0)]) == pytest.approx({"a": 0.3, "b": 0.7})
 
 
 @given(
@@ -111,7 +113,7 @@ def test_without_validation_samples_all_devices_count_alike():
 )
 def test_pooled_weights_sum_to_one_and_lie_between_the_devices(devices):
     told = [({k: w / sum(ws) for k, w in enumerate(ws)}, m) for ws, m in devices]
-    u = pooled_weights(told)
+    u = pool_weights(told)
     assert sum(u.values()) == pytest.approx(1)
     for k, share in u.items():
         assert min(omega[k] for omega, _ in told) - 1e-12 <= share <= max(omega[k] for omega, _ in told) + 1e-12
@@ -119,7 +121,7 @@ def test_pooled_weights_sum_to_one_and_lie_between_the_devices(devices):
 
 def test_a_liar_has_no_larger_say_than_twice_the_median():
     honest = [[1.0, 0.0, 2.0]] * 4
-    assert pooled_choice([*honest, [1e9, 1e9, 0.0]]) == 1
-    assert pooled_choice([*honest, [0.0, 1e300, 0.0]]) == 0  # 4 against 1 and 4: it counts, but as two
+    assert choose_pooled([*honest, [1e9, 1e9, 0.0]]) == 1
+    assert choose_pooled([*honest, [0.0, 1e300, 0.0]]) == 0  # 4 against 1 and 4: it counts, but as two
     told = [({"a": 1.0, "b": 0.0}, 10)] * 4
-    assert pooled_weights([*told, ({"a": 0.0, "b": 1.0}, 10**6)]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})
+    assert pool_weights([*told, ({"a": 0.0, "b": 1.0}, 10**6)]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.aggregation.protection import COMBINATIONS, Guard, Protection, check, table
-from coordinator.methods.catalogue import make
+from coordinator.aggregation.protection import COMBINATIONS, Guard, Protection, format_table, require_combinable
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.settings import Setup
@@ -29,26 +29,26 @@ class Both(Protection, frozen=True, kw_only=True):
 @pytest.mark.parametrize("pair", COMBINATIONS, ids=lambda pair: "+".join(sorted(pair)))
 def test_what_does_not_combine_is_refused_with_the_reason(pair: frozenset[Guard]) -> None:
     with pytest.raises(ConfigError, match="do not combine") as refused:
-        check(Both(wanted=tuple(pair)), {}, "fedavg")
+        require_combinable(Both(wanted=tuple(pair)), {}, "fedavg")
     assert COMBINATIONS[pair] in str(refused.value)
 
 
 def test_a_guard_that_does_not_fit_a_method_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match="fedavg cannot have median: it has no average"):
-        check(Protection(average="median"), {"median": "it has no average"}, "fedavg")
-    assert make("fedavg", MethodSettings(protection=Protection(average="median"))).settings.protection.guards == {
-        "median"
-    }
+        require_combinable(Protection(average="median"), {"median": "it has no average"}, "fedavg")
+    assert make_method(
+        "fedavg", MethodSettings(protection=Protection(average="median"))
+    ).settings.protection.guards == {"median"}
 
 
 def test_masked_or_noisy_updates_are_whole() -> None:
     with pytest.raises(ConfigError, match="masking and top-k do not combine"):
-        make("fedavg", MethodSettings(codec=Codec.TOP, protection=Protection(average="mean", masking=True)))
-    assert make("fedavg", MethodSettings(codec=Codec.TOP)).settings.codec is Codec.TOP
+        make_method("fedavg", MethodSettings(codec=Codec.TOP, protection=Protection(average="mean", masking=True)))
+    assert make_method("fedavg", MethodSettings(codec=Codec.TOP)).settings.codec is Codec.TOP
 
 
 def test_each_pair_is_in_the_table() -> None:
-    text = table(("median", "dp", "masking"))
+    text = format_table(("median", "dp", "masking"))
     assert text.splitlines()[2] == "| median |  | yes | no (a) |"
     assert text.splitlines()[4] == "| masking | no (a) | no (b) |  |"
     assert "- (a) it needs each device's update" in text
@@ -56,7 +56,7 @@ def test_each_pair_is_in_the_table() -> None:
 
 def test_the_table_is_in_the_document() -> None:
     document = Path(__file__).parents[3] / "docs/hostile.md"
-    assert table() in document.read_text(), "make it anew: coordinator.aggregation.protection.table()"
+    assert format_table() in document.read_text(), "make it anew: coordinator.aggregation.protection.format_table()"
 
 
 @pytest.mark.parametrize("other", [Setup, CoordinatorSettings])

@@ -61,17 +61,17 @@ def test_the_order_of_devices_changes_nothing(seed: int, n: int, f: int) -> None
 
 
 def test_nobody_moves_a_sum_farther_than_twice_the_median() -> None:
-    assert rules.factors([1.0, 3.0, 2.0, 4.0]) == [1.0] * 4
-    assert rules.factors([1.0, 1.0, 1e9, 1.0]) == [1.0, 1.0, 2e-9, 1.0]
-    assert rules.factors([1.0, 100.0]) == [1.0, 1.0]  # of two nobody knows who is usual
-    assert rules.factors([0.0, 0.0, 0.0, 5.0]) == [1.0] * 4
-    assert rules.bounded([5, 5, 7, 10**9]) == [5, 5, 7, 12.0]
+    assert rules.compute_factors([1.0, 3.0, 2.0, 4.0]) == [1.0] * 4
+    assert rules.compute_factors([1.0, 1.0, 1e9, 1.0]) == [1.0, 1.0, 2e-9, 1.0]
+    assert rules.compute_factors([1.0, 100.0]) == [1.0, 1.0]  # of two nobody knows who is usual
+    assert rules.compute_factors([0.0, 0.0, 0.0, 5.0]) == [1.0] * 4
+    assert rules.bound_sizes([5, 5, 7, 10**9]) == [5, 5, 7, 12.0]
 
 
 def test_a_zero_does_not_remove_a_bound() -> None:
     """Two others are too few for a median, and then the smaller is usual; where zeros count, it is theirs, too."""
-    assert rules.factors([0.0, 1.0, 1e6]) == [1.0, 1.0, 2e-6]
-    assert rules.bounded([0.0, 1.0, 1e6]) == [0.0, 1.0, 2.0]
-    assert rules.factors([0.0, 1.0, 1e6], zeros=True) == [1.0, 1.0, 2e-6]
-    assert rules.factors([0.0, 0.0, 1e6], zeros=True) == [1.0, 1.0, 0.0]
-    assert rules.factors([0.0, 0.0, 0.0], zeros=True) == [1.0, 1.0, 1.0]
+    assert rules.compute_factors([0.0, 1.0, 1e6]) == [1.0, 1.0, 2e-6]
+    assert rules.bound_sizes([0.0, 1.0, 1e6]) == [0.0, 1.0, 2.0]
+    assert rules.compute_factors([0.0, 1.0, 1e6], zeros=True) == [1.0, 1.0, 2e-6]
+    assert rules.compute_factors([0.0, 0.0, 1e6], zeros=True) == [1.0, 1.0, 0.0]
+    assert rules.compute_factors([0.0, 0.0, 0.0], zeros=True) == [1.0, 1.0, 1.0]

@@ -82,7 +82,7 @@ WORKED = [
 
 @pytest.mark.parametrize(("s", "r", "expected"), WORKED)
 def test_worked_divergences(s, r, expected):
-    found = aidc.divergence_matrix(np.array([s, r], float), unit=1.0)
+    found = aidc.compute_divergences(np.array([s, r], float), unit=1.0)
     np.testing.assert_allclose(found, [[0, expected], [expected, 0]], atol=5e-7)
 
 
@@ -90,7 +90,7 @@ def test_worked_divergences(s, r, expected):
 @settings(max_examples=40, deadline=None)
 def test_divergence_matrix_is_the_slow_one_and_a_squared_metric(profiles):
     n = len(profiles)
-    found = aidc.divergence_matrix(profiles, unit=0.5)
+    found = aidc.compute_divergences(profiles, unit=0.5)
     slow = [
         [slow_divergence(s, r) / 0.5 if i != j else 0 for j, r in enumerate(profiles)] for i, s in enumerate(profiles)
     ]
@@ -100,30 +100,30 @@ def test_divergence_matrix_is_the_slow_one_and_a_squared_metric(profiles):
     root = np.sqrt(found)
     assert all((root <= root[:, [k]] + root[[k], :] + 1e-7).all() for k in range(n))
     order = np.random.default_rng(0).permutation(profiles.shape[1])
-    np.testing.assert_allclose(aidc.divergence_matrix(profiles[:, order], unit=0.5), found, atol=1e-12)
+    np.testing.assert_allclose(aidc.compute_divergences(profiles[:, order], unit=0.5), found, atol=1e-12)
 
 
 def test_matrix_in_blocks_of_rows():
     profiles = np.random.default_rng(0).random((300, 40))
     assert 8 * len(profiles) * profiles.size > 20 * aidc.BLOCK_BYTES
-    whole = aidc.divergence(profiles[:, None], profiles[None])
+    whole = aidc.compute_divergence(profiles[:, None], profiles[None])
     np.fill_diagonal(whole, 0.0)
-    np.testing.assert_allclose(aidc.divergence_matrix(profiles, unit=1.0), whole, rtol=1e-12)
+    np.testing.assert_allclose(aidc.compute_divergences(profiles, unit=1.0), whole, rtol=1e-12)
 
 
 def test_units():
     classes = np.eye(3)
     one = math.log(2) + math.log(2) / 3  # D_raw of two different rows
-    assert aidc.class_unit(classes) == pytest.approx(one, abs=1e-6)
-    assert aidc.divergence_matrix(classes, unit=aidc.class_unit(classes))[0, 1] == pytest.approx(1.0)
-    assert aidc.split_half_unit([0.01, 0.03]) == pytest.approx(12 * 0.02 / 2)
-    assert aidc.split_half_unit([0.0, 0.02, 1e6]) == pytest.approx(12 * 0.02 / 2), "a zero removes no bound"
+    assert aidc.compute_class_unit(classes) == pytest.approx(one, abs=1e-6)
+    assert aidc.compute_divergences(classes, unit=aidc.compute_class_unit(classes))[0, 1] == pytest.approx(1.0)
+    assert aidc.compute_halves_unit([0.01, 0.03]) == pytest.approx(12 * 0.02 / 2)
+    assert aidc.compute_halves_unit([0.0, 0.02, 1e6]) == pytest.approx(12 * 0.02 / 2), "a zero removes no bound"
     for useless in (np.ones((2, 3)), np.eye(3)[:1]):
         with pytest.raises(ValueError, match=r"unit"):
-            aidc.class_unit(useless)
+            aidc.compute_class_unit(useless)
     for halves in ([], [0.0, 0.0]):
         with pytest.raises(ValueError, match=r"D_ref|halve"):
-            aidc.split_half_unit(halves)
+            aidc.compute_halves_unit(halves)
 
 
 def test_bad_profiles_and_parameters_are_refused():
@@ -141,23 +141,23 @@ def test_worked_parameters():
     h = aidc.entropy(np.full((4, 3), 0.5))
     assert h == pytest.approx(0.942085, abs=5e-7)
     sizes = dict.fromkeys(range(2, 9), 2) | {20: 3, 50: 4, 100: 5, 150: 6, 1000: 7}
-    assert {n: aidc.min_samples(n, h) for n in sizes} == sizes
+    assert {n: aidc.compute_min_samples(n, h) for n in sizes} == sizes
     d = matrix(0.1, 0.4, 0.3)
-    assert aidc.radius(d, 2) == pytest.approx(0.260948, abs=5e-7)
-    assert aidc.radius(d, 3) == pytest.approx(0.413807, abs=5e-7)
-    assert aidc.radius(d, 9) == aidc.radius(d, 3)  # the largest one available
+    assert aidc.compute_radius(d, 2) == pytest.approx(0.260948, abs=5e-7)
+    assert aidc.compute_radius(d, 3) == pytest.approx(0.413807, abs=5e-7)
+    assert aidc.compute_radius(d, 9) == aidc.compute_radius(d, 3)  # the largest one available
 
 
 def test_worked_clusters():
     profiles = np.array(
         [[0.9, 0.1, 0.2, 0.1], [0.8, 0.2, 0.2, 0.2], [0.1, 0.9, 0.2, 0.1], [0.2, 0.8, 0.1, 0.2], [0.15, 0.9, 0.2, 0.2]]
     )
-    d = aidc.divergence_matrix(profiles, unit=0.3)
+    d = aidc.compute_divergences(profiles, unit=0.3)
     assert [d[0, 1], d[2, 3], d[2, 4], d[3, 4]] == pytest.approx([0.059, 0.092, 0.031, 0.033], abs=5e-4)
     assert (d[:2, 2:].min(), d[:2, 2:].max()) == pytest.approx((0.662, 1.250), abs=5e-4)
-    h, eps = aidc.entropy(profiles), aidc.radius(d, 2)
-    assert (h, aidc.min_samples(5, h), eps) == pytest.approx((0.676085, 2, 0.055911), abs=5e-7)
-    assert aidc.density_clusters(d, eps, 2).tolist() == [-1, -1, 0, 0, 0]
+    h, eps = aidc.entropy(profiles), aidc.compute_radius(d, 2)
+    assert (h, aidc.compute_min_samples(5, h), eps) == pytest.approx((0.676085, 2, 0.055911), abs=5e-7)
+    assert aidc.cluster_by_density(d, eps, 2).tolist() == [-1, -1, 0, 0, 0]
     assert aidc.aidc(profiles, unit=0.3) == ((0, 1), (2, 3, 4))
 
 
@@ -206,14 +206,14 @@ def test_dbscan_visits_in_the_order_of_the_specification(seed, n, min_points):
     points = rng.integers(0, 12, (n, 1)).astype(float)  # on a grid: distances tie, borders are shared
     d = np.abs(points - points.T)
     eps = float(rng.integers(0, 4))
-    assert aidc.density_clusters(d, eps, min_points).tolist() == slow_dbscan(d, eps, min_points)
+    assert aidc.cluster_by_density(d, eps, min_points).tolist() == slow_dbscan(d, eps, min_points)
 
 
 def test_a_border_device_belongs_to_the_first_cluster_that_reaches_it():
     points = np.array([[0.0], [1], [2], [5], [6], [7], [3.5]])  # the last is within 1.5 of 2 and of 5
     d = np.abs(points - points.T)
-    assert aidc.density_clusters(d, 1.5, 4).tolist() == slow_dbscan(d, 1.5, 4)
-    assert aidc.density_clusters(d, 1.5, 3).tolist() == [0] * 7  # there it is a core device and bridges
+    assert aidc.cluster_by_density(d, 1.5, 4).tolist() == slow_dbscan(d, 1.5, 4)
+    assert aidc.cluster_by_density(d, 1.5, 3).tolist() == [0] * 7  # there it is a core device and bridges
 
 
 # ----------------------------------------------------------------------------------------------- split, noise, merge
@@ -240,7 +240,7 @@ def test_at_exactly_a_threshold_rounding_decides_nothing():
     assert aidc.place_noise(matrix(0.1, 0.1 + 0.2, 0.1 + 0.2), [[0, 1]], [2], 0.3) == ((0, 1, 2),)
     assert aidc.merge(matrix(0.1 * 3 - 2e-16), [[0], [1]], 0.3) == ((0,), (1,)), "at the threshold they stay apart"
     equal = np.full((6, 6), 0.3) - 0.3 * np.eye(6)
-    assert not aidc.density_clusters(equal, np.mean([0.3] * 6) - 1e-16, 3).any(), "a radius that is their distance"
+    assert not aidc.cluster_by_density(equal, np.mean([0.3] * 6) - 1e-16, 3).any(), "a radius that is their distance"
 
 
 def test_split_peels_devices_one_by_one():
@@ -309,7 +309,7 @@ def test_merge_agrees_with_the_slow_one(seed, n):
 @settings(max_examples=100, deadline=None)
 def test_result_is_sound_for_any_input(profiles, unit):
     groups = aidc.aidc(profiles, unit=unit)
-    assert_sound(groups, aidc.divergence_matrix(profiles, unit=unit))
+    assert_sound(groups, aidc.compute_divergences(profiles, unit=unit))
     assert groups == aidc.aidc(profiles, unit=unit)
     found = labels(groups) if len(profiles) else []
     for i in range(len(profiles)):
@@ -339,7 +339,7 @@ def mixture(rng, n, q=32, groups=4, spread=0.02):
     """Profiles in well separated groups, and the groups."""
     centres = rng.random((groups, q))
     truth = rng.integers(0, groups, n)
-    return np.clip(centres[truth] + spread * rng.standard_normal((n, q)), 0, 1), truth, aidc.class_unit(centres)
+    return np.clip(centres[truth] + spread * rng.standard_normal((n, q)), 0, 1), truth, aidc.compute_class_unit(centres)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -357,7 +357,7 @@ def test_many_devices_go_through_anchors():
     assert sorted(i for c in groups for i in c) == list(range(2301))
     assert adjusted_rand_score([*truth, 4], labels(groups)) == 1.0
     anchors = sorted(np.random.default_rng(0).choice(2301, size=aidc.ANCHORS, replace=False).tolist())
-    d = aidc.divergence_matrix(profiles[anchors], unit=unit)
+    d = aidc.compute_divergences(profiles[anchors], unit=unit)
     inner = [[anchors.index(i) for i in c if i in anchors] for c in groups]
     assert all(heterogeneity(d, c) <= 0.18 for c in inner if c)
     assert groups == aidc.aidc(profiles, unit=unit, rng=np.random.default_rng(0))
@@ -375,7 +375,7 @@ def test_placement_keeps_clusters_homogeneous(seed):
     profiles, _, unit = mixture(rng, 12, q=8, spread=0.1)
     clusters = aidc.aidc(profiles[:-1], unit=unit)
     spot = aidc.place(profiles[-1], [profiles[list(c)] for c in clusters], unit=unit)
-    d = aidc.divergence_matrix(profiles, unit=unit)
+    d = aidc.compute_divergences(profiles, unit=unit)
     means = [between(d, [11], c) for c in clusters]
     assert spot.nearest == int(np.argmin(means))
     joined = (*clusters[spot.nearest], 11)
@@ -460,7 +460,7 @@ def test_planted_label_groups_are_found_in_real_profiles():
         server_data, rest = order[:200], order[200:]
         extract = trained_extractor(images[server_data], torch.tensor(digits.target[server_data]), seed)
         dead = extract(images) == 0
-        unit = aidc.class_unit(
+        unit = aidc.compute_class_unit(
             np.stack([dead[server_data][digits.target[server_data] == c].mean(axis=0) for c in range(10)])
         )
         for name, (classes, _) in GROUPS.items():

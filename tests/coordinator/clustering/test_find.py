@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.clustering import aidc
 from coordinator.clustering.find import Directions, Profiles, by_label, find_clusters
-from coordinator.clustering.geometry import embedding
+from coordinator.clustering.geometry import compute_embedding
 from coordinator.clustering.mctc import mctc
 
 GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
@@ -22,8 +22,8 @@ def planted(seed: int = 0) -> np.ndarray:
 def features() -> list[Profiles | Directions]:
     rows = planted()
     return [
-        Profiles(vectors=rows, unit=aidc.class_unit(rows[::3])),
-        Directions(vectors=embedding(rows)),
+        Profiles(vectors=rows, unit=aidc.compute_class_unit(rows[::3])),
+        Directions(vectors=compute_embedding(rows)),
     ]
 
 
@@ -57,7 +57,7 @@ def test_rivals_make_as_many_clusters_as_told_or_as_the_papers_own(how) -> None:
     for seen in (profiles, directions):
         for k in (1, 2, 5):
             assert len(find_clusters(how, seen, rng=np.random.default_rng(0), n_clusters=k).clusters) == k
-    noise = Directions(vectors=embedding(np.random.default_rng(3).normal(size=(20, 8))), n_clusters=6)
+    noise = Directions(vectors=compute_embedding(np.random.default_rng(3).normal(size=(20, 8))), n_clusters=6)
     own = find_clusters("mctc", noise, rng=np.random.default_rng(0))
     rival = find_clusters(how, noise, rng=np.random.default_rng(0))
     assert len(rival.clusters) == len(own.clusters) > 1
@@ -74,7 +74,7 @@ def test_average_linkage_of_profiles_stops_at_the_threshold() -> None:
 
 
 def test_mctc_is_what_the_module_of_that_name_finds() -> None:
-    z = embedding(np.random.default_rng(1).normal(size=(15, 30)))
+    z = compute_embedding(np.random.default_rng(1).normal(size=(15, 30)))
     seen = Directions(vectors=z, n_clusters=4, tau=0.1, distinct=False, centres_join=False)
     expected = mctc(z, n_clusters=4, tau=0.1, distinct=False, centres_join=False)
     found = find_clusters("mctc", seen, rng=np.random.default_rng(0))
@@ -85,6 +85,6 @@ def test_a_row_without_direction_is_no_fault() -> None:
     rows = planted()
     rows[4] = 0
     found = find_clusters(
-        "agglomerative", Directions(vectors=embedding(rows)), rng=np.random.default_rng(0), n_clusters=4
+        "agglomerative", Directions(vectors=compute_embedding(rows)), rng=np.random.default_rng(0), n_clusters=4
     )
     assert (4,) in found.clusters

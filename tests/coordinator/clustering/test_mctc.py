@@ -17,26 +17,26 @@ PAPER = {"distinct": False, "centres_join": False}
 
 
 def soft(z, k, tau, **how):
-    return mctc.soft_clusters(z, geometry.similarity(z), k, tau, **how)
+    return mctc.cluster_softly(z, geometry.compute_similarity(z), k, tau, **how)
 
 
 def centres_of(z, k, tau, *, distinct=True, **_):
-    return mctc.choose_centres(geometry.similarity(z), k, bar=min(round(tau, 9), 1.0) if distinct else 1.0)
+    return mctc.choose_centres(geometry.compute_similarity(z), k, bar=min(round(tau, 9), 1.0) if distinct else 1.0)
 
 
 def mean_cosine(z, members):
-    return mctc.mean_cosine(mctc.means_of(z, members))
+    return mctc.compute_mean_cosine(mctc.compute_means(z, members))
 
 
 def recorded(patch):
     """K and tau of each partition that the validation looks at from now on."""
-    seen, real = [], mctc.soft_clusters
+    seen, real = [], mctc.cluster_softly
 
     def spy(z, sim, k, tau, **how):
         seen.append((k, tau))
         return real(z, sim, k, tau, **how)
 
-    patch.setattr(mctc, "soft_clusters", spy)
+    patch.setattr(mctc, "cluster_softly", spy)
     return seen
 
 
@@ -49,7 +49,7 @@ def tries(monkeypatch):
 
 
 def test_rows_made_at_a_time_change_nothing(monkeypatch):
-    z = geometry.embedding(updates_of(7, 23))
+    z = geometry.compute_embedding(updates_of(7, 23))
     whole = mctc.mctc(z)
     monkeypatch.setattr(geometry, "ROWS", 5)
     monkeypatch.setattr(mctc, "ROWS", 5)
@@ -58,12 +58,12 @@ def test_rows_made_at_a_time_change_nothing(monkeypatch):
 
 
 def test_a_fleet_that_is_worked_on_in_parts_gets_what_the_whole_would_give():
-    z = geometry.embedding(updates_of(7, 1500))
-    sim = geometry.similarity(z)
+    z = geometry.compute_embedding(updates_of(7, 1500))
+    sim = geometry.compute_similarity(z)
     units = z / np.linalg.norm(z, axis=1, keepdims=True)
     np.testing.assert_allclose(sim, units @ units.T, atol=1e-9)
     others = np.where(np.eye(len(sim), dtype=bool), np.inf, sim)
-    np.testing.assert_array_equal(mctc._least(sim), others.min(axis=1))
+    np.testing.assert_array_equal(mctc._find_least_similar(sim), others.min(axis=1))
 
     c = np.sort(sim[np.triu_indices(len(sim), 1)])
     assert len(sim) > geometry.ROWS
@@ -94,10 +94,10 @@ def test_centres_are_those_of_the_sorted_pairs(seed, n, k, bar):
 
 def test_scaling_and_flipping_all_updates_changes_nothing():
     updates = updates_of(4, 7)
-    expected = mctc.mctc(geometry.embed(geometry.gram(updates)))
+    expected = mctc.mctc(geometry.embed_gram(geometry.compute_gram(updates)))
     factors = np.array([[1e-3], [7], [1], [0.3], [1e4], [2], [5]])
     for other in (updates * factors, -updates):
-        found = mctc.mctc(geometry.embed(geometry.gram(other)))
+        found = mctc.mctc(geometry.embed_gram(geometry.compute_gram(other)))
         assert found.clusters == expected.clusters
         assert found.tau == expected.tau
 
@@ -106,7 +106,7 @@ def test_scaling_and_flipping_all_updates_changes_nothing():
 
 
 def test_circle_similarities():
-    sim = geometry.similarity(CIRCLE)
+    sim = geometry.compute_similarity(CIRCLE)
     expected = {(0, 1): 0.9397, (0, 2): 0.1736, (0, 3): -0.1736, (0, 4): 0.6428, (1, 2): 0.5}
     expected |= {(1, 3): 0.1736, (1, 4): 0.8660, (2, 3): 0.9397, (2, 4): 0.8660, (3, 4): 0.6428}
     for pair, cosine in expected.items():
@@ -118,16 +118,16 @@ def test_circle_two_clusters_with_a_fallback():
     found = soft(CIRCLE, 2, 0.8)
     assert centres_of(CIRCLE, 2, 0.8) == (0, 3)
     assert found == ((0, 1, 4), (2, 3))  # 4 is close to no centre: it goes to the nearest
-    np.testing.assert_allclose(mctc.means_of(CIRCLE, found), [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
+    np.testing.assert_allclose(mctc.compute_means(CIRCLE, found), [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
     assert mean_cosine(CIRCLE, found) == pytest.approx(0.3943, abs=5e-5)
-    assert mctc.silhouette(geometry.similarity(CIRCLE), found) == pytest.approx(0.6888, abs=5e-5)
+    assert mctc.silhouette(geometry.compute_similarity(CIRCLE), found) == pytest.approx(0.6888, abs=5e-5)
 
 
 def test_circle_a_client_in_both():
     found = soft(CIRCLE, 2, 0.75)
     assert found == ((0, 1, 4), (2, 3, 4))
     assert mean_cosine(CIRCLE, found) == pytest.approx(0.5941, abs=5e-5)
-    assert mctc.silhouette(geometry.similarity(CIRCLE), found) == pytest.approx(0.5116, abs=5e-5)
+    assert mctc.silhouette(geometry.compute_similarity(CIRCLE), found) == pytest.approx(0.5116, abs=5e-5)
 
 
 def test_circle_three_clusters():
@@ -166,7 +166,7 @@ def test_tau_is_inclusive():
 
 
 def test_tau_out_of_range_puts_everybody_everywhere_or_parts_hard():
-    z = geometry.embed(geometry.gram(updates_of(6, 9)))
+    z = geometry.embed_gram(geometry.compute_gram(updates_of(6, 9)))
     everywhere = soft(z, 3, -1.0, **PAPER)
     others = set(range(9)) - set(centres_of(z, 3, -1.0, **PAPER))
     assert all(others <= set(s) for s in everywhere)
@@ -226,7 +226,7 @@ def test_partition_is_sound(z, k, tau, distinct, centres_join):
     assert 1 <= len(found) <= min(k, len(z))
     assert all(c in s for c, s in zip(centres, found, strict=True))
     assert len(set(centres)) == len(centres)
-    sim, tau = geometry.similarity(z), round(tau, 9)
+    sim, tau = geometry.compute_similarity(z), round(tau, 9)
     if distinct:
         assert all(sim[a, b] < min(tau, 1) for a in centres for b in centres if a != b)
     if not centres_join:
@@ -236,7 +236,7 @@ def test_partition_is_sound(z, k, tau, distinct, centres_join):
 
 
 def test_printed_rule_without_parallels_makes_k_clusters():
-    z = geometry.embed(geometry.gram(updates_of(7, 6)))
+    z = geometry.embed_gram(geometry.compute_gram(updates_of(7, 6)))
     for k in range(1, 9):
         assert len(soft(z, k, 0.2, **PAPER)) == min(k, 6)
 
@@ -277,7 +277,7 @@ def otsu_oracle(c):
 @given(st.integers(0, 10**6), st.integers(3, 9))
 @settings(max_examples=40, deadline=None)
 def test_otsu_agrees_with_the_definition(seed, n):
-    sim = geometry.similarity(np.random.default_rng(seed).standard_normal((n, 3)))
+    sim = geometry.compute_similarity(np.random.default_rng(seed).standard_normal((n, 3)))
     tau, eta = otsu_oracle(sim[np.triu_indices(n, 1)])
     found, separability = mctc.otsu(sim)
     assert found == tau
@@ -304,7 +304,7 @@ def test_separability_is_that_of_the_cut_that_is_used(pairs, tau, eta):
 
 def test_otsu_without_a_cut():
     for z in (at(0), at(0, 50), at(0, 0, 0)):
-        assert mctc.otsu(geometry.similarity(z)) == (0.95, 0.0)
+        assert mctc.otsu(geometry.compute_similarity(z)) == (0.95, 0.0)
 
 
 def test_separability_of_a_uniform_and_of_a_normal_distribution():
@@ -361,7 +361,7 @@ def test_planted_groups_are_found():
     groups = np.arange(16) % 4
     common, own = rng.standard_normal(500), rng.standard_normal((4, 500))
     updates = (common + 2 * own[groups] + 0.7 * rng.standard_normal((16, 500))).astype(np.float32)
-    found = mctc.mctc(geometry.embed(geometry.gram(updates)))
+    found = mctc.mctc(geometry.embed_gram(geometry.compute_gram(updates)))
     assert found.separability >= 0.9
     labels = [[k for k, s in enumerate(found.clusters) if i in s] for i in range(16)]
     assert adjusted_rand_score(groups, [x[0] for x in labels]) == 1.0
@@ -373,7 +373,7 @@ def test_planted_groups_are_found():
 
 def test_attach_takes_all_close_clusters_or_the_nearest():
     found = soft(CIRCLE, 2, 0.75)
-    means = mctc.means_of(CIRCLE, found)
+    means = mctc.compute_means(CIRCLE, found)
     before = means.copy()
     assert mctc.attach(at(0, 50, 180), means, 0.75) == ((0,), (0, 1), (1,))
     np.testing.assert_array_equal(means, before)
@@ -381,15 +381,19 @@ def test_attach_takes_all_close_clusters_or_the_nearest():
 
 def test_a_client_that_sat_out_changes_no_centre():
     updates = updates_of(9, 7)
-    own = geometry.embed(geometry.gram(updates[:6]))
+    own = geometry.embed_gram(geometry.compute_gram(updates[:6]))
     alone = soft(own, 2, 0.1)
-    z = geometry.embed(geometry.gram(updates))  # its stored unit update is in the basis, not in the clusters
+    z = geometry.embed_gram(
+        geometry.compute_gram(updates)
+    )  # its stored unit update is in the basis, not in the clusters
     together = soft(z[:6], 2, 0.1)
     assert together == alone
-    means, of_own = mctc.means_of(z, together), mctc.means_of(own, alone)
-    np.testing.assert_allclose(geometry.cosines(means, means), geometry.cosines(of_own, of_own), atol=1e-8)
+    means, of_own = mctc.compute_means(z, together), mctc.compute_means(own, alone)
+    np.testing.assert_allclose(
+        geometry.compute_cosines(means, means), geometry.compute_cosines(of_own, of_own), atol=1e-8
+    )
     (clusters,) = mctc.attach(z[6:], means, 0.1)
-    close = geometry.cosines(z[6:], means)[0]
+    close = geometry.compute_cosines(z[6:], means)[0]
     assert clusters == tuple(np.flatnonzero(close >= 0.1)) or clusters == (int(np.argmax(close)),)
 
 
@@ -399,12 +403,12 @@ def test_silhouette_of_a_partition_is_the_cosine_silhouette(seed):
     rng = np.random.default_rng(seed)
     z, labels = rng.standard_normal((12, 4)), np.r_[0, 1, 2, rng.integers(0, 3, 9)]
     members = [np.flatnonzero(labels == k).tolist() for k in range(3)]
-    ours = mctc.silhouette(geometry.similarity(z), members)
+    ours = mctc.silhouette(geometry.compute_similarity(z), members)
     assert ours == pytest.approx(silhouette_score(z, labels, metric="cosine"), abs=1e-6)
 
 
 def test_silhouette_without_rivals_is_zero():
-    sim = geometry.similarity(CIRCLE)
+    sim = geometry.compute_similarity(CIRCLE)
     assert mctc.silhouette(sim, [(0, 1, 2, 3, 4)]) == 0
     assert mctc.silhouette(sim, [(0,), (1,), (2,), (3,), (4,)]) == 0
 
@@ -428,7 +432,7 @@ def overlapping(seed: int, n: int = 4, d: int = 60, noise: float = 0.3):
 def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) -> None:
     """Both groups with all of their members: who is in both is in two clusters, which a partition cannot be."""
     updates, _, belongs = overlapping(seed)
-    z = geometry.embedding(updates)
+    z = geometry.compute_embedding(updates)
     found = mctc.mctc(z, n_clusters=2, tau=0.5)
     truth = {frozenset(i for i, of in enumerate(belongs) if k in of) for k in (0, 1)}
     assert {frozenset(cluster) for cluster in found.clusters} == truth
@@ -440,7 +444,7 @@ def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) 
 def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(seed) -> None:
     """Mean squared distance of the mean of a client's experts (section 14, without gate) to what the client wants."""
     updates, wanted, _ = overlapping(seed)
-    seen = Directions(vectors=geometry.embedding(updates), n_clusters=2, tau=0.5)
+    seen = Directions(vectors=geometry.compute_embedding(updates), n_clusters=2, tau=0.5)
     errors = {}
     for how in ("mctc", "k-means"):
         clusters = find_clusters(how, seen, rng=np.random.default_rng(seed)).clusters
@@ -452,22 +456,22 @@ def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(see
 
 @given(arrays(np.float64, (9, 4), elements=st.floats(-1, 1, width=32)), st.integers(1, 6), st.permutations(range(9)))
 def test_a_partition_leaves_each_client_in_its_nearest_cluster(rows, n_clusters, order) -> None:
-    z = geometry.embedding(rows)
+    z = geometry.compute_embedding(rows)
     found = mctc.mctc(z, n_clusters=n_clusters, tau=0.3).clusters
-    parts = mctc.parted(z, found)
+    parts = mctc.make_partition(z, found)
     assert sorted(i for part in parts for i in part) == list(range(9))
     assert len(parts) <= len(found)
     means = np.stack([z[list(cluster)].mean(axis=0) for cluster in found])
-    close = geometry.cosines(z, means)
+    close = geometry.compute_cosines(z, means)
     for i in range(9):
         (mine,) = [set(part) for part in parts if i in part]
         own = [k for k, cluster in enumerate(found) if i in cluster]
         nearest = max(own, key=lambda k: (close[i, k], -k))
         assert mine <= set(found[nearest])
-    turned = mctc.parted(z[order], [[order.index(i) for i in cluster] for cluster in found])
+    turned = mctc.make_partition(z[order], [[order.index(i) for i in cluster] for cluster in found])
     assert {frozenset(order[i] for i in part) for part in turned} == set(map(frozenset, parts))
 
 
 def test_a_partition_without_overlap_stays_as_it_is() -> None:
-    z = geometry.embedding(np.repeat(np.eye(3), 2, axis=0))
-    assert mctc.parted(z, [(0, 1), (2, 3), (4, 5)]) == ((0, 1), (2, 3), (4, 5))
+    z = geometry.compute_embedding(np.repeat(np.eye(3), 2, axis=0))
+    assert mctc.make_partition(z, [(0, 1), (2, 3), (4, 5)]) == ((0, 1), (2, 3), (4, 5))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.clustering.aidc import divergence_matrix, merge
+from coordinator.clustering.aidc import compute_divergences, merge
 from coordinator.clustering.rivals import agglomerative, kmeans
 
 
@@ -43,7 +43,7 @@ def test_fewer_directions_than_clusters() -> None:
 
 
 def distances(seed: int, n: int):
-    return divergence_matrix(np.random.default_rng(seed).uniform(0, 1, (n, 6)), unit=0.2)
+    return compute_divergences(np.random.default_rng(seed).uniform(0, 1, (n, 6)), unit=0.2)
 
 
 @settings(max_examples=40, deadline=None)

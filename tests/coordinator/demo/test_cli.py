@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.simulation.reports.report import of_demo
-from coordinator.simulation.reports.terminal import table_of
+from coordinator.simulation.reports.report import make_demo_report
+from coordinator.simulation.reports.terminal import make_table
 from fedge.commands.cli import command, main
 from tests.support.demo import WAYS, a_demonstration
 
@@ -87,13 +87,13 @@ def test_the_json_is_that_of_a_comparison_and_what_only_a_demo_knows() -> None:
 
 
 def test_the_table_has_a_line_for_each_way_to_learn() -> None:
-    table = table_of(a_demonstration())
+    table = make_table(a_demonstration())
     assert [column.header for column in table.columns][:4] == ["method", "accuracy", "− base", "− best"]
     assert list(table.columns[0].cells) == list(WAYS)
     assert list(table.columns[1].cells) == ["48.5", "58.5", "68.5", "78.5", "88.5"]
 
 
 def test_the_csv_has_a_row_for_each_device() -> None:
-    first, *_ = of_demo(a_demonstration()).rows
+    first, *_ = make_demo_report(a_demonstration()).rows
     accuracy = {run.method: run.devices[0].score.accuracy for run in a_demonstration().runs}
     assert first == {"device": "camera-00", "n_train": 80, "n_test": 30, "rounds": 6, "cluster": "0"} | accuracy

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.demo.processes import Child, Children, ProcessError, tail
+from coordinator.demo.processes import Child, Children, ProcessError, read_tail
 from fedge.errors import FruitlessError
 
 
@@ -64,6 +64,6 @@ def test_nothing_is_left_when_the_context_ends(tmp_path: Path) -> None:
 def test_the_tail_of_a_log_is_short(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(map(str, range(100))))
-    assert tail(log).split() == [str(n) for n in range(85, 100)]
+    assert read_tail(log).split() == [str(n) for n in range(85, 100)]
     log.write_text("")
-    assert tail(log) == "    (nothing)"
+    assert read_tail(log) == "    (nothing)"

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation.protection import Protection
-from coordinator.fleet.accounted import AccountedFleet, accounted
-from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.fleet.accounted import AccountedFleet, add_noise
+from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError
-from fedge.steps.contract import Action, installed_steps, unaccounted
+from fedge.steps.contract import Action, find_unaccounted, load_installed_steps
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
@@ -38,36 +38,36 @@ def settings(**changes: Any) -> MethodSettings:
 
 
 def test_each_method_goes_with_it_or_says_which_field_it_needs() -> None:
-    goes = [name for name in installed_methods() if "dp" not in method_class(name).REFUSED]
+    goes = [name for name in get_installed_methods() if "dp" not in load_method_class(name).REFUSED]
     assert tuple(goes) == GOES
-    for name in set(installed_methods()) - set(GOES):
-        why = method_class(name).REFUSED["dp"]
+    for name in set(get_installed_methods()) - set(GOES):
+        why = load_method_class(name).REFUSED["dp"]
         named = re.findall(r"(\w+) of step (\w+)", why)
         assert named
-        assert all(field in unaccounted(installed_steps()[step]) for field, step in named)
+        assert all(field in find_unaccounted(load_installed_steps()[step]) for field, step in named)
         with pytest.raises(ConfigError, match=f"{name} cannot have dp: it needs {named[0][0]}"):
-            make(name, settings())
+            make_method(name, settings())
 
 
 @pytest.mark.parametrize("name", [*GOES, "fedavg+ft"])
 async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str, tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     asked: list[Action] = []
-    ask = fleet._ask
+    ask = fleet._make_orders
 
     def heard(label: str, actions: Mapping[str, Action], deadline_s: float | None = None) -> Any:
         asked.extend(actions.values())
         return ask(label, actions, deadline_s)
 
-    fleet._ask = heard  # type: ignore[method-assign]
-    method: Any = make(name, settings())
-    state = await run(method, method.begin(layout, first), fleet)
+    fleet._make_orders = heard  # type: ignore[method-assign]
+    method: Any = make_method(name, settings())
+    state = await run_rounds(method, method.make_first_state(layout, first), fleet)
     assert {type(action).STEP for action in asked} <= {"train_dp", "install"}
     assert sorted(state.installed) == sorted(fleet.workers)
     for worker in fleet.workers.values():
         charges = Ledger(worker.home).charges
         assert len(charges) == (0 if name == "local" else 2)
-        assert Ledger(worker.home).spent(1e-5) <= 8 * (1 + 1e-9)
+        assert Ledger(worker.home).compute_spent(1e-5) <= 8 * (1 + 1e-9)
 
 
 async def test_what_the_method_did_not_say_is_refused_when_it_asks(tmp_path: Path) -> None:
@@ -76,12 +76,12 @@ async def test_what_the_method_did_not_say_is_refused_when_it_asks(tmp_path: Pat
         await AccountedFleet(fleet, PRIVACY).run("profile", {"d00": Profile(extractor=REF)})
     two = Train(starts=(Start(model=REF), Start(model=REF, cluster=1)), sgd=Sgd())
     with pytest.raises(ConfigError, match="cluster of step train"):
-        accounted(two, PRIVACY)
+        add_noise(two, PRIVACY)
 
 
 def test_an_order_to_train_becomes_one_with_noise_that_says_the_same() -> None:
     order = Train(starts=(Start(model=REF),), sgd=Sgd(steps=7, proximal_mu=0.1), head_steps=2)
-    found = accounted(order, PRIVACY)
+    found = add_noise(order, PRIVACY)
     assert isinstance(found, TrainDp)
     assert (found.privacy, found.measure) == (PRIVACY, False)
     same = [name for name in Train.__struct_fields__ if name != "measure"]
@@ -91,14 +91,14 @@ def test_an_order_to_train_becomes_one_with_noise_that_says_the_same() -> None:
 @pytest.mark.parametrize("selection", ["ccmab", "fastest"])
 def test_selections_that_learn_from_devices_are_refused(selection: str) -> None:
     with pytest.raises(ConfigError, match=f"selection={selection} and dp do not combine: it needs"):
-        make("fedavg", settings(options={"selection": selection}))
+        make_method("fedavg", settings(options={"selection": selection}))
 
 
 def test_a_network_with_running_statistics_is_refused_before_the_run() -> None:
     layout = Layout(tensors=(*LAYOUT.tensors, TensorInfo(name="bn.running_var", shape=(2,), kind="buffer")))
     with pytest.raises(ConfigError, match=r"bn\.running_var"):
-        make("fedavg", settings()).begin(layout, REF)
-    assert make("fedavg", settings(protection=Protection())).begin(layout, REF).model == REF
+        make_method("fedavg", settings()).make_first_state(layout, REF)
+    assert make_method("fedavg", settings(protection=Protection())).make_first_state(layout, REF).model == REF
 
 
 def test_settings_that_contradict_or_change_nothing_are_refused() -> None:
@@ -109,8 +109,8 @@ def test_settings_that_contradict_or_change_nothing_are_refused() -> None:
             Protection(**alone)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"--dp-delta 0\.5 promises nothing: .* 1 / samples of a device, as 1e-5 is"):
         Protection(dp_epsilon=1.0, dp_delta=0.5)
-    assert Protection().privacy(5) is None
-    assert Protection(dp_noise=2.0, dp_clip=3.0).privacy(0) == Privacy(
+    assert Protection().make_privacy(5) is None
+    assert Protection(dp_noise=2.0, dp_clip=3.0).make_privacy(0) == Privacy(
         clip_norm=3.0, delta=1e-5, participations=1, noise_multiplier=2.0
     )
     assert "dp" in DP.guards
@@ -119,14 +119,14 @@ def test_settings_that_contradict_or_change_nothing_are_refused() -> None:
 async def test_what_else_it_is_asked_is_the_fleets(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     own = AccountedFleet(fleet, PRIVACY)
-    assert (own.task, own.devices(), own.inference_only(), own.busy()) == (
+    assert (own.task, own.get_devices(), own.get_inference_devices(), own.get_busy_devices()) == (
         fleet.task,
-        fleet.devices(),
-        fleet.inference_only(),
-        fleet.busy(),
+        fleet.get_devices(),
+        fleet.get_inference_devices(),
+        fleet.get_busy_devices(),
     )
     np.testing.assert_array_equal(own.get(first, layout).params, fleet.get(first, layout).params)
-    assert own.norms(first, layout) == fleet.norms(first, layout)
+    assert own.get_norms(first, layout) == fleet.get_norms(first, layout)
     ref = own.put({"a": np.zeros(2, np.float32)})
     assert list(own.get_tensors(ref)) == ["a"]
     assert own.put_bytes(b"x") == fleet.put_bytes(b"x")

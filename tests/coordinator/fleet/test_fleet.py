@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.fleet import Answer, Fleet, order_for, require_sendable
+from coordinator.fleet.fleet import Answer, Fleet, make_order, require_sendable
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.simulated.devices import Hardware
@@ -29,7 +29,7 @@ from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Codec, Layout, unflatten
-from fedge.wire.messages import BlobRef, Capabilities, Order, Presence, Why, decode, encode
+from fedge.wire.messages import BlobRef, Capabilities, Order, Presence, Why, decode_message, encode_message
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors
 from tests.support.simulation import digits
@@ -39,12 +39,12 @@ ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
 
 def order(*, run: str = "r", seed: int = 0, number: int = 1, label: str = "train", device: str = "d") -> Order:
-    return order_for(run, seed, number, label, device, TASK.fingerprint(), ACTION, left_s=5.0)
+    return make_order(run, seed, number, label, device, TASK.compute_fingerprint(), ACTION, left_s=5.0)
 
 
 def test_the_same_work_has_the_same_id_and_seed() -> None:
     assert order() == order()
-    assert decode(encode(order()), Order) == order()
+    assert decode_message(encode_message(order()), Order) == order()
 
 
 def test_other_work_has_another_id_and_seed() -> None:
@@ -60,8 +60,8 @@ def test_the_seed_depends_on_the_federations_and_not_on_the_run() -> None:
 
 
 def test_the_longest_names_fit() -> None:
-    longest = order_for("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK.fingerprint(), ACTION, left_s=5.0)
-    assert decode(encode(longest), Order) == longest
+    longest = make_order("f" * 63, 0, 10**6, "s" * 30, "d" * 63, TASK.compute_fingerprint(), ACTION, left_s=5.0)
+    assert decode_message(encode_message(longest), Order) == longest
 
 
 REF = ACTION.model
@@ -170,7 +170,7 @@ async def over_mqtt(mqtt: Devices) -> tuple[MqttFleet, Layout, Train, Begin]:
 
     async def begin(number: int) -> None:
         async with asyncio.timeout(WAIT_S):
-            await fleet.begin(number, len(DEVICES))
+            await fleet.start_round(number, len(DEVICES))
 
     return fleet, LAYOUT, train(fleet), begin
 
@@ -182,11 +182,11 @@ def train(fleet: MqttFleet) -> Train:
 async def who_leaves_the_loop_leaves_the_others_open(fleet: Fleet, layout: Layout, action: Train, begin: Begin) -> None:
     """What every fleet does."""
     await begin(1)
-    assert fleet.busy() == frozenset()
+    assert fleet.get_busy_devices() == frozenset()
     async for answer in fleet.stream("s", dict.fromkeys(DEVICES, action)):
         assert (answer.device_id, answer.round) == ("d00", 1)
         break
-    assert fleet.busy() == {"d01", "d02"}
+    assert fleet.get_busy_devices() == {"d01", "d02"}
     await begin(2)
     heard = []
     async for answer in fleet.stream("s", {"d00": action}):
@@ -194,7 +194,7 @@ async def who_leaves_the_loop_leaves_the_others_open(fleet: Fleet, layout: Layou
         assert np.isfinite(fleet.get(answer.result.update, layout).params).all()
         heard.append((answer.device_id, answer.round))
     assert heard == [("d00", 2), ("d01", 1), ("d02", 1)]
-    assert fleet.busy() == frozenset()
+    assert fleet.get_busy_devices() == frozenset()
 
 
 async def test_leaving_the_loop_in_simulation(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ async def test_what_was_not_handed_out_outlives_the_round(tmp_path: Path) -> Non
     fleet, layout, action, begin = await simulated(tmp_path)
     async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
         break
-    fleet.keep_only(fleet.needed())
+    fleet.remove_others(fleet.find_needed_blobs())
     await begin(2)
     rest = [answer.result async for answer in fleet.stream("s", {})]
     assert all(np.isfinite(fleet.get(result.update, layout).params).all() for result in rest)
@@ -266,8 +266,8 @@ async def test_after_a_restart_the_same_answers_come_in_the_same_order(mqtt: Dev
     assert [answer.device_id for answer in before] == ["d02", "d00"]
 
     again = await mqtt.fleet()
-    await again.begin(1, 1)
-    assert again.busy() == frozenset()
+    await again.start_round(1, 1)
+    assert again.get_busy_devices() == frozenset()
     answering = mqtt.answering([("d01", 1)])
     after = [answer async for answer in again.stream("s", dict.fromkeys(DEVICES, action))]
     await answering
@@ -284,12 +284,12 @@ async def test_what_was_accepted_and_not_handed_out_comes_first_in_the_next_roun
         break
     await answering  # d01 is accepted, and nobody listens
     mqtt.store.commit_round(1, b"state", 0.0, {})
-    mqtt.store.keep_only(fleet.needed())
+    mqtt.store.remove_others(fleet.find_needed_blobs())
 
     again = await mqtt.fleet()
-    await again.begin(2, 1)
-    assert again.busy() == {"d00", "d01"}
-    mqtt.store.keep_only(again.needed())
+    await again.start_round(2, 1)
+    assert again.get_busy_devices() == {"d00", "d01"}
+    mqtt.store.remove_others(again.find_needed_blobs())
     answering = mqtt.answering([("d00", 1)])
     heard = [answer async for answer in again.stream("s", {})]
     await answering
@@ -306,7 +306,7 @@ class OwnTrain(Train, frozen=True, kw_only=True):
 
 async def test_an_open_order_of_a_methods_own_step_is_gone_on_with_after_a_restart(mqtt: Devices) -> None:
     fleet = await mqtt.fleet(steps=(OwnTrain,))
-    await fleet.begin(1, len(DEVICES))
+    await fleet.start_round(1, len(DEVICES))
     action = OwnTrain(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd(), measure=False)
     answering = mqtt.answering([("d00", 1)])
     async for _ in fleet.stream("s", {"d00": action, "d01": action}):
@@ -316,9 +316,9 @@ async def test_an_open_order_of_a_methods_own_step_is_gone_on_with_after_a_resta
 
     without = await mqtt.fleet()
     with pytest.raises(ConfigError, match="own_train"):
-        await without.begin(2, 1)
+        await without.start_round(2, 1)
     again = await mqtt.fleet(steps=(OwnTrain,))
-    await again.begin(2, 1)
+    await again.start_round(2, 1)
     answering = mqtt.answering([("d01", 1)])
     assert [answer.device_id async for answer in again.stream("s", {})] == ["d01"]
     await answering
@@ -350,7 +350,7 @@ async def test_a_device_has_a_day_and_gets_its_order_when_it_wakes(
     """Whatever the deadline of a round; while it sleeps nothing is sent. Then the stream ends, also without it."""
     monkeypatch.setattr("coordinator.fleet.mqtt.fleet.MAX_LEFT_S", 5.0)
     fleet = await mqtt.fleet(deadline_s=0.1)
-    await fleet.begin(1, len(DEVICES))
+    await fleet.start_round(1, len(DEVICES))
     sleeper = mqtt.devices["d01"]
     await sleeper.appear(presence=Presence.SLEEPING)
     await until(lambda: fleet.registry.is_away("d01"))
@@ -379,9 +379,9 @@ async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:
     async for _ in fleet.stream("s", dict.fromkeys(DEVICES, action)):
         break
     await answering
-    fleet.end_streams()
-    assert fleet.busy() == frozenset()
-    found = {entry.order.device_id: (entry.status, entry.reason) for entry in mqtt.store.entries(1)}
+    fleet.expire_streams()
+    assert fleet.get_busy_devices() == frozenset()
+    found = {entry.order.device_id: (entry.status, entry.reason) for entry in mqtt.store.get_entries(1)}
     late = (OrderStatus.EXPIRED, "the run ended before the report came")
     assert found == {"d00": (OrderStatus.ACCEPTED, ""), "d01": late, "d02": late}
 
@@ -389,7 +389,7 @@ async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:
 async def test_who_does_not_know_the_step_answers_first_and_is_not_asked(mqtt: Devices) -> None:
     fleet, _, action, begin = await over_mqtt(mqtt)
     await mqtt.devices["d01"].appear(capabilities=Capabilities(trains=True, steps={"profile": 1}))
-    await until(lambda: any(device.steps for device in fleet.registry.online()))
+    await until(lambda: any(device.steps for device in fleet.registry.list_online()))
     await begin(1)
     answering = mqtt.answering([("d00", 1)])
     heard = [answer async for answer in fleet.stream("s", {"d00": action, "d01": action})]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Sum, Summed, Told
+from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteAnswer, SiteOrders, Sum, Summed
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.fleet.sites import SiteSums
 from coordinator.methods.parts.averaging import ignore
 from coordinator.store.records import Device
 from fedge.errors import ConfigError
-from fedge.steps.contract import Action, Declined, Result, body_of
+from fedge.steps.contract import Action, Declined, Result, encode_body
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
@@ -37,9 +37,9 @@ class Below(Fleet):
         self.answers: list[Result | None] = []
         self.asked: list[Action] = []
 
-    def devices(self) -> tuple[Device, ...]:
+    def get_devices(self) -> tuple[Device, ...]:
         behind = (Device(f"s.d{k}", 10 + k, via="s", withholds=("labels",) * k) for k in range(2))
-        return (*super().devices(), *behind)
+        return (*super().get_devices(), *behind)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         answers = await super().run(label, {i: a for i, a in actions.items() if i != "s"})
@@ -64,8 +64,8 @@ class Below(Fleet):
         return RelayFleet(self, layout=self.layout, seed=4)
 
 
-def done(result: Result, **more: object) -> Told:
-    return Told(seconds=1.0, outcome=Outcome.DONE, body=body_of(result), **more)  # type: ignore[arg-type]
+def done(result: Result, **more: object) -> SiteAnswer:
+    return SiteAnswer(seconds=1.0, outcome=Outcome.DONE, body=encode_body(result), **more)  # type: ignore[arg-type]
 
 
 async def test_a_site_is_asked_once_and_each_of_its_devices_answers(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ async def test_a_site_whose_devices_write_bundles_has_as_long_as_a_device_that_d
         (None, None, set()),
         (Declined(why=Why.DISK), Declined(why=Why.DISK), set()),
         ({"d0": done(LabelsDescribed(feature=3000, n_samples=9))}, None, {"wrong-result"}),
-        ({"d0": Told(seconds=0.0, outcome=Outcome.DONE, body=b"\x01")}, None, {"malformed"}),
-        ({"d0": Told(seconds=0.0, outcome=Outcome.FAILED, why=Why.ERROR)}, "failed", set()),
+        ({"d0": SiteAnswer(seconds=0.0, outcome=Outcome.DONE, body=b"\x01")}, None, {"malformed"}),
+        ({"d0": SiteAnswer(seconds=0.0, outcome=Outcome.FAILED, why=Why.ERROR)}, "failed", set()),
         ([1, 2], None, {"malformed"}),
         ({}, None, set()),
     ],
@@ -122,17 +122,17 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     fleet = below.above()
     answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
     updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
-    assert fleet.norms(updates["s.d0"], below.layout) == (300.0, 0.0)
+    assert fleet.get_norms(updates["s.d0"], below.layout) == (300.0, 0.0)
     with pytest.raises(ConfigError, match="needs single updates, and those of s stay"):
         fleet.get(updates["s.d0"], below.layout)
 
     again = RelayFleet(below, layout=below.layout, seed=4, named=updates.values())
-    assert again.held(updates) == set(updates)
+    assert again.find_remote(updates) == set(updates)
     both = dict.fromkeys(updates, (0.5, 1.0))
     sums = SiteSums(
         layout=below.layout, updates=updates, weights={"s.d0": 10.0, "s.d1": 11.0}, sums=(both, {}), directions=()
     )
-    (mean,) = await again.means(sums, ignore)
+    (mean,) = await again.compute_means(sums, ignore)
     assert (mean.cluster, mean.devices) == (0, ("s.d0",)), "without the update that is lost"
     assert set(mean.model.params) == {2.0}
     assert isinstance(below.asked[1], Sum)
@@ -140,10 +140,10 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     assert wanted.updates == {"d0": there, "d1": there}
 
     below.answers = [None]
-    assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
+    assert await again.compute_means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
     assert below.accused() == set()
     below.answers = [Summed(means=(below.file("no tensors"),))]
-    assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
+    assert await again.compute_means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
     below.answers = [Relayed(answers=below.file({}))]
     await again.run("train", {"s.d0": train})
     assert isinstance(below.asked[-1], Relay)
@@ -163,9 +163,9 @@ async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_coun
     updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
     whole, weights = dict.fromkeys(updates, (1.0, 1.0)), dict.fromkeys(updates, 10.0)
     sums = SiteSums(layout=below.layout, updates=updates, weights=weights, sums=(whole,))
-    assert len(await fleet.means(sums, ignore)) == 1
+    assert len(await fleet.compute_means(sums, ignore)) == 1
     assert below.accused() == set()
-    assert await fleet.means(sums, ignore) == []
+    assert await fleet.compute_means(sums, ignore) == []
     assert below.accused() == {"wrong-result"}
 
 
@@ -175,8 +175,8 @@ async def test_a_mean_of_updates_of_hardly_anything_is_nobodys_fault(tmp_path: P
     train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), measure=False)
     mean = below.update(2.8e-23)
     model = unflatten(below.get(mean, below.layout), below.layout)
-    norms = codecs.check(codecs.encode(model, Codec.INT8), Codec.INT8, below.layout)
-    assert norms[0] * 1.2 < codecs.check(below.get_bytes(mean), mean.codec, below.layout)[0] < 1e-20
+    norms = codecs.check_blob(codecs.encode(model, Codec.INT8), Codec.INT8, below.layout)
+    assert norms[0] * 1.2 < codecs.check_blob(below.get_bytes(mean), mean.codec, below.layout)[0] < 1e-20
     there = BlobRef(digest="ab" * 32, size_bytes=5000, codec=Codec.INT8)
     told = {"d0": done(Trained(update=there, n_samples=10), norms=norms)}
     below.answers = [Relayed(answers=below.file(told)), Summed(means=(mean,))]
@@ -185,7 +185,7 @@ async def test_a_mean_of_updates_of_hardly_anything_is_nobodys_fault(tmp_path: P
     assert isinstance(answer.result, Trained)
     updates = {"s.d0": answer.result.update}
     sums = SiteSums(layout=below.layout, updates=updates, weights={"s.d0": 1.0}, sums=({"s.d0": (1.0, 1.0)},))
-    assert len(await fleet.means(sums, ignore)) == 1
+    assert len(await fleet.compute_means(sums, ignore)) == 1
     assert below.accused() == set()
 
 

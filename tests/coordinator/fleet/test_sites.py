@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from coordinator.aggregation import cluster_averages
-from coordinator.fleet.sites import SiteMean, SiteSums, averages
+from coordinator.aggregation import average_clusters
+from coordinator.fleet.sites import SiteMean, SiteSums, average_updates
 from fedge.tensors.layout import Layout, Model, TensorInfo
 from fedge.wire.messages import BlobRef
 
@@ -20,7 +20,7 @@ def request(*directions: str) -> SiteSums:
 
 
 def test_a_site_is_asked_for_its_own_devices_by_their_own_names() -> None:
-    wanted = request("s.d1", "t.d9").at(REFS, prefix="s.")
+    wanted = request("s.d1", "t.d9").narrow_to(REFS, prefix="s.")
     assert wanted.sums[:2] == ({"d0": (1.0, 1.0), "d3": (0.5, 1.0)}, {})
     assert wanted.directions == ("d1",)
     assert list(wanted.updates) == list(wanted.weights) == ["d0", "d1", "d2", "d3"]
@@ -30,12 +30,12 @@ def test_the_means_of_two_sites_are_the_mean_of_all() -> None:
     halves = [dict(list(REFS.items())[:2]), dict(list(REFS.items())[2:])]
     found = []
     for own in halves:
-        means, directions = averages(request("s.d0").at(own), own, lambda ref: READ[ref.digest])
+        means, directions = average_updates(request("s.d0").narrow_to(own), own, lambda ref: READ[ref.digest])
         assert means[1] is None
         assert list(directions) == [i for i in own if i == "s.d0"]
         found += [SiteMean(k, mean, tuple(own)) for k, mean in enumerate(means) if mean is not None]
     whole = [mean for mean in found if mean.cluster == 2]
-    (mean,) = cluster_averages(
+    (mean,) = average_clusters(
         [m.model for m in whole], [sum(WEIGHTS[i] for i in m.devices) for m in whole], [range(2)], LAYOUT
     )
     assert mean is not None
@@ -46,7 +46,7 @@ def test_the_means_of_two_sites_are_the_mean_of_all() -> None:
 
 def test_what_is_missing_counts_nowhere() -> None:
     wanted = request()
-    (first, _, whole), _ = averages(wanted, ["s.d3", "s.d2"], lambda ref: READ[ref.digest])
+    (first, _, whole), _ = average_updates(wanted, ["s.d3", "s.d2"], lambda ref: READ[ref.digest])
     assert first is not None
     assert whole is not None
     assert (first.n_samples, whole.n_samples) == (4.0, 7.0)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.fleet import update_norms
-from coordinator.fleet.fleet import Answer, Seen
-from coordinator.fleet.update_norms import FACTOR, OneByOne
+from coordinator.fleet.fleet import AcceptedUpdate, Answer
+from coordinator.fleet.update_norms import FACTOR, AnswerScreen
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.settings import MethodSettings
-from edge_agent.device.worker import Finished
-from edge_agent.learning.batched import execute
+from edge_agent.device.worker import FinishedOrder
+from edge_agent.learning.batched import execute_jobs
 from fedge.steps.contract import Declined
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Codec, Model, unflatten
@@ -39,7 +39,7 @@ def norms(*values: float, buffers: float = 0.0) -> dict[str, Norms]:
 
 
 def limited(told: dict[str, Answer], measured: dict[str, Norms], start: Norms = (0.0, 0.0)):
-    return update_norms.limited(told, measured, lambda _: start)[:2]
+    return update_norms.screen_by_norms(told, measured, lambda _: start)[:2]
 
 
 def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> None:
@@ -86,10 +86,10 @@ def test_one_by_one_each_is_measured_against_those_before_it() -> None:
     values = iter((1.0, 2.0, 3.0, 500.0, 4.0))
     refs = [BlobRef(digest=str(k) * 64, size_bytes=1) for k in range(6)]
     known = {ref: (value, 0.0) for ref, value in zip(refs, values, strict=False)} | {refs[5]: (1.0, 0.0)}
-    guard = OneByOne(LAYOUT, lambda ref, _: known[ref])
+    guard = AnswerScreen(LAYOUT, lambda ref, _: known[ref])
     action = Train(starts=(Start(model=refs[5]),), sgd=Sgd())
     found = [
-        guard.believed(Answer("d", Trained(update=ref, n_samples=n)), action)
+        guard.screen(Answer("d", Trained(update=ref, n_samples=n)), action)
         for ref, n in zip(refs, (5, 5, 5, 5, 10_000), strict=False)
     ]
     assert [believed.answers["d"].result is not None for believed in found] == [True, True, True, False, True]
@@ -103,11 +103,11 @@ def test_what_was_seen_before_is_a_measure_from_the_first_on() -> None:
     """An update of ten times the norms before is evidence; one of 500 times is refused."""
     refs = [BlobRef(digest=str(k) * 64, size_bytes=1) for k in range(3)]
     known = dict(zip(refs, ((10.0, 0.0), (500.0, 0.0), (1.0, 0.0)), strict=True))
-    seen = [Seen(norms=(1.0, 0.0), n_samples=5)] * 3
-    guard = OneByOne(LAYOUT, lambda ref, _: known[ref], seen)
+    seen = [AcceptedUpdate(norms=(1.0, 0.0), n_samples=5)] * 3
+    guard = AnswerScreen(LAYOUT, lambda ref, _: known[ref], seen)
     action = Train(starts=(Start(model=refs[2]),), sgd=Sgd())
     for ref, refused, suspicious in ((refs[0], False, True), (refs[1], True, False), (refs[2], False, False)):
-        found, errors, suspects = guard.believed(Answer("d", Trained(update=ref, n_samples=5)), action)
+        found, errors, suspects = guard.screen(Answer("d", Trained(update=ref, n_samples=5)), action)
         assert (found["d"].result is None, bool(errors), bool(suspects)) == (refused, refused, suspicious)
 
 
@@ -135,13 +135,13 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
     """The rest of them as if the first had not answered; the second with the weight of a hundred."""
     fleet, layout, first, _ = digits(tmp_path, n=6)
 
-    def spoiled(jobs) -> list[Finished]:
-        outcomes = execute(jobs)
+    def spoiled(jobs) -> list[FinishedOrder]:
+        outcomes = execute_jobs(jobs)
         vast = np.full(layout.n_params, 1e30, np.float32)
         update = Model(vast, np.zeros(0, np.float32), np.zeros(0, np.int64))
         data = codecs.encode(unflatten(update, layout), Codec.FLOAT32)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
-        outcomes[1] = Finished(Trained(update=ref, n_samples=40), {ref.digest: data})
+        ref = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=Codec.FLOAT32)
+        outcomes[1] = FinishedOrder(Trained(update=ref, n_samples=40), {ref.digest: data})
         return outcomes
 
     fleet._execute = spoiled
@@ -158,7 +158,7 @@ def test_an_update_longer_than_its_model_and_five_medians_is_evidence_but_counts
     told = answers(5, 5, 5, 5)
     for largest, start, found in ((5.1, 5.0, True), (5.0, 4.0, False), (5.1, 5.2, False), (50.0, 0.1, True)):
         measured = norms(1.0, 1.0, 1.0, largest)
-        said = update_norms.limited(told, measured, lambda _, start=start: (start, 0.0)).suspects  # type: ignore[misc]
+        said = update_norms.screen_by_norms(told, measured, lambda _, start=start: (start, 0.0)).suspects  # type: ignore[misc]
         assert list(said) == (["d3"] if found else [])
         assert limited(told, measured, (start, 0.0))[0] == told
-    assert not update_norms.limited(answers(5, 5), norms(1.0, 1e9), lambda _: (0.0, 0.0)).suspects
+    assert not update_norms.screen_by_norms(answers(5, 5), norms(1.0, 1e9), lambda _: (0.0, 0.0)).suspects

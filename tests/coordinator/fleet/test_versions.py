@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.fleet.versions import Descent, leading_to, put_after
+from coordinator.fleet.versions import Descent, find_descents, put_successor
 from coordinator.methods.baselines.fedavg import FedAvg, FedAvgState
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
+from coordinator.methods.state import decode_state, encode_state
 from fedge.data.task import TaskSpec
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tensors import codecs
 from fedge.tensors.layout import Layout, Model, TensorInfo, unflatten
-from fedge.wire.messages import BlobRef, blobs_of, shared_bases, way_to
+from fedge.wire.messages import BlobRef, find_shared_bases, find_way, iterate_blobs
 from tests.support.simulation import digits
 
 LAYOUT = Layout(
@@ -52,7 +52,7 @@ def normal(seed: int, scale: float = 1.0) -> np.ndarray:
 def test_a_device_makes_the_very_bytes_of_the_model_from_the_one_before(seed: int, own: float, change: float) -> None:
     fleet, first = fleet_with(before := normal(seed, own))
     after = model(before + normal(seed + 1, change), 7)
-    ref = put_after(fleet, first, after, LAYOUT)
+    ref = put_successor(fleet, first, after, LAYOUT)
     if ref == first or ref.digest not in fleet.descents:  # the change is lost in what float32 can hold
         return
     found = codecs.apply_differences(
@@ -74,7 +74,7 @@ def test_what_rounding_leaves_out_is_added_to_the_next_difference() -> None:
     step = np.full(D, 0.001)
     step[0] = 1.0
     for _ in range(400):
-        ref = put_after(fleet, ref, model(fleet.get(ref, LAYOUT).params + step), LAYOUT)
+        ref = put_successor(fleet, ref, model(fleet.get(ref, LAYOUT).params + step), LAYOUT)
     off = fleet.get(ref, LAYOUT).params[:600] - 400 * step[:600]
     assert np.abs(off).max() < 1.4 / 127  # a rounding of the last difference, however many came before
     assert fleet.get(ref, LAYOUT).params[1] > 0.38
@@ -84,21 +84,21 @@ def test_a_fleet_that_has_no_descents_keeps_models_as_they_are() -> None:
     fleet, first = fleet_with(before := normal(0))
     fleet.descents = None
     after = model(before + normal(1))
-    np.testing.assert_array_equal(fleet.get(put_after(fleet, first, after, LAYOUT), LAYOUT).params, after.params)
+    np.testing.assert_array_equal(fleet.get(put_successor(fleet, first, after, LAYOUT), LAYOUT).params, after.params)
 
 
 @pytest.mark.parametrize("largest", [3e38, 1e38])
 def test_a_model_whose_numbers_are_too_large_for_a_difference_is_kept_as_it_is(largest: float) -> None:
     fleet, first = fleet_with(np.full(D, -largest))
     after = model(np.full(D, largest))
-    ref = put_after(fleet, first, after, LAYOUT)
+    ref = put_successor(fleet, first, after, LAYOUT)
     np.testing.assert_allclose(fleet.get(ref, LAYOUT).params, after.params, rtol=0.01)
     assert (ref.digest in fleet.descents) == (largest == 1e38)
 
 
 def test_a_model_that_does_not_change_descends_from_nothing() -> None:
     fleet, first = fleet_with(normal(0))
-    assert put_after(fleet, first, model(normal(0)), LAYOUT) == first
+    assert put_successor(fleet, first, model(normal(0)), LAYOUT) == first
     assert fleet.descents == {}
 
 
@@ -117,27 +117,27 @@ CHAIN = {"d" * 64: descent("c", 3), "c" * 64: descent("b", 2), "b" * 64: descent
 
 
 def test_a_way_leads_back_as_long_as_it_is_shorter_than_the_model() -> None:
-    assert way_to(ref("d"), CHAIN, {"c" * 64, "b" * 64}) == ("c" * 64, (ref("3", 300),))
-    assert way_to(ref("d"), CHAIN, {"a" * 64}) == ("a" * 64, (ref("1", 300), ref("2", 300), ref("3", 300)))
-    assert way_to(ref("d"), CHAIN, {"e" * 64}) is None  # 1200 bytes
-    assert way_to(ref("d"), CHAIN, ()) is None
-    assert way_to(ref("d"), {}, {"c" * 64}) is None
+    assert find_way(ref("d"), CHAIN, {"c" * 64, "b" * 64}) == ("c" * 64, (ref("3", 300),))
+    assert find_way(ref("d"), CHAIN, {"a" * 64}) == ("a" * 64, (ref("1", 300), ref("2", 300), ref("3", 300)))
+    assert find_way(ref("d"), CHAIN, {"e" * 64}) is None  # 1200 bytes
+    assert find_way(ref("d"), CHAIN, ()) is None
+    assert find_way(ref("d"), {}, {"c" * 64}) is None
 
 
 def test_ways_that_lead_in_a_circle_end() -> None:
     circle = {"a" * 64: descent("b", 1, 1), "b" * 64: descent("a", 2, 1)}
-    assert way_to(ref("a"), circle, {"c" * 64}) is None
-    assert set(leading_to([ref("a")], circle)) == set(circle)
+    assert find_way(ref("a"), circle, {"c" * 64}) is None
+    assert set(find_descents([ref("a")], circle)) == set(circle)
 
 
 def test_a_base_is_shared_where_two_models_derive_from_it_directly() -> None:
     siblings = CHAIN | {"7" * 64: descent("c", 7), "8" * 64: descent("9", 8)}
-    assert shared_bases([ref("d"), ref("7"), ref("8"), ref("e")], siblings) == [ref("c")]
-    assert shared_bases([ref("d"), ref("c"), ref("d")], siblings) == []
+    assert find_shared_bases([ref("d"), ref("7"), ref("8"), ref("e")], siblings) == [ref("c")]
+    assert find_shared_bases([ref("d"), ref("c"), ref("d")], siblings) == []
 
 
 def test_what_is_carried_is_kept_for_the_models_themselves_alone() -> None:
-    found = leading_to([ref("d"), ref("b"), ref("e")], CHAIN)
+    found = find_descents([ref("d"), ref("b"), ref("e")], CHAIN)
     assert {digest[0]: step.carried is not None for digest, step in found.items()} == {
         "d": True, "c": False, "b": True, "a": False,
     }  # fmt: skip
@@ -154,9 +154,11 @@ async def test_a_round_that_is_done_again_gives_the_same_state_and_only_late_joi
     for fleet.round in 1, 2, 3:
         before, after = fleet.bytes_down, await method.advance(state, fleet)
         taken = fleet.bytes_down - before
-        assert dump(await method.advance(load(dump(state), FedAvgState), fleet)) == dump(after)
+        assert encode_state(
+            await method.advance(decode_state(encode_state(state), FedAvgState), fleet)
+        ) == encode_state(after)
         state = after
-        fleet.keep_only({blob.digest for blob in blobs_of(state)})
+        fleet.remove_others({blob.digest for blob in iterate_blobs(state)})
         assert taken == 3 * first.size_bytes if fleet.round == 1 else taken < 3 * first.size_bytes / 3
     order = Train(starts=(Start(model=state.model),), sgd=Sgd(steps=1))
     newest = state.descents[state.model.digest].blob.size_bytes
@@ -171,6 +173,6 @@ def test_a_fleet_around_another_leaves_the_ways_to_models_with_it() -> None:
     fleet, base = fleet_with(normal(0))
     around = Fleet(fleet)
     around.descents = {}
-    ref = put_after(around, base, model(normal(1)), LAYOUT)
+    ref = put_successor(around, base, model(normal(1)), LAYOUT)
     assert fleet.descents is not None
     assert fleet.descents.keys() == {ref.digest}

@@ -3,12 +3,12 @@
 import pytest
 
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.catalogue import make, method_class
-from coordinator.methods.option_values import options_of
-from coordinator.methods.options import method_and_options
+from coordinator.methods.catalogue import load_method_class, make_method
+from coordinator.methods.option_values import parse_options
+from coordinator.methods.options import parse_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
 from fedge.steps.sgd import Sgd
 from tests.support.simulation import digits
 
@@ -32,13 +32,13 @@ EXCHANGES = [
 async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text, tmp_path) -> None:
     """The papers' ablations and exchanges, as they are written on the command line."""
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=300)
-    name, options = method_and_options(text)
+    name, options = parse_method(text)
     rounds = options.pop("rounds", 3)
     settings = MethodSettings(rounds=rounds, participation=0.6, sgd=Sgd(steps=3), options=options)
-    method = make(name, settings)
-    state = await run(method, method.init(layout, first), fleet)
+    method = make_method(name, settings)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(fleet.workers)
-    assert load(dump(state), type(state)).installed == state.installed
+    assert decode_state(encode_state(state), type(state)).installed == state.installed
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text,
 )
 def test_a_method_says_why_devices_cannot_be_behind_relays(text: str, why: str) -> None:
     """What is true of every method comes first: a rule that needs single updates."""
-    name, options = method_and_options(text)
-    assert make(name, MethodSettings(options=options)).no_relays() == why
-    median = make(name, MethodSettings(options=options, protection=Protection(average="median")))
-    assert median.no_relays().startswith("--average median needs each device's update")
+    name, options = parse_method(text)
+    assert make_method(name, MethodSettings(options=options)).explain_no_relays() == why
+    median = make_method(name, MethodSettings(options=options, protection=Protection(average="median")))
+    assert median.explain_no_relays().startswith("--average median needs each device's update")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_method_says_why_devices_cannot_be_behind_relays(text: str, why: str) 
     ],
 )
 def test_a_method_says_what_becomes_of_it_in_a_network_without_a_relu(text: str, why: str) -> None:
-    name, given = method_and_options(text)
-    kind = method_class(name)
-    found = kind.without_profile(options_of(kind, given)[0])
+    name, given = parse_method(text)
+    kind = load_method_class(name)
+    found = kind.without_profile(parse_options(kind, given)[0])
     assert found.startswith(why)
     assert bool(found) == bool(why)

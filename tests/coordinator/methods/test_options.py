@@ -2,21 +2,21 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods.options import check, method_and_options, parsed, resolve_options
+from coordinator.methods.options import parse_method, parse_pairs, require_method_options, resolve_options
 from fedge.errors import ConfigError
 
 
 def test_values_are_what_they_look_like() -> None:
-    assert parsed(["a=1", "b=0.5", "c=true", "d=False", "e=k-means", "f=1e-3", "g = x=y "]) == {
+    assert parse_pairs(["a=1", "b=0.5", "c=true", "d=False", "e=k-means", "f=1e-3", "g = x=y "]) == {
         "a": 1, "b": 0.5, "c": True, "d": False, "e": "k-means", "f": 1e-3, "g": "x=y",
     }  # fmt: skip
-    assert type(parsed(["a=1"])["a"]) is int
+    assert type(parse_pairs(["a=1"])["a"]) is int
 
 
 @pytest.mark.parametrize("pair", ["", "a", "=1", " =1"])
 def test_what_is_no_pair_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match="NAME=VALUE"):
-        parsed([pair])
+        parse_pairs([pair])
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -30,32 +30,32 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_method_with_its_options() -> None:
-    assert method_and_options(" fedavg+ft ") == ("fedavg+ft", {})
-    assert method_and_options("fedepc:clustering=k-means:n_clusters=4") == (
+    assert parse_method(" fedavg+ft ") == ("fedavg+ft", {})
+    assert parse_method("fedepc:clustering=k-means:n_clusters=4") == (
         "fedepc",
         {"clustering": "k-means", "n_clusters": 4},
     )
-    assert method_and_options("mine.median:Own+ft:a=1") == ("mine.median:Own+ft", {"a": 1})
+    assert parse_method("mine.median:Own+ft:a=1") == ("mine.median:Own+ft", {"a": 1})
 
 
 @pytest.mark.parametrize("name", ["port:Own", "here:Own-3", "port:Own+ft"])
 def test_a_method_may_be_in_a_module_without_a_package(name: str) -> None:
-    assert method_and_options(name) == (name, {})
-    assert method_and_options(f"{name}:a=1:b=x") == (name, {"a": 1, "b": "x"})
+    assert parse_method(name) == (name, {})
+    assert parse_method(f"{name}:a=1:b=x") == (name, {"a": 1, "b": "x"})
 
 
 def test_an_option_of_a_known_method_is_no_class() -> None:
     with pytest.raises(ConfigError, match="an option of a method is NAME=VALUE, not 'k-means'"):
-        method_and_options("fedepc:k-means")
+        parse_method("fedepc:k-means")
 
 
 def test_methods_and_options_are_checked_by_name_and_value() -> None:
-    check("fedavg+ft", {})
-    check("ditto", {"proximal_lambda": 0.3})
+    require_method_options("fedavg+ft", {})
+    require_method_options("ditto", {"proximal_lambda": 0.3})
     for name, options, words in (
         ("fedavx", {}, "no method 'fedavx'"),
         ("ditto", {"proximal_lamda": 0.3}, "did you mean 'proximal_lambda'"),
         ("ditto", {"proximal_lambda": -1}, "option of the method: proximal_lambda: Expected `float` >= 0.0"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check(name, options)
+            require_method_options(name, options)

@@ -12,9 +12,9 @@ from msgspec import Struct
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Method
-from coordinator.methods.rounds import round_done
+from coordinator.methods.rounds import finish_round
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import ModelState
 from fedge.errors import ConfigError
@@ -61,8 +61,8 @@ class Plain(Method[ModelState]):
     steps = (Look, LookAt)
 
     async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
-        await fleet.run("look", {device.id: Look() for device in fleet.devices()})
-        return round_done(state, 0, {})
+        await fleet.run("look", {device.id: Look() for device in fleet.get_devices()})
+        return finish_round(state, 0, {})
 
 
 # ------------------------------------------------------------------------------------------------ as it is named
@@ -169,11 +169,11 @@ def test_a_class_that_no_fleet_could_run_is_refused_by_its_name(
     import tests.support.waiting  # noqa: F401 - a module that is loaded, and has no device half
 
     with pytest.raises(ConfigError, match=says):
-        make(f"{HERE}:OWN", MethodSettings())
+        make_method(f"{HERE}:OWN", MethodSettings())
 
 
 def test_one_that_any_fleet_can_run_is_not(tmp_path: Path) -> None:
-    assert make(f"{HERE}:Plain", MethodSettings()).name == "plain"
+    assert make_method(f"{HERE}:Plain", MethodSettings()).name == "plain"
 
 
 # -------------------------------------------------------------------------------------------- settings without effect
@@ -189,8 +189,8 @@ def test_one_that_any_fleet_can_run_is_not(tmp_path: Path) -> None:
 )
 def test_a_setting_that_a_method_does_not_heed_is_refused_before_it_runs(settings: MethodSettings, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"plain does not heed {flag}: leave it out, or let the method "):
-        make(f"{HERE}:Plain", settings)
-    assert make("fedavg", settings).settings == settings
+        make_method(f"{HERE}:Plain", settings)
+    assert make_method("fedavg", settings).settings == settings
 
 
 def test_masked_updates_have_one_average_which_is_no_setting_to_heed() -> None:
@@ -213,10 +213,10 @@ async def test_a_cohort_is_drawn_by_lot_from_the_devices_that_are_there(tmp_path
     for seed in range(20):
         method = Drawing(MethodSettings(participation=0.5, seed=seed))
         state = method.init(layout, first)
-        drawn.append(tuple(method.cohort(state, fleet)))
-        assert method.cohort(state, fleet) == list(drawn[-1]) == sorted(drawn[-1])
+        drawn.append(tuple(method.draw_cohort(state, fleet)))
+        assert method.draw_cohort(state, fleet) == list(drawn[-1]) == sorted(drawn[-1])
     assert {len(ids) for ids in drawn} == {3}
-    assert {i for ids in drawn for i in ids} == {device.id for device in fleet.devices()}
+    assert {i for ids in drawn for i in ids} == {device.id for device in fleet.get_devices()}
     assert len(set(drawn)) > 5
 
 
@@ -271,7 +271,7 @@ async def test_a_request_that_real_devices_could_not_do_is_refused(tmp_path: Pat
     class Asking(Plain):
         async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
             await ask(fleet, state.model)
-            return round_done(state, 0, {})
+            return finish_round(state, 0, {})
 
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60)
     method = Asking(MethodSettings())
@@ -290,7 +290,7 @@ async def test_tensors_that_the_coordinator_would_not_fetch_are_refused(
     def run(device: Any, action: TrainMore) -> More:
         from edge_agent.learning.frame import Learned, train_alone
 
-        return train_alone(device, action, lambda w, _: Learned(w, told={"control": device.send(b"control")}))
+        return train_alone(device, action, lambda w, _: Learned(w, report={"control": device.send(b"control")}))
 
     half.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tests.coordinator.more", half)
@@ -300,7 +300,7 @@ async def test_tensors_that_the_coordinator_would_not_fetch_are_refused(
 
         async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
             await fleet.run("train", {"d00": train(state.model, TrainMore)})
-            return round_done(state, 0, {})
+            return finish_round(state, 0, {})
 
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60)
     method = Both(MethodSettings())

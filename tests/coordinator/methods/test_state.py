@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.parts.server_optimizer import ServerModel
-from coordinator.methods.state import dump, load
+from coordinator.methods.state import decode_state, encode_state
 from coordinator.selection import ccmab
 from fedge.tensors.layout import Layout, TensorInfo
-from fedge.wire.messages import BlobRef, blobs_of
+from fedge.wire.messages import BlobRef, iterate_blobs
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
 
@@ -46,7 +46,7 @@ def state() -> FedgeState:
 
 def test_a_state_survives_the_way_to_bytes_and_back() -> None:
     before = state()
-    after = load(dump(before), FedgeState)
+    after = decode_state(encode_state(before), FedgeState)
     assert after.shared == before.shared
     assert after.last == before.last
     assert after.bandits == before.bandits
@@ -54,7 +54,7 @@ def test_a_state_survives_the_way_to_bytes_and_back() -> None:
     assert after.trial is not None
     assert before.trial is not None
     assert after.trial == before.trial
-    assert dump(after) == dump(before)
+    assert encode_state(after) == encode_state(before)
 
 
 class TrialWithSimilarities(TrialOutcome, frozen=True, kw_only=True):
@@ -65,8 +65,8 @@ def test_a_state_that_still_holds_all_similarities_is_read_without_them() -> Non
     now = state()
     assert now.trial is not None
     trial = TrialWithSimilarities(similarity=np.eye(2), **msgspec.structs.asdict(now.trial))
-    assert load(dump(msgspec.structs.replace(now, trial=trial)), FedgeState) == now
+    assert decode_state(encode_state(msgspec.structs.replace(now, trial=trial)), FedgeState) == now
 
 
 def test_every_stored_tensor_of_a_state_is_found() -> None:
-    assert {ref.digest[0] for ref in blobs_of(state())} == set("012345")
+    assert {ref.digest[0] for ref in iterate_blobs(state())} == set("012345")

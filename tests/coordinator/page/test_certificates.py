@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientConnectorError, ClientError, ClientSession, TCPConnector
 
-from coordinator.page.cli import UiSettings, page
+from coordinator.page.cli import UiSettings, make_page
 from coordinator.provision.issuer import Federation, Issuer
-from coordinator.store.requests import wishes_in
+from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
 from fedge.errors import ConfigError
 from fedge.identity.names import Role
@@ -22,7 +22,7 @@ from tests.support.shop import make_shop
 
 @pytest.fixture
 def issuer(tmp_path: Path) -> Issuer:
-    issuer = Issuer.create(tmp_path / "fed", Federation(federation="shop", host="127.0.0.1", port=8883, days=9))
+    issuer = Issuer.make(tmp_path / "fed", Federation(federation="shop", host="127.0.0.1", port=8883, days=9))
     issuer.equip(Role.OPERATOR)
     return issuer
 
@@ -39,7 +39,7 @@ async def url(issuer: Issuer, tmp_path: Path) -> AsyncIterator[str]:
         members=issuer.folder / "coordinator",
     )
     with contextlib.closing(make_shop(tmp_path / "home")):
-        async with page(settings, "shop", None) as shown:
+        async with make_page(settings, "shop", None) as shown:
             shown._logins.reading_is_free = False  # as on another address than this machine's own
             yield shown.url
 
@@ -71,7 +71,7 @@ async def test_an_operator_acts_and_status_looks_and_nobody_else_does_either(
     async with as_whom(issuer, issuer.folder / "operator") as http:  # what another page could have sent
         assert await asked(http, url, word="") == (200, 403)
     with contextlib.closing(Store(tmp_path / "home", intake=True)) as store:
-        assert wishes_in(store).paused
+        assert read_requests(store).paused
 
 
 async def test_who_was_revoked_is_refused_at_once_and_who_was_equipped_again_let_in(issuer: Issuer, url: str) -> None:
@@ -96,4 +96,4 @@ async def test_another_authoritys_certificate_is_no_login(issuer: Issuer, url: s
 def test_certificates_need_https_and_the_federations_own_list(issuer: Issuer, tmp_path: Path) -> None:
     settings = UiSettings(home=tmp_path, members=issuer.folder / "coordinator")
     with pytest.raises(ConfigError, match="needs http_cert_file"):
-        page(settings, "shop", None)
+        make_page(settings, "shop", None)

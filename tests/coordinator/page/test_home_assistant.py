@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.page import home_assistant
-from coordinator.page.home_assistant import broker_of, messages
+from coordinator.page.home_assistant import iterate_messages, parse_broker
 from coordinator.page.server import Page
 from coordinator.store.store import Store
 from coordinator.watch.state import Watch, read_summary
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 def told(home: Path) -> dict[str, Any]:
     with contextlib.closing(make_shop(home)) as store:
-        return {topic: json.loads(payload) for topic, payload in messages(Watch(home, store).state())}
+        return {topic: json.loads(payload) for topic, payload in iterate_messages(Watch(home, store).get_state())}
 
 
 def test_a_device_has_an_entity_for_all_that_its_owner_tells(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_names_and_reasons_of_devices_make_no_other_topic_and_no_template(tmp_pa
     fleet = {name: device() for name in ("a.b", "a_b", "a_-b", "a__b", "a")}
     problems = {"a": {"round": 1, "reason": f"{{{{ states }}}}{EVIL}" * 20}}
     with contextlib.closing(make_shop(tmp_path, fleet=fleet, problems=problems, selection={})) as store:
-        found = dict(messages(Watch(tmp_path, store).state()))
+        found = dict(iterate_messages(Watch(tmp_path, store).get_state()))
     configs = [topic for topic in found if topic.startswith("homeassistant/")]
     assert len(configs) == len(set(configs)) == 5
     assert all(re.fullmatch(r"homeassistant/device/[a-zA-Z0-9_-]+/config", topic) for topic in configs)
@@ -59,11 +59,11 @@ def test_names_and_reasons_of_devices_make_no_other_topic_and_no_template(tmp_pa
 @pytest.mark.parametrize("url", ["localhost:1883", "mqtts://h", "mqtt://", "mqtt://h:x", "mqtt://h/path"])
 def test_another_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="home_assistant: give mqtt://"):
-        broker_of(url)
+        parse_broker(url)
 
 
 def test_an_address_with_a_user() -> None:
-    found = broker_of("mqtt://fedge:p%40ss@ha.local")
+    found = parse_broker("mqtt://fedge:p%40ss@ha.local")
     assert (found.host, found.port, found.username, found.password) == ("ha.local", 1883, "fedge", "p@ss")
 
 

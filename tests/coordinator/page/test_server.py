@@ -18,16 +18,16 @@ import pytest
 from aiohttp import ClientSession, CookieJar, TCPConnector
 
 from coordinator.page import logins, news
-from coordinator.page.logins import token_of
+from coordinator.page.logins import read_token
 from coordinator.page.server import Page
 from coordinator.store.records import Event
-from coordinator.store.requests import wishes_in
+from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
 from coordinator.watch.state import Watch
 from fedge.errors import TransportError
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.port import _Phase
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from tests.deploy.tcp import connections
 from tests.support.shop import EVIL, NOW, make_shop
 from tests.support.waiting import until
@@ -97,13 +97,13 @@ async def test_what_went_wrong_before_the_last_answer_is_no_trouble_any_more(htt
 
     assert (await why()).startswith("round 3: <img")
     done = Event(at=NOW, round=4, name="answer", device="cam12", fields={"label": "train", "result": "done"})
-    store.note(done).result()
+    store.record_events(done).result()
     assert not await why()
 
 
 async def test_why_a_device_is_not_chosen_shows_in_the_fleet(http: ClientSession, store: Store) -> None:
     fields = {"ids": ["cam1"], "overdue": [], "seconds": {"cam1": 1.0, "cam4": 9.0}, "deadline_s": 5.0}
-    store.note(
+    store.record_events(
         Event(at=NOW, round=4, name="round_begun"), Event(at=NOW, round=4, name="chosen", fields=fields)
     ).result()
     devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
@@ -127,12 +127,12 @@ async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: Cl
     word = await log_in(http)
     for headers in ({}, {"X-Fedge-Token": "guess"}):
         assert (await http.post("api/actions/pause", json={}, headers=headers)).status == 403
-    assert not wishes_in(store).paused
+    assert not read_requests(store).paused
     own = {"X-Fedge-Token": word}
     assert (await http.post("api/actions/pause", json={}, headers=own)).status == 200
-    assert wishes_in(store).paused
+    assert read_requests(store).paused
     assert (await http.post("api/actions/retire", json={"device": "cam3"}, headers=own)).status == 200
-    assert wishes_in(store).retired == ("cam3",)
+    assert read_requests(store).retired == ("cam3",)
     assert (await http.post("api/actions/retire", json={"device": EVIL}, headers=own)).status == 400
     assert (await http.post("api/actions/explode", json={}, headers=own)).status == 404
     assert (await http.post("api/actions/pause", data=b"{" * 3000, headers=own)).status == 400
@@ -201,7 +201,7 @@ async def test_who_connects_and_says_nothing_locks_nobody_out(store: Store, tmp_
             ClientSession(url, cookie_jar=CookieJar(unsafe=True)) as http,
         ):
             while status == 503:
-                async with http.post("api/login", json={"token": token_of(tmp_path, None)}) as answer:
+                async with http.post("api/login", json={"token": read_token(tmp_path, None)}) as answer:
                     status = answer.status
             assert status == 200
             async with http.get("api/state") as answer:
@@ -219,7 +219,7 @@ async def test_bytes_that_are_not_http_are_a_line(running: Page, caplog: pytest.
         b"POST /api/login HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
     ):
-        async with connection("127.0.0.1", running._port.number) as (reader, writer):
+        async with open_connection("127.0.0.1", running._port.number) as (reader, writer):
             writer.write(said)
             assert b" 400 Bad Request\r\n" in await reader.read()
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=malformed_request"] * 4
@@ -231,7 +231,7 @@ async def test_clients_that_leave_in_the_middle_of_a_request_are_a_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        async with connection("127.0.0.1", running._port.number) as (_, writer):
+        async with open_connection("127.0.0.1", running._port.number) as (_, writer):
             writer.write(b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n{")
             await until(lambda: any(one.phase is _Phase.BODY for one in running._port.connections))
             writer.transport.abort()
@@ -268,7 +268,7 @@ async def test_a_header_of_any_bytes_is_no_token(store: Store, tmp_path: Path) -
     assert store
     async with page(tmp_path, "127.0.0.1") as shown:
         for header in (b"Authorization: Bearer " + TOKEN.encode() + b"\xff", b"Authorization: \xff"):
-            async with connection("127.0.0.1", shown._port.number) as (reader, writer):
+            async with open_connection("127.0.0.1", shown._port.number) as (reader, writer):
                 writer.write(
                     b"GET /metrics HTTP/1.1\r\nHost: proxy.example\r\nConnection: close\r\n" + header + b"\r\n\r\n"
                 )
@@ -304,7 +304,7 @@ async def test_a_last_event_that_is_no_number_of_ours_is_as_none(http: ClientSes
 
 
 async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> None:
-    last = store.events(last=1)[0].number
+    last = store.get_events(last=1)[0].number
     async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
 
         async def event() -> dict[str, Any]:
@@ -313,15 +313,15 @@ async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> 
             return dict(json.loads(line[6:]))
 
         assert (await event())["number"] == last
-        store.note(Event(at=NOW, round=4, name="problem", device="cam1", fields={"reason": EVIL}))
+        store.record_events(Event(at=NOW, round=4, name="problem", device="cam1", fields={"reason": EVIL}))
         told = await event()
         assert (told["number"], told["name"], told["text"]) == (last + 1, "problem", EVIL)
 
 
 async def test_a_page_is_told_of_what_another_one_has_read_already(http: ClientSession, store: Store) -> None:
-    last = store.events(last=1)[0].number
+    last = store.get_events(last=1)[0].number
     async with asyncio.timeout(300), http.get("api/stream", params={"after": last}) as stream:
-        store.note(Event(at=NOW, round=4, name="problem", device="cam1")).result()
+        store.record_events(Event(at=NOW, round=4, name="problem", device="cam1")).result()
         assert (await http.get("api/state")).status == 200
         assert await stream.content.readline() == b"id: %d\n" % (last + 1)
 
@@ -339,9 +339,9 @@ async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
     async def state() -> int:
         return int((await (await http.get("api/state")).json())["made"])
 
-    monkeypatch.setattr(Watch, "state", counted)
+    monkeypatch.setattr(Watch, "get_state", counted)
     assert (await state(), await state()) == (1, 2)
-    last = store.events(last=1)[0].number
+    last = store.get_events(last=1)[0].number
     async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
         await stream.content.readuntil(b"\n\n")
         monkeypatch.setattr(news, "LOOK_S", 3600.0)
@@ -370,8 +370,8 @@ async def test_a_port_that_is_taken_is_an_error_that_says_so(running: Page, tmp_
 
 
 def test_the_token_is_made_once_and_nobody_else_can_read_it(tmp_path: Path) -> None:
-    token = token_of(tmp_path, None)
+    token = read_token(tmp_path, None)
     assert len(token) == 32
-    assert token_of(tmp_path, None) == token
+    assert read_token(tmp_path, None) == token
     assert (tmp_path / "ui-token").stat().st_mode & 0o077 == 0
-    assert token_of(tmp_path, "given") == "given"
+    assert read_token(tmp_path, "given") == "given"

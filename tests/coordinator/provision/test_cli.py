@@ -8,11 +8,11 @@ import pytest
 
 from coordinator.provision.issuer import Issuer
 from fedge.commands.cli import main
-from fedge.identity.certificates import load_certificate, new_key, pem_of, request_of
-from fedge.identity.names import Role, Subject, subject_of
-from fedge.membership.kit import unseal
-from fedge.settings import section_of
-from fedge.tasks import task_spec, write_task
+from fedge.identity.certificates import encode_pem, load_certificate, make_certificate_request, make_key
+from fedge.identity.names import Role, Subject, find_subject
+from fedge.membership.kit import unseal_kit
+from fedge.settings import read_section
+from fedge.tasks import load_task, write_task
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object
 
 
 def test_the_coordinator_finds_all_in_its_configuration(folder: Path) -> None:
-    assert section_of(folder / "coordinator.toml", "coordinator") == {
+    assert read_section(folder / "coordinator.toml", "coordinator") == {
         "broker": "server.local:8883",
         "federation": "shop",
         "identity": str(folder / "coordinator"),
@@ -40,29 +40,29 @@ def test_the_coordinator_finds_all_in_its_configuration(folder: Path) -> None:
 
 
 def test_a_kit_for_each_device(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_task(task_spec("digits"), tmp_path / "task.json")
+    write_task(load_task("digits"), tmp_path / "task.json")
     (tmp_path / "stick").mkdir()
     told = said(capsys, "device", "cam1", "cam2", "--to", "stick", "--task", "task.json")
     assert told == {"kits": ["stick/cam1.kit", "stick/cam2.kit"]}
     for name in ("cam1", "cam2"):
         file = tmp_path / "stick" / f"{name}.kit"
-        kit = unseal(file.read_bytes())
-        assert (kit.id, kit.broker, kit.task) == (name, "server.local:8883", task_spec("digits"))
+        kit = unseal_kit(file.read_bytes())
+        assert (kit.id, kit.broker, kit.task) == (name, "server.local:8883", load_task("digits"))
         assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_kit_that_answers_a_request_holds_no_key(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "x.csr").write_bytes(pem_of(request_of("cam3", new_key())))
+    (tmp_path / "x.csr").write_bytes(encode_pem(make_certificate_request("cam3", make_key())))
     assert said(capsys, "device", "--request", "x.csr") == {"kits": ["cam3.kit"]}
-    assert unseal((tmp_path / "cam3.kit").read_bytes()).key is None
+    assert unseal_kit((tmp_path / "cam3.kit").read_bytes()).key is None
 
 
 def test_the_identity_of_a_relay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "relay", "north", "--to", "t") == {"identity": "t/north"}
     certificate = load_certificate(folder.parent / "t/north/own.crt")
-    assert subject_of(certificate) == Subject("shop", Role.RELAY, "north")
+    assert find_subject(certificate) == Subject("shop", Role.RELAY, "north")
     assert Issuer(folder).renew("north", "north", certificate.public_key()) == certificate  # type: ignore[arg-type]
     assert main(["provision", "relay", "north", "--folder", "s"]) == 2
     said(capsys, "revoke", "north")
@@ -75,7 +75,7 @@ def test_revoke_and_make_anew(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert said(capsys, "revoke", "cam1", "status") == {"revoked": ["cam1", "status"], "broker": how}
     said(capsys, "device", "cam1")
     assert said(capsys, "server", "status") == {"identity": "s/status"}
-    assert subject_of(load_certificate(folder / "status/own.crt")) is not None
+    assert find_subject(load_certificate(folder / "status/own.crt")) is not None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_revoke_and_make_anew(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_is_wrong_is_named_and_changes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
-    task = msgspec.structs.replace(task_spec("digits"), model="os:fork")
+    task = msgspec.structs.replace(load_task("digits"), model="os:fork")
     (tmp_path / "code.json").write_bytes(msgspec.json.encode(task))
     assert main(["provision", *words]) == 2
     assert says in capsys.readouterr().err

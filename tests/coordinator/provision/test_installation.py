@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.provision import installation
-from coordinator.provision.installation import conf_file, configure_broker, restart_broker
-from fedge.commands.broker import free_port
+from coordinator.provision.installation import configure_broker, get_conf_file, restart_broker
+from fedge.commands.broker import find_free_port
 from fedge.errors import ConfigError
 from fedge.membership.credentials import Credentials
 from fedge.wire.topics import Topics
@@ -46,7 +46,7 @@ def owner_of(process: int) -> int:
 @pytest.mark.process
 async def test_it_works_as_installed(mosquitto_program: str, open_folder: Path) -> None:
     as_debian_has_it()
-    ports = {name: free_port("127.0.0.1") for name in (NAME, "g")}
+    ports = {name: find_free_port("127.0.0.1") for name in (NAME, "g")}
     (open_folder / "conf.d").mkdir()
     authorities = {name: Authority(open_folder / name, name, port=port) for name, port in ports.items()}
     for authority in authorities.values():
@@ -57,9 +57,9 @@ async def test_it_works_as_installed(mosquitto_program: str, open_folder: Path) 
     try:
         for name, authority in authorities.items():
             folder = authority.folder / "coordinator"
-            settings = Credentials(identity=folder).at(f"127.0.0.1:{ports[name]}")
+            settings = Credentials(identity=folder).make_broker_settings(f"127.0.0.1:{ports[name]}")
             async with asyncio.timeout(300), Transport(settings, f"coordinator:{name}") as one:
-                await one.publish(Topics(name).agent("cam0", "status"), b"x")
+                await one.publish(Topics(name).make_agent_topic("cam0", "status"), b"x")
                 assert owner_of(broker.pid) == pwd.getpwnam("mosquitto").pw_uid
     finally:
         broker.terminate()
@@ -83,7 +83,7 @@ def test_only_a_broker_that_serves_this_very_federation_is_started_anew(
         assert said in restart_broker(one, open_folder / "conf.d")
     assert "--identity" in restart_broker(other, open_folder / "conf.d"), "of the same name, in another folder"
     assert started.read_text() == "restart mosquitto\n"
-    assert conf_file(one).parent == Path("/etc/mosquitto/conf.d")
+    assert get_conf_file(one).parent == Path("/etc/mosquitto/conf.d")
 
 
 def test_a_revocation_stays_readable_for_the_broker(open_folder: Path) -> None:

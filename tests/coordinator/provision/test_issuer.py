@@ -15,18 +15,18 @@ from coordinator.provision.members import MEMBERS, Member, read_members, write_m
 from fedge.errors import ConfigError
 from fedge.identity.authority import Authority as Verifier
 from fedge.identity.certificates import (
-    device_subject,
+    encode_pem,
+    get_validity,
     is_past,
-    life_of,
     load_certificate,
     load_crl,
-    new_key,
-    pem_of,
+    make_certificate_request,
+    make_device_subject,
+    make_key,
     read_request,
-    request_of,
 )
-from fedge.identity.names import CRL, Role, Subject, subject_of
-from fedge.system.files import volatile
+from fedge.identity.names import CRL, Role, Subject, find_subject
+from fedge.system.files import skip_fsync
 from tests.support.identities import Authority
 
 DAY = dt.timedelta(days=1)
@@ -38,8 +38,8 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def enlist(authority: Authority, name: str, key: object = None) -> x509.Certificate:
-    subject = device_subject(authority.issuer.settings.federation, name)
-    return authority.issuer.enlist(subject, (key or new_key()).public_key())  # type: ignore[attr-defined]
+    subject = make_device_subject(authority.issuer.settings.federation, name)
+    return authority.issuer.enlist(subject, (key or make_key()).public_key())  # type: ignore[attr-defined]
 
 
 def revoked_in(folder: Path) -> set[int]:
@@ -69,13 +69,13 @@ def test_certificates_pass_a_strict_verification_for_their_purpose_alone(authori
 
 def test_each_certificate_says_federation_role_and_name(authority: Authority) -> None:
     for role in SERVER:
-        assert subject_of(load_certificate(authority.folder / role / "own.crt")) == Subject("f", role, role)
-    assert subject_of(enlist(authority, "cam1")) == Subject("f", Role.DEVICE, "cam1")
+        assert find_subject(load_certificate(authority.folder / role / "own.crt")) == Subject("f", role, role)
+    assert find_subject(enlist(authority, "cam1")) == Subject("f", Role.DEVICE, "cam1")
 
 
 def test_the_brokers_is_for_the_host_and_for_this_machine(tmp_path: Path) -> None:
     for i, host in enumerate(("edge-server.local", "192.168.1.5", "fd00::5")):
-        issuer = Issuer.create(tmp_path / str(i), Federation(federation="f", host=host, port=8883, days=365))
+        issuer = Issuer.make(tmp_path / str(i), Federation(federation="f", host=host, port=8883, days=365))
         names = load_certificate(tmp_path / str(i) / "broker/own.crt").extensions.get_extension_for_class(
             x509.SubjectAlternativeName
         )
@@ -94,7 +94,7 @@ def test_only_its_owner_reads_the_authoritys_key(authority: Authority) -> None:
 
 def test_a_folder_holds_one_federation(authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give another --folder"):
-        Issuer.create(authority.folder, authority.issuer.settings)
+        Issuer.make(authority.folder, authority.issuer.settings)
     with pytest.raises(ConfigError, match="make one with `fedge provision init`"):
         Issuer(tmp_path / "nowhere")
 
@@ -103,11 +103,11 @@ def test_of_several_who_found_a_federation_in_one_folder_at_once_one_does(tmp_pa
     def found(number: int) -> int | None:
         settings = Federation(federation=f"f{number}", host="127.0.0.1", port=8883, days=30)
         with contextlib.suppress(ConfigError):
-            Issuer.create(tmp_path / "f", settings)
+            Issuer.make(tmp_path / "f", settings)
             return number
         return None
 
-    with volatile(), ThreadPoolExecutor(4) as pool:
+    with skip_fsync(), ThreadPoolExecutor(4) as pool:
         (winner,) = [number for number in pool.map(found, range(4)) if number is not None]
     issuer = Issuer(tmp_path / "f")
     assert issuer.settings.federation == f"f{winner}"
@@ -129,9 +129,9 @@ def test_members_are_on_the_list_until_they_are_revoked(authority: Authority) ->
 
 
 def test_an_intake_knows_members_and_revoked_as_the_coordinator_does(authority: Authority) -> None:
-    enlist(authority, "cam1", new_key())
+    enlist(authority, "cam1", make_key())
     authority.issuer.equip(Role.INTAKE)
-    enlist(authority, "cam2", new_key())
+    enlist(authority, "cam2", make_key())
     authority.issuer.revoke("cam1")
     for file in (MEMBERS, CRL):
         known = (authority.folder / "coordinator" / file).read_bytes()
@@ -188,9 +188,9 @@ def test_every_list_is_newer_than_the_last(authority: Authority) -> None:
         enlist(authority, name)
         authority.issuer.revoke(name)
         seen.append((authority.folder / "coordinator/crl.pem").read_bytes())
-        assert verifier.learn(seen[-1])
+        assert verifier.accept_revocations(seen[-1])
     with pytest.raises(Exception, match="is older than"):
-        verifier.learn(seen[0])
+        verifier.accept_revocations(seen[0])
 
 
 def test_a_part_of_the_server_that_was_revoked_gets_another_key(authority: Authority) -> None:
@@ -212,7 +212,7 @@ def test_what_is_past_two_thirds_of_its_life_is_made_anew_and_nothing_else(tmp_p
     assert authority.issuer.refresh() == ["coordinator", "status", "broker"]
     new = load_certificate(file)
     assert new.public_key() == old.public_key()
-    assert (life_of(new)[1] - life_of(old)[1]) // DAY == 62
+    assert (get_validity(new)[1] - get_validity(old)[1]) // DAY == 62
     assert authority.issuer.refresh() == []
     authority.ago = -(62 + 250) * DAY
     assert "crl.pem" in authority.issuer.refresh()
@@ -223,19 +223,19 @@ def test_what_is_past_two_thirds_of_its_life_is_made_anew_and_nothing_else(tmp_p
 
 
 def asked(authority: Authority, device: str, key: object, name: str = "") -> x509.Certificate:
-    request = pem_of(request_of(name or device, key))  # type: ignore[arg-type]
+    request = encode_pem(make_certificate_request(name or device, key))  # type: ignore[arg-type]
     return authority.issuer.renew(device, *read_request(request))
 
 
 def test_a_device_goes_on_with_its_key(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "f", days=90)
-    key = new_key()
+    key = make_key()
     first = enlist(authority, "cam1", key)
     assert asked(authority, "cam1", key) == first
     authority.ago = -70 * DAY
     second = asked(authority, "cam1", key)
     assert second.public_key() == key.public_key()
-    assert is_past(0, second, life_of(first)[1])
+    assert is_past(0, second, get_validity(first)[1])
     assert asked(authority, "cam1", key) == second, "a request that is repeated, by whomever, gets nothing new"
     authority.issuer.revoke("cam1")
     assert {first.serial_number, second.serial_number} <= revoked_in(authority.folder / "broker")
@@ -243,7 +243,7 @@ def test_a_device_goes_on_with_its_key(tmp_path: Path) -> None:
 
 def test_nobody_gets_a_certificate_by_a_key_that_is_not_his(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "f", days=90)
-    key, other = new_key(), new_key()
+    key, other = make_key(), make_key()
     enlist(authority, "cam1", key)
     enlist(authority, "cam2", other)
     for device, wrong, name, says in (
@@ -274,7 +274,7 @@ def put(authority: Authority, files: dict[str, bytes]) -> None:
 
 def test_a_coordinator_that_was_taken_over_lets_nobody_in_again(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "f", days=90)
-    key = new_key()
+    key = make_key()
     first = enlist(authority, "cam1", key)
     before = copies(authority)
     authority.issuer.revoke("cam1")
@@ -312,11 +312,11 @@ def test_two_commands_at_once_lose_nothing(authority: Authority) -> None:
     many = {f"old{number}": gone for number in range(5000)} | known.members
     write_members(authority.issuer.members_file, type(known)(federation=known.federation, members=many))
     code = "import sys; from pathlib import Path; from coordinator.provision.issuer import Issuer\n"
-    code += "from fedge.identity.certificates import device_subject, new_key\n"
+    code += "from fedge.identity.certificates import make_device_subject, make_key\n"
     code += "issuer = Issuer(Path(sys.argv[1]))\n"
     code += "print(flush=True); sys.stdin.readline()\n"
     code += "for n in range(5):\n    name = f'{sys.argv[2]}{n}'\n"
-    code += "    issuer.enlist(device_subject(issuer.settings.federation, name), new_key().public_key())\n"
+    code += "    issuer.enlist(make_device_subject(issuer.settings.federation, name), make_key().public_key())\n"
     code += "    issuer.revoke(name)\n"
     command = [sys.executable, "-c", code, str(authority.folder)]
     both = [

@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import load
-from coordinator.relay.cli import RelaySettings, relaying
+from coordinator.methods.state import decode_state
+from coordinator.relay.cli import RelaySettings, open_relay
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from coordinator.store.store import Store
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
-from edge_agent.learning.batched import one_by_one
+from edge_agent.learning.batched import execute_singly
 from fedge.commands.broker import LocalBroker
 from fedge.identity.names import Role
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
 from fedge.system.files import BlobFolder
-from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, load_pool, make_device_data, partition_pool
 from fedge.tensors.layout import Codec, Layout, Tensors, from_bytes, unflatten
 from fedge.wire.messages import BlobRef
 from tests.support.agents import agents
@@ -40,7 +40,7 @@ from tests.support.broker import local_broker
 from tests.support.identities import Authority, OpenBroker
 
 ROUNDS, STEPS = 3, 5
-SAMPLES = pool("digits", limit=300)
+SAMPLES = load_pool("digits", limit=300)
 NAMES = ("a0", "a1", "a2", "b0", "b1", "c0")
 SITES = {"north": ("a0", "a1", "a2"), "south": ("b0", "b1")}
 SPLIT = {"split": "always", "rho": 0.4}
@@ -53,8 +53,8 @@ CASES = [
 
 
 def devices() -> dict[str, DeviceData]:
-    shares = partition(SAMPLES, len(NAMES), Partitioning(alpha=10.0, sensitive=0.2), seed=0)
-    return {name: share_data(SAMPLES.spec, share) for name, share in zip(NAMES, shares, strict=True)}
+    shares = partition_pool(SAMPLES, len(NAMES), Partitioning(alpha=10.0, sensitive=0.2), seed=0)
+    return {name: make_device_data(SAMPLES.spec, share) for name, share in zip(NAMES, shares, strict=True)}
 
 
 def address(broker: LocalBroker) -> str:
@@ -75,7 +75,7 @@ async def site(name: str, above: LocalBroker, home: Path) -> AsyncIterator[None]
             site_federation="all",
         )
         mine = {i: data for i, data in devices().items() if i in SITES[name]}
-        async with agents(below, SAMPLES.spec, mine, home), relaying(settings, lambda *_: None) as relay:
+        async with agents(below, SAMPLES.spec, mine, home), open_relay(settings, lambda *_: None) as relay:
             running = asyncio.create_task(relay.run())
             yield
             relay.stop()
@@ -105,25 +105,25 @@ async def served(
     )
     with contextlib.closing(Store(home)) as store:
         summary = await serve(settings, SAMPLES.spec, store, lambda *_: None, options)
-        saved, start = store.state(), store.recall("start")
+        saved, start = store.get_state(), store.find_value("start")
     assert saved is not None
     assert start is not None
-    made = make(method, settings.for_method(options))
-    state = load(saved, type(made.begin(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
+    made = make_method(method, settings.make_method_settings(options))
+    state = decode_state(saved, type(made.make_first_state(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
     blobs = BlobFolder(home / "blobs")
-    models = {i: from_bytes(blobs.get(made.serves(state, i).digest)) for i in summary["installed"]}
+    models = {i: from_bytes(blobs.get(made.get_model(state, i).digest)) for i in summary["installed"]}
     return {i.rpartition(".")[2]: model for i, model in models.items()}, summary
 
 
 async def flat(home: Path, method: str, options: dict[str, Any], rounds: int) -> dict[str, Tensors]:
     """The same of the same devices without relays."""
-    layout, first = initial(SAMPLES.spec, 0)
+    layout, first = make_initial_model(SAMPLES.spec, 0)
     workers = {i: Worker(i, SAMPLES.spec, data, home / i) for i, data in devices().items()}
-    fleet = SimulatedFleet(SAMPLES.spec, layout, workers, seed=0, execute=one_by_one)
+    fleet = SimulatedFleet(SAMPLES.spec, layout, workers, seed=0, execute=execute_singly)
     settings = MethodSettings(rounds=rounds, sgd=Sgd(steps=STEPS), codec=Codec.FLOAT32, options=options)
-    made = make(method, settings)
-    state = await run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet)
-    return {i: fleet.get_tensors(made.serves(state, i)) for i in state.installed}
+    made = make_method(method, settings)
+    state = await run_rounds(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet)
+    return {i: fleet.get_tensors(made.get_model(state, i)) for i in state.installed}
 
 
 @pytest.mark.parametrize(("method", "options", "rounds"), CASES, ids=[case[0] for case in CASES])
@@ -182,7 +182,7 @@ async def test_a_site_with_an_authority_of_its_own(tmp_path: Path) -> None:
             **over.issue("north", Role.RELAY),
         )
         server = over.issue("coordinator", Role.COORDINATOR)
-        async with relaying(settings, lambda *_: None) as relay, asyncio.TaskGroup() as group:
+        async with open_relay(settings, lambda *_: None) as relay, asyncio.TaskGroup() as group:
             running = [relay]
             for i, data in devices().items():
                 if i in {"a0", "a1"}:

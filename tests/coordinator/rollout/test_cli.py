@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.rollout.cli import RolloutSettings, _observer, plan_of, rollout
+from coordinator.rollout.cli import RolloutSettings, _make_observer, make_plan, rollout
 from coordinator.rollout.decision import Plan, Progress
-from coordinator.rollout.folder import Folder, Line, Record, Request
+from coordinator.rollout.folder import DeviceLine, Folder, Record, Request
 from coordinator.rollout.service import Release
 from export.signing import Repository
 from fedge.errors import ConfigError
@@ -26,12 +26,12 @@ def run(*arguments):
 
 @pytest.fixture
 def release(tmp_path):
-    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    Repository.make(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
     return Release(Repository(tmp_path / "repo"), tmp_path / "repo", "2/manifest.json")
 
 
 def plan(release, **settings):
-    return plan_of(RolloutSettings(broker="b:1", federation="f", **settings), "2/manifest.json", release)
+    return make_plan(RolloutSettings(broker="b:1", federation="f", **settings), "2/manifest.json", release)
 
 
 def test_stages_and_canaries(release):
@@ -57,7 +57,7 @@ def repo(tmp_path):
         plan=Plan(id="2-ab", target="2/manifest.json", release=2, digest="a" * 64),
         progress=Progress(began=0.0, state=RolloutState.ABORTED, share=0.1, reasons=("cam1 refused: accuracy: x",)),
         devices={
-            "cam1": Line(
+            "cam1": DeviceLine(
                 phase=Phase.REFUSED,
                 release=1,
                 reason="accuracy: x",
@@ -65,7 +65,7 @@ def repo(tmp_path):
                 now=Quality(n=20, accuracy=0.5),
                 takes_part=True,
             ),
-            "cam2": Line(phase=Phase.SERVING, release=1, drift=True),
+            "cam2": DeviceLine(phase=Phase.SERVING, release=1, drift=True),
         },
     )
     Folder(tmp_path).write(record)
@@ -90,7 +90,7 @@ def test_what_a_device_writes_commands_no_terminal(repo, capsys):
     folder.write(msgspec.structs.replace(record, devices=hostile))
 
     out = run("status", repo)[1]
-    _observer(as_json=False)("device", {"device": "cam1", "phase": "failed", "release": 1, "reason": evil})
+    _make_observer(as_json=False)("device", {"device": "cam1", "phase": "failed", "release": 1, "reason": evil})
 
     for shown in (out, capsys.readouterr().err):
         assert r"digest: \x1b[2J\x9b1A\nstate    done" in shown
@@ -107,9 +107,9 @@ def test_status_as_json(repo):
 @pytest.mark.parametrize("request_", Request)
 def test_requests(repo, request_):
     code, out = run(request_, repo)
-    assert (code, Folder(repo).asked()) == (0, request_)
+    assert (code, Folder(repo).take_request()) == (0, request_)
     assert "nobody supervises it" in out
-    with Folder(repo).supervised():
+    with Folder(repo).supervise():
         assert json.loads(run(request_, repo, "--json")[1])["supervised"] is True
 
 
@@ -121,7 +121,7 @@ def test_without_a_rollout(tmp_path, command):
 
 def test_a_release_whose_signatures_have_expired_is_not_begun(tmp_path, monkeypatch):
     Clock(monkeypatch).advance(days=-31)  # of the machine that signs; its timestamp is good for 30
-    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    Repository.make(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
 
     with pytest.raises(ConfigError, match=r"timestamp have expired.*fedge release renew"):
         run("start", tmp_path / "repo", "2/manifest.json", "--broker", "localhost:1", "--federation", "f")

@@ -5,15 +5,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.rollout.decision import Plan, Progress, Seen, decide, members, message, over, share_of
+from coordinator.rollout.decision import (
+    DeviceHealth,
+    Plan,
+    Progress,
+    compute_share,
+    decide,
+    is_over,
+    list_members,
+    make_message,
+)
 from fedge.wire.messages import Health, Phase, Quality, RolloutState
-from fedge.wire.rollout import place
+from fedge.wire.rollout import compute_place
 
 OLD, NEW = "a" * 64, "b" * 64
 PLAN = Plan(id="r", target="2/manifest.json", release=2, digest=NEW, soak_s=10.0, absent_s=100.0)
 BEGIN = Progress(began=0.0)
 RUNNING, PAUSED, ABORTED, DONE = RolloutState
-DEVICES = sorted((f"d{i}" for i in range(20)), key=lambda device: place("r", device))
+DEVICES = sorted((f"d{i}" for i in range(20)), key=lambda device: compute_place("r", device))
 
 
 def seen(device, phase=Phase.SERVING, *, new=True, at=0.0, rollout="r", **others):
@@ -27,7 +36,7 @@ def seen(device, phase=Phase.SERVING, *, new=True, at=0.0, rollout="r", **others
         rollout=rollout,
         **others,
     )
-    return Seen(health=health, at=at)
+    return DeviceHealth(health=health, at=at)
 
 
 def fleet(n_new, *, at=0.0, **others):
@@ -42,8 +51,8 @@ def in_stage(stage):
     return Progress(began=0.0, stage=stage, share=PLAN.stages[stage])
 
 
-N_FIRST = sum(place("r", device) < 0.1 for device in DEVICES)
-N_SECOND = sum(place("r", device) < 0.5 for device in DEVICES)
+N_FIRST = sum(compute_place("r", device) < 0.1 for device in DEVICES)
+N_SECOND = sum(compute_place("r", device) < 0.5 for device in DEVICES)
 
 
 def test_a_stage_must_be_well_for_the_soak_time():
@@ -68,7 +77,7 @@ def test_a_clock_that_is_set_back_holds_nothing_up():
     assert decide(PLAN, decide(PLAN, good, fleet(N_FIRST), 1.0), fleet(N_FIRST), 11.0).stage == 1
 
     stopped = decide(PLAN, replace(in_stage(0), state=ABORTED, began=1e6), fleet(0), 1.0)
-    assert over(PLAN, stopped, fleet(0), 3.0)
+    assert is_over(PLAN, stopped, fleet(0), 3.0)
 
 
 def test_after_the_last_stage_it_is_done():
@@ -171,7 +180,7 @@ def test_one_that_disappears_on_trial_is_no_reason_to_wait_for_ever_nor_to_put_o
 
     alone = fleet(0, at=200.0) | {DEVICES[0]: gone}
     progress = decide(replace(PLAN, stages=(0.0, 1.0)), BEGIN, alone, 201.0)
-    assert members(PLAN, progress, alone) == [DEVICES[0]]
+    assert list_members(PLAN, progress, alone) == [DEVICES[0]]
     assert progress.good_since is None  # nobody else has proved anything
 
 
@@ -187,41 +196,41 @@ def test_where_everybody_is_absent_nothing_is_proved():
 
 def test_a_small_fleet_has_one_canary():
     few = {device: seen(device, new=False) for device in DEVICES[5:8]}
-    share = share_of(PLAN, BEGIN, few, 1.0)
-    assert members(PLAN, replace(BEGIN, share=share), few) == [DEVICES[5]]
+    share = compute_share(PLAN, BEGIN, few, 1.0)
+    assert list_members(PLAN, replace(BEGIN, share=share), few) == [DEVICES[5]]
 
 
 def test_a_canary_that_is_off_is_replaced():
     few = {device: seen(device, new=False, at=200.0 * (i > 0)) for i, device in enumerate(DEVICES[5:8])}
     progress = decide(PLAN, BEGIN, few, 201.0)
-    assert sorted(members(PLAN, progress, few)) == sorted(DEVICES[5:7])
+    assert sorted(list_members(PLAN, progress, few)) == sorted(DEVICES[5:7])
 
 
 def test_named_canaries_go_alone():
     plan = replace(PLAN, canaries=("d3",), stages=(0.0, 1.0))
     devices = fleet(0)
     progress = decide(plan, BEGIN, devices, 1.0)
-    assert members(plan, progress, devices) == ["d3"]
-    assert message(plan, progress, {}).canaries == ("d3",)
+    assert list_members(plan, progress, devices) == ["d3"]
+    assert make_message(plan, progress, {}).canaries == ("d3",)
 
 
 def test_when_a_done_rollout_is_over():
     done = replace(in_stage(2), state=DONE)
-    assert over(PLAN, done, fleet(20), 1.0)
-    assert not over(PLAN, done, fleet(19), 1e6)
-    assert over(PLAN, done, fleet(20) | {DEVICES[0]: seen(DEVICES[0], Phase.REFUSED)}, 1.0)
+    assert is_over(PLAN, done, fleet(20), 1.0)
+    assert not is_over(PLAN, done, fleet(19), 1e6)
+    assert is_over(PLAN, done, fleet(20) | {DEVICES[0]: seen(DEVICES[0], Phase.REFUSED)}, 1.0)
     expired = seen(DEVICES[0], Phase.REFUSED, reason="expired: timestamp.json is expired")
-    assert not over(PLAN, done, fleet(20) | {DEVICES[0]: expired}, 1e6)  # until it is signed again
+    assert not is_over(PLAN, done, fleet(20) | {DEVICES[0]: expired}, 1e6)  # until it is signed again
 
 
 def test_when_an_aborted_one_is():
     stopped = replace(in_stage(0), state=ABORTED, began=50.0)
-    assert not over(PLAN, stopped, fleet(1), 60.0)
-    assert over(PLAN, stopped, fleet(0), 60.0)
-    assert not over(PLAN, stopped, fleet(0), 50.5)
-    assert not over(PLAN, stopped, fleet(0) | {DEVICES[0]: seen(DEVICES[0], Phase.FETCHING)}, 60.0)
-    assert over(PLAN, stopped, fleet(1), 151.0)
-    assert not over(PLAN, in_stage(0), fleet(20), 1.0)
+    assert not is_over(PLAN, stopped, fleet(1), 60.0)
+    assert is_over(PLAN, stopped, fleet(0), 60.0)
+    assert not is_over(PLAN, stopped, fleet(0), 50.5)
+    assert not is_over(PLAN, stopped, fleet(0) | {DEVICES[0]: seen(DEVICES[0], Phase.FETCHING)}, 60.0)
+    assert is_over(PLAN, stopped, fleet(1), 151.0)
+    assert not is_over(PLAN, in_stage(0), fleet(20), 1.0)
 
 
 PHASES = st.sampled_from([Phase.SERVING, Phase.TRIAL, Phase.FETCHING, Phase.FAILED, Phase.REFUSED])
@@ -239,5 +248,5 @@ def test_whatever_devices_say_stages_come_one_by_one_and_an_end_is_an_end(report
         if progress.state is not RUNNING:
             assert after == progress
         if after.stage > progress.stage:
-            assert any(devices[d].health.bundle_digest == NEW for d in members(PLAN, progress, devices))
+            assert any(devices[d].health.bundle_digest == NEW for d in list_members(PLAN, progress, devices))
         progress = after

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from coordinator.rollout.decision import Plan, Progress
-from coordinator.rollout.folder import Folder, Line, Record, Request
+from coordinator.rollout.folder import DeviceLine, Folder, Record, Request
 from fedge.errors import ConfigError, StoreError
 from fedge.wire.messages import Phase, Quality
 
@@ -13,7 +13,9 @@ RECORD = Record(
     plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64),
     progress=Progress(began=1.5, reasons=("x",)),
     devices={
-        "cam1": Line(phase=Phase.TRIAL, release=2, before=Quality(n=4, accuracy=0.5), now=Quality(n=4, accuracy=0.75))
+        "cam1": DeviceLine(
+            phase=Phase.TRIAL, release=2, before=Quality(n=4, accuracy=0.5), now=Quality(n=4, accuracy=0.75)
+        )
     },
 )
 
@@ -43,40 +45,40 @@ def test_a_damaged_state_is_told(tmp_path):
 
 def test_requests_wait_until_they_are_answered(tmp_path):
     folder = Folder(tmp_path)
-    assert folder.asked() is None
-    folder.ask(Request.PAUSE)
-    folder.ask(Request.ABORT)
-    assert folder.asked() is Request.ABORT
-    folder.answered()
-    assert folder.asked() is None
+    assert folder.take_request() is None
+    folder.write_request(Request.PAUSE)
+    folder.write_request(Request.ABORT)
+    assert folder.take_request() is Request.ABORT
+    folder.finish_request()
+    assert folder.take_request() is None
 
 
 def test_a_request_that_comes_while_another_is_carried_out_is_not_lost(tmp_path):
     folder = Folder(tmp_path)
-    folder.ask(Request.PAUSE)
-    assert folder.asked() is Request.PAUSE
-    folder.ask(Request.ABORT)
-    assert Folder(tmp_path).asked() is Request.PAUSE  # killed before it was carried out
-    folder.answered()
-    assert folder.asked() is Request.ABORT
-    folder.answered()
-    assert folder.asked() is None
+    folder.write_request(Request.PAUSE)
+    assert folder.take_request() is Request.PAUSE
+    folder.write_request(Request.ABORT)
+    assert Folder(tmp_path).take_request() is Request.PAUSE  # killed before it was carried out
+    folder.finish_request()
+    assert folder.take_request() is Request.ABORT
+    folder.finish_request()
+    assert folder.take_request() is None
 
 
 def test_a_request_that_is_none_makes_room_for_the_next(tmp_path):
     folder = Folder(tmp_path)
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "request").write_bytes(b"\xffstop")
-    assert folder.asked() is None
-    folder.ask(Request.ABORT)
-    assert folder.asked() is Request.ABORT
+    assert folder.take_request() is None
+    folder.write_request(Request.ABORT)
+    assert folder.take_request() is Request.ABORT
 
 
 def test_one_process_supervises(tmp_path):
     assert not Folder(tmp_path).is_supervised()
-    with Folder(tmp_path).supervised():
+    with Folder(tmp_path).supervise():
         assert Folder(tmp_path).is_supervised()
-        with pytest.raises(ConfigError, match="another process"), Folder(tmp_path).supervised():
+        with pytest.raises(ConfigError, match="another process"), Folder(tmp_path).supervise():
             pass
     assert not Folder(tmp_path).is_supervised()
 
@@ -92,6 +94,6 @@ def test_a_supervisor_that_begins_while_somebody_looks_for_one_is_not_refused(tm
     thread = threading.Thread(target=look)
     thread.start()
     assert looking.wait(10)
-    with folder.supervised():
+    with folder.supervise():
         assert folder.is_supervised()
     thread.join()

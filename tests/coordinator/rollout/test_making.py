@@ -15,7 +15,7 @@ import deploy
 from coordinator.rollout.making import make_release
 from coordinator.store.store import Store
 from export.signing import Repository
-from fedge.bundle.manifest import look
+from fedge.bundle.manifest import read_manifest
 from fedge.commands.cli import main
 from fedge.errors import ConfigError
 from tests.homes.make import TASK
@@ -39,20 +39,20 @@ def test_it_is_the_model_of_the_coordinator_with_a_number_above_all(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repo = tmp_path / "repo"
-    repository = Repository.create(repo)
+    repository = Repository.make(repo)
     repository.add(FINISHED / "cam0" / "bundles" / "1")
     assert make_release(repo, home, None) == "5/manifest.json"
     assert main(["rollout", "make", str(repo), "--home", str(home)]) == 0
     assert capsys.readouterr().out == "6/manifest.json\n"
     manifest = next(
-        path for name, path in repository.files("6/manifest.json").items() if name.endswith("manifest.json")
+        path for name, path in repository.find_files("6/manifest.json").items() if name.endswith("manifest.json")
     )
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     shutil.copy(manifest, bundle / "manifest.json")
-    assert look(bundle)[0].method == "fedavg"
-    for name, part in look(bundle)[0].files.items():
-        shutil.copy(repository.parts.path(part.digest), bundle / name)
+    assert read_manifest(bundle)[0].method == "fedavg"
+    for name, part in read_manifest(bundle)[0].files.items():
+        shutil.copy(repository.parts.get_path(part.digest), bundle / name)
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     assert deploy.load(bundle).predict(x).probabilities.shape == (3, 3)
 
@@ -61,15 +61,15 @@ def test_it_is_the_model_of_the_coordinator_with_a_number_above_all(
 def test_code_that_the_home_names_is_not_run_unless_its_owner_allows_it(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str
 ) -> None:
-    Repository.create(tmp_path / "repo")
+    Repository.make(tmp_path / "repo")
     with contextlib.closing(Store(home)) as store:
-        federation, method, _, *rest = json.loads(store.recall("identity") or "")
+        federation, method, _, *rest = json.loads(store.find_value("identity") or "")
         changes = {"task": {"name": "os:abort"}, "model": {"model": "os:abort"}}.get(code, {})
         task = msgspec.structs.replace(TASK, **changes)
         (home / "task.json").write_bytes(msgspec.json.encode(task))
         method = "os:abort+ft" if code == "method" else method
-        identity = json.dumps([federation, method, task.fingerprint(), *rest])
-        store.keep("identity", identity)
+        identity = json.dumps([federation, method, task.compute_fingerprint(), *rest])
+        store.put_value("identity", identity)
     assert main(["rollout", "make", str(tmp_path / "repo"), "--home", str(home)]) == 2
     told = f"the run in {home} names code that would be run here: os:abort; if you know and trust it, say so on the "
     assert f"{told}command line: --allow os:abort\n" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_code_that_the_home_names_is_not_run_unless_its_owner_allows_it(
 def test_a_state_that_is_garbage_is_an_error_that_says_what_to_do(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: bytes
 ) -> None:
-    Repository.create(tmp_path / "repo")
+    Repository.make(tmp_path / "repo")
     with contextlib.closing(Store(home)) as store:
         store._change(lambda db: db.execute("UPDATE states SET body = $1", state))
     assert main(["rollout", "make", str(tmp_path / "repo"), "--home", str(home)]) == 4
@@ -90,7 +90,7 @@ def test_a_state_that_is_garbage_is_an_error_that_says_what_to_do(
 
 
 def test_a_home_without_a_round_has_nothing_to_release(home: Path, tmp_path: Path) -> None:
-    Repository.create(tmp_path / "repo")
+    Repository.make(tmp_path / "repo")
     with contextlib.closing(Store(home)) as store:
         store._change(lambda db: db.execute("DELETE FROM states"))
     with pytest.raises(ConfigError, match="no round is done"):

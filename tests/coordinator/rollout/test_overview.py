@@ -20,7 +20,7 @@ RECORD = Record(plan=Plan(id="r", target="2/manifest.json", release=2, digest="a
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
+    Repository.make(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
     return tmp_path / "repo"
 
 
@@ -34,41 +34,41 @@ def overview(repo: Path, tmp_path: Path) -> Overview:
 def test_what_may_be_asked_depends_on_where_it_stands(overview: Overview, repo: Path) -> None:
     def actions(state: RolloutState) -> list[str]:
         Folder(repo).write(replace(RECORD, progress=replace(RECORD.progress, state=state)))
-        return list(overview.shown()[0]["actions"])
+        return list(overview.list_states()[0]["actions"])
 
-    assert overview.shown() == [
+    assert overview.list_states() == [
         {"rollout": "repo", "targets": ["2/manifest.json"], "supervised": False, "actions": ["start"]}
     ]
     assert [actions(state) for state in RolloutState] == [["go-on"], ["go-on"], ["start"], ["start"]]
-    with Folder(repo).supervised():
+    with Folder(repo).supervise():
         supervised = [actions(state) for state in RolloutState]
     assert supervised == [["pause", "abort"], ["resume", "abort"], [], ["abort"]]
-    assert Overview([repo], None).shown()[0]["actions"] == []
+    assert Overview([repo], None).list_states()[0]["actions"] == []
 
 
 def test_what_is_asked_is_left_for_the_supervisor(overview: Overview, repo: Path) -> None:
     Folder(repo).write(RECORD)
-    with Folder(repo).supervised():
-        before = overview.version()
-        assert overview.ask("repo", "pause") == "No further device begins with the release."
-    assert Folder(repo).asked() is Request.PAUSE
+    with Folder(repo).supervise():
+        before = overview.get_version()
+        assert overview.request_action("repo", "pause") == "No further device begins with the release."
+    assert Folder(repo).take_request() is Request.PAUSE
     Folder(repo).write(RECORD)
-    assert overview.version() != before
+    assert overview.get_version() != before
 
 
 def test_what_makes_no_sense_is_refused(overview: Overview, repo: Path) -> None:
     with pytest.raises(ConfigError, match="no repository 'other'"):
-        overview.ask("other", "start")
+        overview.request_action("other", "start")
     for action in ("pause", "go-on", "explode"):
         with pytest.raises(ConfigError, match=f"cannot be asked to {action}"):
-            overview.ask("repo", action)
+            overview.request_action("repo", action)
     with pytest.raises(ConfigError, match="no release '--json'"):
-        overview.ask("repo", "start", "--json")
+        overview.request_action("repo", "start", "--json")
     with pytest.raises(ConfigError, match="did not begin: stages: could not convert string to float"):
-        overview.ask("repo", "start", "2/manifest.json", stages="1,0.5 --json")
+        overview.request_action("repo", "start", "2/manifest.json", stages="1,0.5 --json")
     for text in ("0.5,1\0", "\ud800"):
         with pytest.raises(ConfigError, match="without control characters"):
-            overview.ask("repo", "start", "2/manifest.json", canary=text)
+            overview.request_action("repo", "start", "2/manifest.json", canary=text)
     assert Folder(repo).read() is None
 
 
@@ -77,7 +77,7 @@ def test_a_supervisor_that_is_not_seen_has_not_begun(
 ) -> None:
     monkeypatch.setattr("coordinator.rollout.overview.BEGIN_S", 0.0)
     with pytest.raises(ConfigError, match="the rollout's supervisor did not start within"):
-        overview.ask("repo", "start", "2/manifest.json")
+        overview.request_action("repo", "start", "2/manifest.json")
     (process,) = overview._begun
     process.kill()
     process.wait()

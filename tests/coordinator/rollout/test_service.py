@@ -6,16 +6,16 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.rollout.decision import Plan, Progress
-from coordinator.rollout.folder import Folder, News, Record, Request
-from coordinator.rollout.service import Release, Supervisor, begin, requested
+from coordinator.rollout.folder import Folder, Record, Request, RolloutEvent
+from coordinator.rollout.service import Release, Supervisor, apply_request, start_rollout
 from export.signing import Repository
 from fedge.bundle.manifest import BRANCH, INT8
 from fedge.errors import ConfigError, ProtocolError
 from fedge.identity.names import Role, Subject
-from fedge.membership.signed_messages import speaker
-from fedge.system.files import digest_of
+from fedge.membership.signed_messages import make_speaker
+from fedge.system.files import compute_digest
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Health, Phase, RolloutState, encode
+from fedge.wire.messages import Health, Phase, RolloutState, encode_message
 from fedge.wire.topics import Topics
 from tests.deploy.bundles import variant
 from tests.support.identities import Authority
@@ -27,11 +27,11 @@ PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
 @pytest.fixture
 def repo(tmp_path):
     graph = b"\x08\x08"  # a model of IR version 8, without a graph
-    named = {"digest": digest_of(graph), "size_bytes": len(graph)}
+    named = {"digest": compute_digest(graph), "size_bytes": len(graph)}
     bundle = variant(tmp_path / "bundle", release=2, branch=named, int8=named)
     for name in (BRANCH, INT8):
         (bundle / name).write_bytes(graph)
-    Repository.create(tmp_path / "repo").add(bundle)
+    Repository.make(tmp_path / "repo").add(bundle)
     return tmp_path / "repo"
 
 
@@ -41,12 +41,12 @@ def release(repo):
 
 def test_it_serves_what_it_announced_and_nothing_else(repo, tmp_path):
     found = release(repo)
-    assert all(found.source(ref.digest) is not None for ref in found.metadata.values())
-    assert all(found.source(part.digest).is_file() for part in found.manifest.files.values())
+    assert all(found.find_file(ref.digest) is not None for ref in found.metadata.values())
+    assert all(found.find_file(part.digest).is_file() for part in found.manifest.files.values())
 
     other = next((repo / "keys").iterdir()).read_bytes()
     stranger = Repository(repo).parts.put(other)
-    assert found.source(stranger) is None
+    assert found.find_file(stranger) is None
 
 
 def test_new_signatures_are_announced(repo):
@@ -60,11 +60,11 @@ def test_new_signatures_are_announced(repo):
     found.refresh()
 
     assert found.metadata["timestamp.json"] != before["timestamp.json"]
-    assert found.source(found.metadata["timestamp.json"].digest) is not None
+    assert found.find_file(found.metadata["timestamp.json"].digest) is not None
 
 
 def test_what_is_signed_again_while_it_is_read_is_read_again(repo, monkeypatch):
-    found, named, renewed = release(repo), Repository.files, []
+    found, named, renewed = release(repo), Repository.find_files, []
 
     def and_then_renewed(self, target):
         files = named(self, target)
@@ -72,7 +72,7 @@ def test_what_is_signed_again_while_it_is_read_is_read_again(repo, monkeypatch):
             renewed.append(Repository(repo).renew())
         return files
 
-    monkeypatch.setattr(Repository, "files", and_then_renewed)
+    monkeypatch.setattr(Repository, "find_files", and_then_renewed)
     Repository(repo).renew()
     found.refresh()
 
@@ -83,12 +83,12 @@ def test_what_is_signed_again_while_it_is_read_is_read_again(repo, monkeypatch):
 def test_a_part_that_is_gone_is_not_served(repo):
     found = release(repo)
     Repository(repo).parts.remove(found.manifest.gate.digest)
-    assert found.source(found.manifest.gate.digest) is None
+    assert found.find_file(found.manifest.gate.digest) is None
 
 
 def test_a_release_that_no_device_could_take_is_not_begun(repo):
     part = release(repo).manifest.gate.digest
-    path = Repository(repo).parts.path(part)
+    path = Repository(repo).parts.get_path(part)
     path.write_bytes(path.read_bytes()[:-4] + b"\x00\xff\x00\xff")
     with pytest.raises(ConfigError, match=rf"is damaged: delete .*{part}, and `fedge release add`"):
         release(repo)
@@ -128,50 +128,50 @@ def test_no_such_release(repo):
     ],
 )
 def test_what_a_request_changes(state, request_, after):
-    assert requested(Progress(began=0.0, state=state), request_, 5.0).state is after
+    assert apply_request(Progress(began=0.0, state=state), request_, 5.0).state is after
 
 
 def test_the_same_plan_goes_on_where_it_was(tmp_path):
     folder = Folder(tmp_path)
     progress = Progress(began=3.0, stage=1, share=0.5)
     folder.write(Record(plan=PLAN, progress=progress))
-    folder.ask(Request.PAUSE)
+    folder.write_request(Request.PAUSE)
 
-    assert begin(folder, replace(PLAN, id="other"), 9.0) == (PLAN, progress)
-    assert folder.asked() is Request.PAUSE
+    assert start_rollout(folder, replace(PLAN, id="other"), 9.0) == (PLAN, progress)
+    assert folder.take_request() is Request.PAUSE
 
 
 @pytest.mark.parametrize("state", [RUNNING, PAUSED])
 def test_one_rollout_at_a_time(tmp_path, state):
     Folder(tmp_path).write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
     with pytest.raises(ConfigError, match="abort it first"):
-        begin(Folder(tmp_path), replace(PLAN, target="3/manifest.json"), 9.0)
+        start_rollout(Folder(tmp_path), replace(PLAN, target="3/manifest.json"), 9.0)
 
 
 @pytest.mark.parametrize("state", [ABORTED, DONE])
 def test_after_its_end_the_next_one_begins(tmp_path, state):
     folder = Folder(tmp_path)
     folder.write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
-    folder.ask(Request.PAUSE)
-    folder.asked()
-    folder.ask(Request.ABORT)  # both were for the one before
+    folder.write_request(Request.PAUSE)
+    folder.take_request()
+    folder.write_request(Request.ABORT)  # both were for the one before
     following = replace(PLAN, target="3/manifest.json")
-    assert begin(folder, following, 9.0) == (following, Progress(began=9.0))
-    assert folder.asked() is None
+    assert start_rollout(folder, following, 9.0) == (following, Progress(began=9.0))
+    assert folder.take_request() is None
 
 
 def test_what_rollouts_before_came_to_is_kept(repo):
     folder = Folder(repo)
     broker = BrokerSettings("localhost", 1)
     ended = Progress(began=3.0, state=ABORTED, reasons=("cam1 refused: accuracy: x",))
-    folder.write(Record(plan=PLAN, progress=ended, events=(News(at=1.0, text="old"),)))
-    Supervisor(folder, release(repo), replace(PLAN, id="r2", soak_s=1.0), broker, "shop", print)._keep(
+    folder.write(Record(plan=PLAN, progress=ended, events=(RolloutEvent(at=1.0, text="old"),)))
+    Supervisor(folder, release(repo), replace(PLAN, id="r2", soak_s=1.0), broker, "shop", print)._save(
         Progress(began=9)
     )
     record = folder.read()
     assert [(e.id, e.state, e.reasons) for e in record.earlier] == [("r", ABORTED, ("cam1 refused: accuracy: x",))]
     assert [e.text for e in record.events] == ["running: stage 1 of 3, 0 of 0 devices run it"]
-    Supervisor(folder, release(repo), record.plan, broker, "shop", print)._keep(record.progress)
+    Supervisor(folder, release(repo), record.plan, broker, "shop", print)._save(record.progress)
     assert (folder.read().earlier, folder.read().events) == (record.earlier, record.events)
 
 
@@ -179,13 +179,13 @@ async def test_with_certificates_it_believes_what_devices_have_signed_and_nothin
     authority = Authority(tmp_path / "authority", "shop")
     settings = BrokerSettings("localhost", 1, **authority.issue("rollout", Role.ROLLOUT))
     supervisor = Supervisor(Folder(repo), release(repo), PLAN, settings, "shop", lambda event, fields: None)
-    device = speaker(
+    device = make_speaker(
         BrokerSettings("localhost", 1, **authority.issue("cam1")),
         Subject("shop", Role.DEVICE, "cam1"),
         tmp_path / "cam1",
     )
-    topic = Topics("shop").agent("cam1", "health")
-    said = encode(Health(device_id="cam1", at=0.0, phase=Phase.SERVING, release=1))
+    topic = Topics("shop").make_agent_topic("cam1", "health")
+    said = encode_message(Health(device_id="cam1", at=0.0, phase=Phase.SERVING, release=1))
     with pytest.raises(ProtocolError, match="unsigned"):
         await supervisor._on_health(Inbound(topic, said, retained=False))
     signed = device.seal(topic, said)
@@ -193,7 +193,7 @@ async def test_with_certificates_it_believes_what_devices_have_signed_and_nothin
     assert supervisor._fleet.keys() == {"cam1"}
     newer = device.seal(topic, said)
     await supervisor._on_health(Inbound(topic, newer, retained=False))
-    supervisor._keep(supervisor._progress)
+    supervisor._save(supervisor._progress)
     restarted = Supervisor(Folder(repo), release(repo), PLAN, settings, "shop", lambda event, fields: None)
     with pytest.raises(ProtocolError, match="replayed"):
         await restarted._on_health(Inbound(topic, signed, retained=False))

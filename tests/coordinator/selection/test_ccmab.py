@@ -61,7 +61,7 @@ def test_missing_values_become_the_mean_of_those_that_have_one_or_zero():
             Participation(gradient_norm=3, loss_drop=0.4, seconds=1),
         )
     }
-    full = ccmab.filled(ccmab.raw_contexts(devices, past))
+    full = ccmab.fill_missing(ccmab.collect_contexts(devices, past))
     np.testing.assert_allclose(full, [[2, 0, 10, 2, 0.3], [3, 0, 10, 2, 0.3], [4, 0, 10, 2, 0.3]])
 
 
@@ -86,7 +86,7 @@ def test_contexts_are_in_the_unit_cube_whatever_devices_tell(rows):
     raw = np.array(rows)
     lowest = np.fmin.reduce([*raw, [math.inf] * 5])
     highest = np.fmax.reduce([*raw, [-math.inf] * 5])
-    x = ccmab.normalise(ccmab.filled(raw), lowest, highest)
+    x = ccmab.normalise(ccmab.fill_missing(raw), lowest, highest)
     assert np.isfinite(x).all()
     assert (x >= 0).all()
     assert (x <= 1).all()
@@ -103,16 +103,16 @@ def measured(*seconds):
 
 
 def test_the_model_takes_its_time_on_the_way_until_the_whole_is_measured():
-    assert ccmab.predicted_seconds(SLOW_LINK, 1.0, (), 0.1) == pytest.approx(100 * 0.1 + 3.0)
-    assert ccmab.predicted_seconds(SLOW_LINK, 0.0, (), 0.1) == pytest.approx(3.0)
-    assert ccmab.predicted_seconds(SLOW_LINK, 1.0, measured(4.0, 6.0), 0.1) == 5.0
+    assert ccmab.predict_seconds(SLOW_LINK, 1.0, (), 0.1) == pytest.approx(100 * 0.1 + 3.0)
+    assert ccmab.predict_seconds(SLOW_LINK, 0.0, (), 0.1) == pytest.approx(3.0)
+    assert ccmab.predict_seconds(SLOW_LINK, 1.0, measured(4.0, 6.0), 0.1) == 5.0
     unknown = msgspec.structs.replace(SLOW_LINK, link_mbit_s=None)
-    assert ccmab.predicted_seconds(unknown, 1.0, (), 0.1) == 10.0
+    assert ccmab.predict_seconds(unknown, 1.0, (), 0.1) == 10.0
 
 
 def test_the_way_of_the_model_is_no_part_of_the_measured_cycles():
     def cycles(*seconds):
-        return ccmab.measured_cycles([SLOW_LINK], np.array([2.0]), {"a": measured(*seconds)})
+        return ccmab.estimate_cycles([SLOW_LINK], np.array([2.0]), {"a": measured(*seconds)})
 
     assert cycles(4.0, 6.0) == pytest.approx((5.0 - 3.0) * 2.0 / 100)
     assert cycles(1.0) == 0.0  # a small update: less than 2 B / r in all
@@ -130,7 +130,7 @@ def test_of_equal_devices_those_with_fast_links_are_feasible():
 
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (100, 20)])
 def test_quota(n, m):
-    assert ccmab.quota(0.2, n) == m
+    assert ccmab.compute_quota(0.2, n) == m
 
 
 def test_deadline_is_the_quantile_and_is_kept_by_each_device():
@@ -185,12 +185,12 @@ def test_an_infeasible_deadline_skips_three_rounds_then_takes_the_fastest_alone(
 
 def test_overdue_oldest_first_at_most_a_quarter():
     waits = [13, 4, 30, 21, 13, 11]
-    assert ccmab.overdue(waits, 8, 40) == [2, 3]  # F = 10, ceil(8/4) = 2
-    assert ccmab.overdue([10, 11], 8, 40) == [1]  # F itself is not overdue
-    assert ccmab.overdue([13, 13, 13], 4, 20) == [0]
+    assert ccmab.find_overdue(waits, 8, 40) == [2, 3]  # F = 10, ceil(8/4) = 2
+    assert ccmab.find_overdue([10, 11], 8, 40) == [1]  # F itself is not overdue
+    assert ccmab.find_overdue([13, 13, 13], 4, 20) == [0]
 
 
-@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.select_greedily, greedy_batch])
 @pytest.mark.parametrize("seed", range(2))
 def test_nobody_starves(search, seed):
     rng = np.random.default_rng(seed)
@@ -222,7 +222,7 @@ def test_without_fairness_slow_devices_never_train():
     assert selection.overdue == ()
 
 
-@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.select_greedily, greedy_batch])
 @pytest.mark.parametrize("seed", range(10))
 def test_the_good_device_is_found(search, seed):
     """Section 10, "Learning": in all of rounds 41-80, in 10 of 10 seeds."""
@@ -246,7 +246,7 @@ def test_the_good_device_is_found(search, seed):
     assert all(taken[40:])
 
 
-@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.select_greedily, greedy_batch])
 @pytest.mark.parametrize("seed", range(3))
 def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
     """Rewards grow with the samples that a device has, which its context says: the best three of twenty are known."""
@@ -269,7 +269,7 @@ def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
     assert np.mean(hits[30:]) > 4 * 3 * 3 / 20  # four times what chance gives
 
 
-@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.select_greedily, greedy_batch])
 def test_a_cohort_keeps_within_the_budget_but_for_the_overdue(search):
     rules = Settings(quota=0.5, deadline_s=1e9, budget_s=6.0, search=search)
     devices = arms(8, samples=40)  # 4 s for the slowest, half a second for the fastest
@@ -295,12 +295,12 @@ def test_a_budget_that_fits_nobody_skips_three_rounds_then_the_fastest_goes_alon
 
 
 def test_rewards_are_clipped_and_failures_cost():
-    assert ccmab.reward(outcome(0.25)) == 0.25
-    assert ccmab.reward(outcome(7.0)) == 1.0
-    assert ccmab.reward(outcome(-7.0)) == -1.0
-    assert ccmab.reward(None) == -1.0
-    assert ccmab.reward(outcome(math.nan)) == -1.0
-    assert ccmab.reward(outcome(0.5, seconds=math.inf)) == -1.0
+    assert ccmab.compute_reward(outcome(0.25)) == 0.25
+    assert ccmab.compute_reward(outcome(7.0)) == 1.0
+    assert ccmab.compute_reward(outcome(-7.0)) == -1.0
+    assert ccmab.compute_reward(None) == -1.0
+    assert ccmab.compute_reward(outcome(math.nan)) == -1.0
+    assert ccmab.compute_reward(outcome(0.5, seconds=math.inf)) == -1.0
 
 
 def test_observe_records_raw_contexts_rewards_and_a_window():
@@ -411,9 +411,9 @@ def test_measured_devices_say_how_long_the_others_will_take():
     devices = arms(4, ghz=2.0)  # 50 samples of work each
     past = {"d00": (Participation(gradient_norm=1, loss_drop=0, seconds=3.0),)}
     clocks = np.full(4, 2.0)
-    assert ccmab.measured_cycles(devices, clocks, past) == pytest.approx(3.0 * 2.0 / 50)
-    assert ccmab.measured_cycles(devices, clocks, {}) == 0.1
-    assert ccmab.measured_cycles(devices, np.zeros(4), past) == 0.1
+    assert ccmab.estimate_cycles(devices, clocks, past) == pytest.approx(3.0 * 2.0 / 50)
+    assert ccmab.estimate_cycles(devices, clocks, {}) == 0.1
+    assert ccmab.estimate_cycles(devices, np.zeros(4), past) == 0.1
     selection, _ = ccmab.select(State(participations=past), devices, Settings())
     assert selection.seconds == pytest.approx(dict.fromkeys(selection.seconds, 3.0))
 
@@ -442,7 +442,7 @@ def test_estimates_are_the_two_terms_of_each_devices_score():
     assert ruled.estimates == {}
 
 
-@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.select_greedily, greedy_batch])
 def test_a_round_of_thousands_of_devices_holds_no_matrix_of_all_pairs(search):
     devices, rules = arms(3000), Settings(quota=0.01, search=search)
     _, state = play(State(), devices, rules, lambda _: 0.1)

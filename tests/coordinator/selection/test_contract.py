@@ -12,10 +12,10 @@ import pytest
 
 from coordinator.selection import ccmab
 from coordinator.selection.ccmab import Arm, Participation, Settings
-from coordinator.selection.contract import GROUP, Candidates, Rule, checked, rule_named
+from coordinator.selection.contract import GROUP, Candidates, Rule, draw_positions, load_rule
 from coordinator.selection.select import BANDIT, OURS, choose
 from fedge.errors import ConfigError
-from fedge.system.loading import hold, installed
+from fedge.system.loading import find_entry_points, register_object
 
 ARMS = [Arm(id=f"d{k}", n_samples=10 * (k + 1), work=10.0, cpu_ghz=2.0 if k else None) for k in range(4)]
 EVERYBODY = Settings(quota=0.5, deadline_s=np.inf, fairness=False)
@@ -35,13 +35,13 @@ class Counting(Rule, frozen=True):
 
 
 def held(how: object, bandit: ccmab.State = ccmab.State()) -> tuple[ccmab.Selection, ccmab.State]:  # noqa: B008
-    return choose(hold(how), {0: ARMS}, {0: bandit}, EVERYBODY, seed=(1, 1), last_visit={})[0]
+    return choose(register_object(how), {0: ARMS}, {0: bandit}, EVERYBODY, seed=(1, 1), last_visit={})[0]
 
 
 def test_ours_are_found_by_entry_point() -> None:
-    assert set(OURS) <= installed(GROUP).keys()
-    assert rule_named("ccmab") is BANDIT
-    assert isinstance(rule_named("stratified"), Rule)
+    assert set(OURS) <= find_entry_points(GROUP).keys()
+    assert load_rule("ccmab") is BANDIT
+    assert isinstance(load_rule("stratified"), Rule)
 
 
 def test_a_rule_sees_what_is_known_of_each_device() -> None:
@@ -72,7 +72,7 @@ def test_what_a_rule_learns_is_a_part_of_the_state() -> None:
     selection, bandit = held(Counting)
     assert selection.ids == ("d0", "d1")
     bandit = ccmab.observe(bandit, selection, {"d0": DONE})  # d1 declined
-    assert Counting().loaded(bandit.learned) == Counting(answers={"d0": 1})
+    assert Counting().load(bandit.learned) == Counting(answers={"d0": 1})
     assert held(Counting, bandit)[0].ids == ("d1", "d2")
 
 
@@ -80,8 +80,8 @@ def test_what_another_rule_has_learned_counts_for_nothing() -> None:
     class Other(Rule, frozen=True):
         answers: float = 0.0
 
-    assert Other().loaded(Counting(answers={"a": 1}).after("x", {})) == Other()
-    assert Other().loaded(b"") == Other()
+    assert Other().load(Counting(answers={"a": 1}).encode_after("x", {})) == Other()
+    assert Other().load(b"") == Other()
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_what_another_rule_has_learned_counts_for_nothing() -> None:
 )
 def test_positions_that_do_not_fit_are_refused(given: object) -> None:
     with pytest.raises(ConfigError, match=r"selection mine chose .* at most 2 different positions, .* from 0 to 3"):
-        checked("mine", lambda: given, 4, 2)
+        draw_positions("mine", lambda: given, 4, 2)
 
 
 def test_positions_may_be_fewer_and_of_any_kind() -> None:
     for given in ([], [3, 0], np.array([2], np.uint8), (1,)):
-        assert checked("mine", lambda given=given: given, 4, 2) == list(given)  # type: ignore[misc]
+        assert draw_positions("mine", lambda given=given: given, 4, 2) == list(given)  # type: ignore[misc]
 
 
 def test_failures_of_a_rule_are_told_with_its_line() -> None:
@@ -118,7 +118,7 @@ def test_a_rule_that_learns_begins_without_knowledge() -> None:
         answers: int
 
     with pytest.raises(ConfigError, match="its fields need defaults"):
-        rule_named(hold(Needs))
+        load_rule(register_object(Needs))
 
 
 def test_other_things_are_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +127,6 @@ def test_other_things_are_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "of_mine", module)
     for name in ("number", "kind"):
         with pytest.raises(ConfigError, match=rf"of_mine:{name} is no selection: it must be a function"):
-            rule_named(f"of_mine:{name}")
+            load_rule(f"of_mine:{name}")
     with pytest.raises(ConfigError, match=r"there is no selection 'unifrom' \(did you mean uniform\?\)"):
-        rule_named("unifrom")
+        load_rule("unifrom")

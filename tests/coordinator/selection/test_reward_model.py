@@ -24,26 +24,26 @@ def parts(cov):
 
 def test_worked_kernel():
     x = np.array([[0.0], [0.5], [1.0]])
-    np.testing.assert_allclose(4 * reward_model.kernel(x, x[:1])[:, 0], [1, 0.784888, 0.483358], atol=5e-7)
+    np.testing.assert_allclose(4 * reward_model.compute_kernel(x, x[:1])[:, 0], [1, 0.784888, 0.483358], atol=5e-7)
 
 
 def test_worked_ridge():
-    phi = reward_model.features(np.array([[1.0, 0], [0, 1]]))
-    np.testing.assert_allclose(reward_model.ridge(phi, np.array([1.0, 2])), [1 / 3, 2 / 3, 1 / 3, 2 / 3])
+    phi = reward_model.expand_features(np.array([[1.0, 0], [0, 1]]))
+    np.testing.assert_allclose(reward_model.fit_ridge(phi, np.array([1.0, 2])), [1 / 3, 2 / 3, 1 / 3, 2 / 3])
 
 
 def test_worked_posterior():
     x = np.array([[0.5] * 5, [0.0] * 5])
-    found = reward_model.posterior(x, x[:1], np.array([0.4]))
+    found = reward_model.compute_posterior(x, x[:1], np.array([0.4]))
     np.testing.assert_allclose(found.mean, [0.393996, 0.063560], atol=5e-7)
     np.testing.assert_allclose(found.variance, [0.009615, 0.206893], atol=5e-7)
 
 
 def test_no_history_is_the_prior():
     x = np.random.default_rng(0).random((4, 5))
-    found = reward_model.posterior(x, np.zeros((0, 5)), np.zeros(0))
+    found = reward_model.compute_posterior(x, np.zeros((0, 5)), np.zeros(0))
     np.testing.assert_array_equal(found.mean, np.zeros(4))
-    np.testing.assert_array_equal(covariances(found), reward_model.kernel(x, x))
+    np.testing.assert_array_equal(covariances(found), reward_model.compute_kernel(x, x))
 
 
 def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
@@ -51,7 +51,7 @@ def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
     x, seen, r = rng.random((6, 5)), rng.random((40, 5)), rng.uniform(-1, 1, 40)
     before = np.full(6, 0.25)
     for h in range(41):
-        variance = reward_model.posterior(x, seen[:h], r[:h]).variance
+        variance = reward_model.compute_posterior(x, seen[:h], r[:h]).variance
         assert (variance <= before + 1e-12).all()
         before = variance
 
@@ -68,7 +68,7 @@ def test_posterior_agrees_with_the_formula_by_inversion():
 
     inverse = np.linalg.inv(np.array([[kap(a, b) for b in seen] for a in seen]) + 0.01 * np.eye(20))
     k = np.array([[kap(a, b) for b in seen] for a in x])
-    found = reward_model.posterior(x, seen, r)
+    found = reward_model.compute_posterior(x, seen, r)
     np.testing.assert_allclose(found.mean, np.hstack([x, x**2]) @ theta + k @ inverse @ (r - phi @ theta), atol=1e-10)
     np.testing.assert_allclose(found.variance, covariances(found).diagonal(), atol=1e-12)
     np.testing.assert_allclose(covariances(found), [[kap(a, b) for b in x] for a in x] - k @ inverse @ k.T, atol=1e-10)
@@ -76,7 +76,7 @@ def test_posterior_agrees_with_the_formula_by_inversion():
 
 def test_repeated_contexts_do_not_break_cholesky():
     x = np.full((ccmab.HISTORY, 5), 0.5)
-    found = reward_model.posterior(x[:2], x, np.ones(len(x)))
+    found = reward_model.compute_posterior(x[:2], x, np.ones(len(x)))
     assert np.isfinite(found.mean).all()
     assert np.isfinite(found.variance).all()
     assert np.isfinite(covariances(found)).all()
@@ -90,11 +90,11 @@ def test_kernel_of_sets_is_positive_semidefinite(seed):
     member = np.zeros((30, 20))
     for row in member:
         row[rng.choice(20, rng.integers(1, 6), replace=False)] = 1
-    assert np.linalg.eigvalsh(member @ reward_model.kernel(x, x) @ member.T).min() > -1e-9
+    assert np.linalg.eigvalsh(member @ reward_model.compute_kernel(x, x) @ member.T).min() > -1e-9
 
 
 def test_exploration():
-    assert [round(reward_model.exploration(t), 6) for t in (1, 2, 10)] == [4.605170, 7.377759, 13.815511]
+    assert [round(reward_model.compute_exploration(t), 6) for t in (1, 2, 10)] == [4.605170, 7.377759, 13.815511]
 
 
 def set_score(mean, cov, beta, members):
@@ -114,18 +114,20 @@ def test_greedy_is_the_slow_greedy(seed, size):
         chosen.append(
             max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
         )
-    assert reward_model.greedy(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, **FREE) == chosen
+    assert (
+        reward_model.select_greedily(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, **FREE) == chosen
+    )
 
 
 def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
     mean, cov = np.zeros(4), np.eye(4)
-    assert reward_model.greedy(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, **FREE) == [1, 2]
-    assert reward_model.greedy(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, **FREE) == [0, 2]
+    assert reward_model.select_greedily(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, **FREE) == [1, 2]
+    assert reward_model.select_greedily(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, **FREE) == [0, 2]
 
 
 def test_batch_spreads_over_unlike_contexts():
     x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
-    mean, cov = np.array([0.02, 0.01, 0.0]), reward_model.kernel(x, x)
+    mean, cov = np.array([0.02, 0.01, 0.0]), reward_model.compute_kernel(x, x)
     kept = cov.copy()
     assert greedy_batch(mean, *parts(cov), 4.0, first=[], allowed=[0, 1, 2], size=2, **FREE) == [
         0,
@@ -141,5 +143,5 @@ def test_batch_spreads_over_unlike_contexts():
 def test_a_budget_passes_over_those_who_do_not_fit():
     mean, cov = np.array([0.3, 0.2, 0.1]), np.eye(3) * 1e-6
     budget = {"seconds": np.array([4.0, 2.0, 1.0]), "budget_s": 5.0}
-    for search in (reward_model.greedy, greedy_batch):
+    for search in (reward_model.select_greedily, greedy_batch):
         assert search(mean, *parts(cov), 1.0, first=[], allowed=[0, 1, 2], size=3, **budget) == [0, 2]

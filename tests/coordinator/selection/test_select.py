@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.selection import ccmab
-from coordinator.selection.select import choose, cohort_size, fastest, stratified, uniform
+from coordinator.selection.select import choose, compute_cohort_size, draw_stratified, draw_uniform, select_fastest
 
 # ------------------------------------------------------ uniform: the size of the cohort (cfic.md section 5) and draws
 
@@ -21,32 +21,32 @@ from coordinator.selection.select import choose, cohort_size, fastest, stratifie
     [(0, 0.3, 0), (1, 0.01, 1), (5, 0.1, 1), (5, 0.3, 2), (100, 0.3, 30), (6, 0.5, 3), (5, 0.5, 3), (7, 1.0, 7)],
 )
 def test_the_share_is_rounded_half_up_and_one_client_is_always_asked(n_clients, share, size) -> None:
-    assert cohort_size(n_clients, share) == size
+    assert compute_cohort_size(n_clients, share) == size
 
 
 def test_rounding_errors_of_the_share_do_not_lose_a_client() -> None:
     assert 45 * 0.7 < 31.5
-    assert cohort_size(45, 0.7) == 32
+    assert compute_cohort_size(45, 0.7) == 32
 
 
 def test_a_draw_is_of_different_clients_in_ascending_order_and_the_same_for_a_seed() -> None:
     ids = [f"d{i:02d}" for i in range(20)]
-    drawn = uniform(ids, 7, np.random.default_rng(3))
+    drawn = draw_uniform(ids, 7, np.random.default_rng(3))
     assert drawn == sorted(set(drawn))
     assert len(drawn) == 7
-    assert uniform(ids, 7, np.random.default_rng(3)) == drawn
-    assert uniform(ids, 7, np.random.default_rng(4)) != drawn
+    assert draw_uniform(ids, 7, np.random.default_rng(3)) == drawn
+    assert draw_uniform(ids, 7, np.random.default_rng(4)) != drawn
 
 
 def test_more_than_there_are_and_none_at_all() -> None:
-    assert uniform(["a", "b"], 5, np.random.default_rng(0)) == ["a", "b"]
-    assert uniform([], 5, np.random.default_rng(0)) == []
-    assert uniform(["a"], 0, np.random.default_rng(0)) == []
+    assert draw_uniform(["a", "b"], 5, np.random.default_rng(0)) == ["a", "b"]
+    assert draw_uniform([], 5, np.random.default_rng(0)) == []
+    assert draw_uniform(["a"], 0, np.random.default_rng(0)) == []
 
 
 def test_all_clients_are_as_likely() -> None:
     rng = np.random.default_rng(0)
-    counts = Counter(i for _ in range(2000) for i in uniform(list("abcde"), 2, rng))
+    counts = Counter(i for _ in range(2000) for i in draw_uniform(list("abcde"), 2, rng))
     # 800 expected, standard deviation sqrt(2000 * 0.4 * 0.6) = 22: beyond five of them once in 10^6
     assert all(abs(counts[i] - 800) < 5 * 22 for i in "abcde")
 
@@ -60,7 +60,7 @@ def clients(sizes: list[int]) -> dict[int, list[str]]:
 
 def drawn_from(sizes: list[int], n: int, unlabelled: int, seed: int = 0) -> list[str]:
     others = [f"u-{i:02d}" for i in range(unlabelled)]
-    return stratified(clients(sizes), n, np.random.default_rng(seed), others=others, last_visit={})
+    return draw_stratified(clients(sizes), n, np.random.default_rng(seed), others=others, last_visit={})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_every_cluster_has_its_turn(m: int, data: st.DataObject) -> None:
     window = -(-m // n)
     visits: list[set[int]] = []
     for r in range(2, 2 + 3 * window):
-        found = stratified(clients([2] * m), n, np.random.default_rng((7, r)), last_visit=last_visit)
+        found = draw_stratified(clients([2] * m), n, np.random.default_rng((7, r)), last_visit=last_visit)
         visits.append({int(i.split("-")[0]) for i in found})
         last_visit |= dict.fromkeys(visits[-1], r)
     for start in range(len(visits) - window + 1):
@@ -134,28 +134,28 @@ IDS = ["a", "b", "c", "d"]
 
 
 def test_measured_times_count_before_the_clock() -> None:
-    assert fastest(IDS, 2, {"a": 1.0, "b": 4.0, "c": 2.0, "d": 3.0}, {"b": 9.0}) == ["a", "c"]
+    assert select_fastest(IDS, 2, {"a": 1.0, "b": 4.0, "c": 2.0, "d": 3.0}, {"b": 9.0}) == ["a", "c"]
 
 
 def test_without_measurements_the_clock_decides() -> None:
-    assert fastest(IDS, 2, {}, {"a": 1.0, "b": 1.5, "c": 2.0, "d": 0.5}) == ["b", "c"]
+    assert select_fastest(IDS, 2, {}, {"a": 1.0, "b": 1.5, "c": 2.0, "d": 0.5}) == ["b", "c"]
 
 
 def test_a_clock_is_turned_into_time_by_the_cycles_of_the_others() -> None:
     # a and b: 6 * 1 = 3 * 2 = 6 cycles (10^9); d at 4 GHz needs 1.5 s, c at 0.5 GHz 12 s
     clocks = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 4.0}
-    assert fastest(IDS, 1, {"a": 6.0, "b": 3.0}, clocks) == ["d"]
-    assert fastest(IDS, 3, {"a": 6.0, "b": 3.0}, clocks) == ["a", "b", "d"]
+    assert select_fastest(IDS, 1, {"a": 6.0, "b": 3.0}, clocks) == ["d"]
+    assert select_fastest(IDS, 3, {"a": 6.0, "b": 3.0}, clocks) == ["a", "b", "d"]
 
 
 def test_unknown_devices_come_late_and_unresponsive_ones_last() -> None:
-    assert fastest(IDS, 3, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == ["b", "c", "d"]
-    assert fastest(IDS, 4, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == IDS
+    assert select_fastest(IDS, 3, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == ["b", "c", "d"]
+    assert select_fastest(IDS, 4, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == IDS
 
 
 def test_ties_go_to_the_lowest_id_whatever_the_order() -> None:
-    assert fastest(["d", "b", "c", "a"], 2, dict.fromkeys(IDS, 1.0), {}) == ["a", "b"]
-    assert fastest([], 2, {}, {}) == []
+    assert select_fastest(["d", "b", "c", "a"], 2, dict.fromkeys(IDS, 1.0), {}) == ["a", "b"]
+    assert select_fastest([], 2, {}, {}) == []
 
 
 # ---------------------------------------------------------------- choose: the same deadline and quota, another choice

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.service import backup as backup_cli
 from coordinator.service.backup import TABLES, _copy_files, back_up, restore_to
-from coordinator.store.blobs import undeleted
+from coordinator.store.blobs import prevent_deletion
 from coordinator.store.records import Device, Event
 from coordinator.store.store import ISSUE, Store
 from fedge.commands.cli import main
@@ -30,11 +30,11 @@ def home(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     with contextlib.closing(Store(home)) as store:
         store.blobs.put(b"a tensor")
-        store.begin_round(1, [Device("a", 5), Device("b", 6)], now=1.0)
+        store.start_round(1, [Device("a", 5), Device("b", 6)], now=1.0)
         store.write_orders([order("a"), order("b")])
         store.accept(report("a"), now=2.0).result()
-        store.note(Event(at=1.0, round=1, name="asked")).result()
-        store.count({"bytes_up": 3})
+        store.record_events(Event(at=1.0, round=1, name="asked")).result()
+        store.add_counts({"bytes_up": 3})
     (home / "summary.json").write_text(json.dumps({"federation": "f", "round": 0, "at": 1.0}))
     (home / "task.json").write_text("{}")
     return home
@@ -46,22 +46,22 @@ def test_all_tables_and_tensors_are_copied_and_only_open_orders_get_another_id(
     with contextlib.closing(Store(home)) as store:
         made = store._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         assert {name for (name,) in made} == set(TABLES)
-        secret = store.at_broker()
+        secret = store.get_broker_secret()
         before = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
         assert back_up(home, None, tmp_path / "backup") == 1  # while it is open
     new = tmp_path / "new"
     assert restore_to(tmp_path / "backup", new, store_url) == 1
     assert (new / "task.json").exists()
     with contextlib.closing(Store(new, store_url, federation="f")) as store:
-        issue = store.recall(ISSUE)
+        issue = store.find_value(ISSUE)
         assert issue
-        assert [entry.order.id for entry in store.entries(1)] == ["r.1.s.a", f"r{issue}.1.s.b"]
+        assert [entry.order.id for entry in store.get_entries(1)] == ["r.1.s.a", f"r{issue}.1.s.b"]
         assert store._db.execute("SELECT id FROM orders WHERE status = 'open'") == [(f"r{issue}.1.s.b",)]
         assert store.write_orders([order("a"), order("b")])["a"].report == report("a")
         after = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
         assert [t for t in TABLES if sorted(after[t]) != sorted(before[t])] == ["orders", "meta"]
         assert [store.blobs.get(digest) for digest in store.blobs] == [b"a tensor"]
-        assert store.at_broker() != secret  # if the old one still runs, it shares no reports with this one
+        assert store.get_broker_secret() != secret  # if the old one still runs, it shares no reports with this one
     if store_url is not None:
         with pytest.raises(ConfigError, match="f is on this server already: drop the schema"):
             restore_to(tmp_path / "backup", tmp_path / "again", store_url)
@@ -74,7 +74,7 @@ def test_tensors_in_a_bucket_are_copied_and_go_home_or_into_another(
 ) -> None:
     home, folder, new = tmp_path / "home", tmp_path / "backup", tmp_path / "new"
     with contextlib.closing(Store(home, blobs=bucket)) as store:
-        store.remember("blobs", bucket)
+        store.put_value_once("blobs", bucket)
         digest = store.blobs.put(b"a model")
         with contextlib.closing(Store(home, blobs=bucket, intake=True)) as intake:
             intake.blobs.put(b"an update that the dispatcher has not seen")
@@ -92,10 +92,10 @@ def test_tensors_in_a_bucket_are_copied_and_go_home_or_into_another(
 
 def test_nothing_is_deleted_while_a_backup_is_made(home: Path) -> None:
     with contextlib.closing(Store(home)) as store:
-        with undeleted(home):
-            store.keep_only(())
+        with prevent_deletion(home):
+            store.remove_others(())
             assert len(list(store.blobs)) == 1
-        store.keep_only(())
+        store.remove_others(())
         assert not list(store.blobs)
 
 
@@ -181,8 +181,8 @@ def test_the_name_in_a_backup_becomes_no_other_sql(home: Path, tmp_path: Path) -
 HOLD = """
 import sys, time
 from pathlib import Path
-from coordinator.store.store import undeleted
-with undeleted(Path(sys.argv[1])):
+from coordinator.store.store import prevent_deletion
+with prevent_deletion(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -195,7 +195,7 @@ def test_two_backups_take_turns_and_a_killed_one_leaves_no_lock(home: Path, tmp_
         assert other.stdout.readline() == b"held\n"
         with ThreadPoolExecutor() as threads:
             backups = [threads.submit(back_up, home, None, tmp_path / name) for name in ("a", "b")]
-            with pytest.raises(InUseError), undeleted(home, "taken"):
+            with pytest.raises(InUseError), prevent_deletion(home, "taken"):
                 pass
             assert not any(backup.done() for backup in backups)
             other.kill()

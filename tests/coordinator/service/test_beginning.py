@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.service.beginning import Length, length_of, method_of, prolonged, resumed, start
+from coordinator.service.beginning import RunLength, make_settings_method, prolong, read_length, resume, start
 from coordinator.store.store import Store
 from fedge.errors import ConfigError, StoreError
 from fedge.system.hardware import Processor
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.tensors import codecs
 from fedge.tensors.layout import unflatten
 from fedge.wire.messages import BlobRef
@@ -27,19 +27,19 @@ pytestmark = pytest.mark.usefixtures("no_torch")
 def test_more_rounds_only_where_the_method_has_them_and_between_two_ends(tmp_path: Path, store: Store) -> None:
     start(settings(None, tmp_path), TASK, store)
 
-    def longer(round_: int, *, method: str = "fedavg", **changes: Any) -> Length:
+    def longer(round_: int, *, method: str = "fedavg", **changes: Any) -> RunLength:
         wanted = settings(None, tmp_path, rounds=5, method=method, **changes)
-        before, length = length_of(wanted, store)
-        made = method_of(before, TASK, last=length.last)
+        before, length = read_length(wanted, store)
+        made = make_settings_method(before, TASK, last=length.last)
         state = msgspec.structs.replace(made.init(LAYOUT, BlobRef(digest="0" * 64, size_bytes=1)), round=round_)
-        return prolonged(wanted, length, made, state, store)
+        return prolong(wanted, length, made, state, store)
 
-    assert [longer(n) for n in (1, 2, 3, 7)] == [Length(total=5, last=n) for n in (5, 5, 6, 10)]
+    assert [longer(n) for n in (1, 2, 3, 7)] == [RunLength(total=5, last=n) for n in (5, 5, 6, 10)]
     with pytest.raises(ConfigError, match="--dp-epsilon is what all rounds may spend together"):
         longer(1, dp_epsilon=1.0)
     with pytest.raises(ConfigError, match="local has no rounds"):
         longer(1, method="local")
-    store.begin_round(3, [], now=1.0)
+    store.start_round(3, [], now=1.0)
     with pytest.raises(ConfigError, match="let that end with --rounds 2, then go on"):
         longer(2)
 
@@ -53,7 +53,7 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store,
 
 def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: list[int]) -> None:
     layout, ref = start(settings(None, tmp_path), TASK, store)
-    assert task_spec(str(tmp_path / "task.json")) == TASK, "for the devices"
+    assert load_task(str(tmp_path / "task.json")) == TASK, "for the devices"
     assert layout == LAYOUT
     assert isinstance(ref, BlobRef)
     first = codecs.decode(store.blobs.get(ref.digest), ref.codec, layout)
@@ -64,7 +64,7 @@ def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: li
 
 def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, store: Store) -> None:
     values = settings(None, tmp_path, method="fedprox")
-    assert method_of(values, TASK, {"proximal_mu": 0.3}).settings.options == {"proximal_mu": 0.3}
+    assert make_settings_method(values, TASK, {"proximal_mu": 0.3}).settings.options == {"proximal_mu": 0.3}
     kept = start(values, TASK, store, {"proximal_mu": 0.3})
     assert start(values, TASK, store, {"proximal_mu": 0.3}) == kept
     with pytest.raises(ConfigError, match="another federation"):
@@ -72,19 +72,19 @@ def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, st
 
 
 def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
-    task = task_spec("digits")
+    task = load_task("digits")
     values = settings(None, tmp_path, method="fedcoe")
     with pytest.raises(ConfigError, match="--server-data"):
-        method_of(values, task)
+        make_settings_method(values, task)
     np.savez(tmp_path / "r.npz", x=np.full((30, 8, 8), 16.0), y=np.arange(30) % 10)
-    method = method_of(msgspec.structs.replace(values, server_data=tmp_path / "r.npz"), task)
+    method = make_settings_method(msgspec.structs.replace(values, server_data=tmp_path / "r.npz"), task)
     assert sorted(method.server_data.y.tolist()) == sorted((np.arange(30) % 10).tolist())
     np.testing.assert_allclose(method.server_data.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
 
 
 def test_a_method_without_cold_start_serves_no_late_joiners(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fedge and fedcoe have"):
-        method_of(settings(None, tmp_path, method="fedavg", late_joiners=True), task_spec("digits"))
+        make_settings_method(settings(None, tmp_path, method="fedavg", late_joiners=True), load_task("digits"))
 
 
 def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
@@ -92,23 +92,23 @@ def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="trains no network on the server"):
-        method_of(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), task_spec("digits"))
+        make_settings_method(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), load_task("digits"))
     np.savez(tmp_path / "r.npz", x=np.zeros((20, 8, 8)), y=np.arange(20) % 10)
     values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, server_data=tmp_path / "r.npz")
     with pytest.raises(ConfigError, match="finds no GPU here"):
-        method_of(values, task_spec("digits"))
+        make_settings_method(values, load_task("digits"))
 
 
 @pytest.mark.parametrize("what", ["state", "start", "length", "identity"])
 def test_a_store_that_holds_garbage_is_an_error_that_says_what_to_do(tmp_path: Path, store: Store, what: str) -> None:
     """As a backup may, or a disk."""
     wanted = settings(None, tmp_path / "server")
-    resumed(wanted, TASK, store, {})
+    resume(wanted, TASK, store, {})
     if what == "state":
         store._change(lambda db: db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", 1, b"garbage"))
     else:
-        store.keep(what, "garbage")
+        store.put_value(what, "garbage")
     with pytest.raises(
         StoreError, match=r"server holds of the run cannot be read; restore another backup, or begin anew"
     ):
-        resumed(wanted, TASK, store, {})
+        resume(wanted, TASK, store, {})

@@ -23,10 +23,10 @@ from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.problems import Problem
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.state import RoundSummary
 from coordinator.service import beginning
-from coordinator.service.cli import Progress, coordinator, look, status, until_bundles
+from coordinator.service.cli import Progress, coordinator, describe_time_left, read_presence, status
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.service.summary import write_summary
 from coordinator.store.store import Store
@@ -38,8 +38,8 @@ from fedge.identity.names import CRL, Role
 from fedge.membership.signed_messages import Signed
 from fedge.steps.contract import Declined, Result
 from fedge.steps.mixture.install import Installed
-from fedge.tasks import task_spec
-from fedge.wire.messages import BlobRef, Presence, Status, Why, encode
+from fedge.tasks import load_task
+from fedge.wire.messages import BlobRef, Presence, Status, Why, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 from tests.deploy.tcp import TcpServer
@@ -64,7 +64,7 @@ async def home(tmp_path: Path) -> Path:
     """A folder in which one of two rounds is done."""
     folder = tmp_path / "server"
     settings = CoordinatorSettings(broker="localhost", federation="f", home=folder, task="t", method="fedavg", rounds=2)
-    method = make("fedavg", settings.for_method())
+    method = make_method("fedavg", settings.make_method_settings())
     line = RoundSummary(round=1, asked=2, answered=2, accuracy=0.875, loss=0.5)
     state = FedAvgState(
         round=1,
@@ -74,9 +74,9 @@ async def home(tmp_path: Path) -> Path:
         history=(line,),
     )
     with contextlib.closing(Store(folder)) as store:
-        store.count({"bytes_up": 2_000_000, "refused.malformed": 3})
+        store.add_counts({"bytes_up": 2_000_000, "refused.malformed": 3})
         fleet = MqttFleet(
-            settings.at(settings.broker), store,
+            settings.make_broker_settings(settings.broker), store,
             Assignment(federation="f", run="r", task=TASK, layout=LAYOUT, deadline_s=1.0), lambda event, fields: None,
         )  # fmt: skip
         fleet.problems = {"cam2": Problem(round=1, reason="declined: hot")}
@@ -175,7 +175,7 @@ def test_status_wants_one_place_to_look_at(flags: list[str]) -> None:
 
 async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_path: Path) -> None:
     async with RawDevice(mosquitto, "cam1", tmp_path), RawDevice(mosquitto, "cam2", tmp_path, federation="other"):
-        assert await look(broker_settings(mosquitto), "f") == {"cam1": "online"}
+        assert await read_presence(broker_settings(mosquitto), "f") == {"cam1": "online"}
         flags = ["status", "--broker", f"{mosquitto.host}:{mosquitto.port}", "--federation", "f", "--json"]
         said = await asyncio.to_thread(run_fedge, *flags)
     assert json.loads(said.stdout) == {"federation": "f", "devices": {"cam1": "online"}}
@@ -190,15 +190,15 @@ async def test_status_of_a_broker_does_not_believe_who_was_revoked(tmp_path: Pat
         async with ours:
             for name in ("cam1", "cam2"):
                 device = Signed(broker.settings(authority.issue(name)), None)
-                topic = topics.agent(name, "status")
-                payload = device.seal(topic, encode(msgspec.structs.replace(said, device_id=name)))
+                topic = topics.make_agent_topic(name, "status")
+                payload = device.seal(topic, encode_message(msgspec.structs.replace(said, device_id=name)))
                 await ours.publish(topic, payload, retain=True)
             files = authority.issue("status", Role.STATUS)
             before = (authority.folder / CRL).read_bytes()
             authority.revoke("cam2")
             await ours.publish(topics.revocations, (authority.folder / CRL).read_bytes(), retain=True)
             (authority.folder / CRL).write_bytes(before)  # it hears of it by the broker alone
-            assert await look(broker.settings(files), "test") == {"cam1": "online", "cam2": "revoked"}
+            assert await read_presence(broker.settings(files), "test") == {"cam1": "online", "cam2": "revoked"}
 
 
 async def test_status_of_a_broker_says_what_to_do_about_an_agent_of_fedge_0_1(
@@ -206,7 +206,7 @@ async def test_status_of_a_broker_says_what_to_do_about_an_agent_of_fedge_0_1(
 ) -> None:
     async with RawDevice(mosquitto, "cam1", tmp_path) as old:
         await old.say("status", IN_0_1, retain=True)
-        (told,) = (await look(broker_settings(mosquitto), "f")).values()
+        (told,) = (await read_presence(broker_settings(mosquitto), "f")).values()
     assert told.endswith("update fedge on cam1 to 0.2 or later")
 
 
@@ -277,12 +277,12 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
 
 
 def test_the_end_says_what_a_private_run_has_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    promise = Protection(dp_epsilon=4, dp_delta=1e-6).promise()
+    promise = Protection(dp_epsilon=4, dp_delta=1e-6).describe_promise()
     assert promise == "epsilon at most 4, delta 1e-06; each agent's log says what it has spent"
     Progress(live=False).observe("round_done", summary(done=True, installed={"a": {}}, privacy=promise))
     assert f"; privacy: {promise}" in capsys.readouterr().err
     found = json.loads((home / "summary.json").read_bytes())
-    assert found["privacy"] == Protection().promise() == ""
+    assert found["privacy"] == Protection().describe_promise() == ""
     (home / "summary.json").write_text(json.dumps(found | {"privacy": promise}))
     assert f"privacy     {promise}" in run_fedge("status", "--home", home).stdout
 
@@ -300,7 +300,7 @@ def test_the_time_that_is_left_is_told_after_three_rounds_and_holds_the_bundles(
     round_s: list[float], number: int, text: str
 ) -> None:
     """The first round, in which devices load torch, is no measure of the others, but of the end."""
-    assert until_bundles(summary(round=number, rounds=30, round_s=round_s)) == text
+    assert describe_time_left(summary(round=number, rounds=30, round_s=round_s)) == text
 
 
 def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,7 +350,7 @@ def test_a_task_that_its_data_describe_is_written_for_the_devices(tmp_path: Path
         assert any("event=connect_failed" in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=WAIT_S)
-    assert task_spec(str(home / "task.json")) == task_spec("arrays", data)
+    assert load_task(str(home / "task.json")) == load_task("arrays", data)
 
 
 def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def begun(home: Path, **changes: Any) -> None:
     given = {"broker": "unused", "federation": "f", "home": home, "task": "digits", "method": "fedavg", **changes}
     settings = CoordinatorSettings(**given)
     with contextlib.closing(Store(home)) as store:
-        beginning.start(settings, task_spec("digits"), store)
+        beginning.start(settings, load_task("digits"), store)
 
 
 @pytest.fixture
@@ -391,7 +391,7 @@ def test_a_refused_start_is_not_in_the_record(waiting: subprocess.Popen[str], tm
     home = tmp_path / "home"
     waiting.terminate()
     waiting.communicate()
-    assert runs.read(home).settings["method"] == "fedavg"
+    assert runs.read_run(home).settings["method"] == "fedavg"
     before = (home / runs.FILE).read_bytes()
     with pytest.raises(ConfigError, match="another federation"):
         coordinator.main([*common(home), "--method", "fedprox"], standalone_mode=False)
@@ -409,7 +409,7 @@ async def test_an_end_at_which_nobody_has_a_bundle_is_no_success(
     begun(home, rounds=0)
     flags = [*common(home, one_broker.port), "--method", "fedavg", "--rounds", 0]
     async with RawDevice(one_broker, "cam1", tmp_path) as device:
-        await device.appear("2", task=task_spec("digits"))
+        await device.appear("2", task=load_task("digits"))
         ending = asyncio.create_task(asyncio.to_thread(run_fedge, "coordinator", *flags))
         await device.report(await device.order("install"), result)
         said = await ending
@@ -440,8 +440,8 @@ def test_the_coordinator_imports_neither_torch_nor_scikit_learn() -> None:
     code = """
 import sys
 import coordinator.service.cli, coordinator.service
-from coordinator.methods import MethodSettings, make
-make("fedge", MethodSettings())
+from coordinator.methods import MethodSettings, make_method
+make_method("fedge", MethodSettings())
 print(sorted({"torch", "torchvision", "sklearn", "scipy", "onnx", "onnxruntime", "matplotlib"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

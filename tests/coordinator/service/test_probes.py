@@ -16,7 +16,7 @@ from torch.nn import functional
 from coordinator.service import checks, findings
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.system.loading import hold
+from fedge.system.loading import register_object
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(1, 4, 4), model="")
 RNG = np.random.default_rng(0)
@@ -367,8 +367,8 @@ WORKING: list[Callable[[], nn.Module]] = [
 def examined(make: Callable[[], nn.Module], samples: findings.Samples | None = SAMPLES) -> tuple[findings.Finding, ...]:
     """What is said of a network whose factory every machine calls for itself."""
     factory = lambda: make()  # noqa: E731 - of its own, so that no other test's name or graph is taken for it
-    task = msgspec.structs.replace(TASK, model=hold(factory))
-    return checks.examine(task, build.initial(task, 0)[0], samples=samples).findings
+    task = msgspec.structs.replace(TASK, model=register_object(factory))
+    return checks.examine(task, build.make_initial_model(task, 0)[0], samples=samples).findings
 
 
 @pytest.fixture(autouse=True)
@@ -413,26 +413,26 @@ def test_numbers_of_tokens_are_tried_as_they_are() -> None:
 
 @pytest.mark.process  # for its seconds
 def test_layers_that_a_given_module_hides_in_a_list_would_not_learn() -> None:
-    task = msgspec.structs.replace(TASK, model=hold(net := _Listed()))
-    (found,) = checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES).findings
+    task = msgspec.structs.replace(TASK, model=register_object(net := _Listed()))
+    (found,) = checks.examine(task, build.make_initial_model(task, 0)[0], samples=SAMPLES).findings
     assert "no order trains layers[0].weight, layers[0].bias, since no state dict has it" in found.what
     net.layers[0].requires_grad_(False)
-    assert checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES).findings == ()
+    assert checks.examine(task, build.make_initial_model(task, 0)[0], samples=SAMPLES).findings == ()
 
 
 @pytest.mark.process  # for its seconds
 def test_checks_leave_random_numbers_and_a_given_module_as_they_are() -> None:
     net = with_norm()
     before, state = {name: own.clone() for name, own in net.state_dict().items()}, torch.get_rng_state()
-    task = msgspec.structs.replace(TASK, model=hold(net))
-    checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES)
+    task = msgspec.structs.replace(TASK, model=register_object(net))
+    checks.examine(task, build.make_initial_model(task, 0)[0], samples=SAMPLES)
     assert all(torch.equal(own, before[name]) for name, own in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("sizes", "kept"), [([100], 16), ([3, 0, 2], 5), ([1] * 40, 16), ([0], 0), ([], 0)])
 def test_a_few_samples_are_taken_of_all(sizes: list[int], kept: int) -> None:
-    few = checks.a_few([(np.full((n, 2), k), np.full(n, k)) for k, n in enumerate(sizes)])
+    few = checks.select_few([(np.full((n, 2), k), np.full(n, k)) for k, n in enumerate(sizes)])
     assert (0 if few is None else len(few.y)) == kept
     if kept > 1:
         assert few is not None

@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Method
-from coordinator.methods.rounds import accepted, round_done, round_rng
+from coordinator.methods.rounds import finish_round, make_round_rng, select_updates
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import ModelState
-from coordinator.service.proof import proven
-from coordinator.simulation.rounds import run
+from coordinator.service.proof import prove_round
+from coordinator.simulation.rounds import run_rounds
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
@@ -49,8 +49,8 @@ class Own(Method[OwnState]):
         order = Train(
             starts=(Start(model=state.model),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=self.settings.seed > 0
         )
-        answers = await fleet.run("train", {fleet.devices()[k].id: order})
-        return round_done(state, 1, accepted(answers), **type(self).adds(self, state, k))
+        answers = await fleet.run("train", {fleet.get_devices()[k].id: order})
+        return finish_round(state, 1, select_updates(answers), **type(self).adds(self, state, k))
 
 
 def remembering(method: Any, state: OwnState) -> int:
@@ -93,7 +93,7 @@ async def test_a_method_that_is_not_the_same_again_is_refused_in_the_first_round
 
     async def several() -> None:  # two draws of one in three are equal in 1 of 9 runs, in all of them in 1 of 59049
         for _ in range(5):
-            await run(method, method.init(layout, first), fleet, rounds=4)
+            await run_rounds(method, method.init(layout, first), fleet, rounds=4)
 
     with pytest.raises(ConfigError, match=says):
         await several()
@@ -106,13 +106,13 @@ async def test_one_that_looks_who_is_busy_only_when_it_runs_again_is_refused(tmp
         async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
             calls.append(state.round)
             if len(calls) == 2:
-                fleet.busy()
+                fleet.get_busy_devices()
             return await super().round(state, fleet)
 
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
     method = Looking(MethodSettings(rounds=2))
     with pytest.raises(ConfigError, match=r"own: .*it asks which devices are busy, which it did not before: take"):
-        await run(method, method.init(layout, first), fleet, rounds=2)
+        await run_rounds(method, method.init(layout, first), fleet, rounds=2)
 
 
 async def test_two_streams_under_one_label_are_refused(tmp_path: Path) -> None:
@@ -120,24 +120,24 @@ async def test_two_streams_under_one_label_are_refused(tmp_path: Path) -> None:
         async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
             order = Train(starts=(Start(model=state.model),), sgd=Sgd(steps=1), codec=Codec.FLOAT32)
             found = {}
-            for device in fleet.devices()[:2]:
+            for device in fleet.get_devices()[:2]:
                 found |= {a.device_id: a async for a in fleet.stream("train", {device.id: order})}
-            return round_done(state, 2, accepted(found))
+            return finish_round(state, 2, select_updates(found))
 
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
     method = Twice(MethodSettings(rounds=2))
     with pytest.raises(ConfigError, match=r"own: two streams of a round have the label 'train'.*: number the labels"):
-        await run(method, method.init(layout, first), fleet, rounds=2)
+        await run_rounds(method, method.init(layout, first), fleet, rounds=2)
 
 
 async def test_one_that_draws_from_the_round_is_not_and_its_devices_work_once(tmp_path: Path) -> None:
     def draws(method: Any, state: OwnState) -> int:
-        return int(round_rng(method.settings, state.round + 1).integers(3))
+        return int(make_round_rng(method.settings, state.round + 1).integers(3))
 
     kind = type("Good", (Own,), {"draws": staticmethod(draws), "adds": staticmethod(lambda m, s, k: {"drawn": (k,)})})
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
     method = kind(MethodSettings(rounds=3, fine_tune=False))
-    state = await run(method, method.init(layout, first), fleet, rounds=3)
+    state = await run_rounds(method, method.init(layout, first), fleet, rounds=3)
     assert [number for number, label, _ in fleet.asked if label == "train"] == [1, 2, 3]
     assert sum(state.participations.values()) == 3
 
@@ -155,7 +155,7 @@ async def test_in_its_first_rounds_a_simulation_goes_on_with_the_state_that_was_
 
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
     method = Looking(MethodSettings(rounds=2))
-    await run(method, method.init(layout, first), fleet, rounds=2)
+    await run_rounds(method, method.init(layout, first), fleet, rounds=2)
     assert seen == [tuple] * 4
 
 
@@ -164,10 +164,10 @@ async def test_in_its_first_rounds_a_simulation_goes_on_with_the_state_that_was_
 )
 async def test_fedges_own_methods_are_the_same_again(tmp_path: Path, name: str) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6, limit=240)
-    method = make(name, MethodSettings(rounds=3, participation=0.5, sgd=Sgd(steps=2)))
-    state = method.begin(layout, first)
-    while not method.done(state):
+    method = make_method(name, MethodSettings(rounds=3, participation=0.5, sgd=Sgd(steps=2)))
+    state = method.make_first_state(layout, first)
+    while not method.is_done(state):
         fleet.round = state.round + 1
-        state = await proven(method, state, fleet)
-    assert set(state.installed) == {device.id for device in fleet.devices()}
+        state = await prove_round(method, state, fleet)
+    assert set(state.installed) == {device.id for device in fleet.get_devices()}
     assert msgspec.structs.asdict(state)["round"] >= 3

@@ -11,14 +11,14 @@ TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8
 
 
 def told(counts: samples.Counts) -> list[str]:
-    return [finding.what for finding in samples.oddities(counts)]
+    return [finding.what for finding in samples.find_oddities(counts)]
 
 
 def test_classes_without_samples_are_named() -> None:
-    (found,) = samples.without_samples({"": samples.by_class(TASK, np.array([0, 1, 2, 3, 4, 5, 6, 7]))})
+    (found,) = samples.find_missing_classes({"": samples.count_by_class(TASK, np.array([0, 1, 2, 3, 4, 5, 6, 7]))})
     assert found.what == "no sample is of 8, 9"
-    assert not [*samples.without_samples({"": samples.by_class(TASK, np.arange(10))})]
-    assert not [*samples.without_samples({"a": {"x": 0, "y": 1}, "b": {"x": 1}})]
+    assert not [*samples.find_missing_classes({"": samples.count_by_class(TASK, np.arange(10))})]
+    assert not [*samples.find_missing_classes({"a": {"x": 0, "y": 1}, "b": {"x": 1}})]
 
 
 def test_devices_with_few_samples_are_named() -> None:
@@ -52,11 +52,11 @@ def image(at: Path) -> None:
 def test_images_are_counted_by_the_folders_above_their_classes(tmp_path: Path) -> None:
     for name in ("cam2/cat/1.jpg", "cam1/cat/1.jpg", "cam1/cat/2.png", "cam1/dog/1.jpg"):
         image(tmp_path / name)
-    assert samples.in_folder(tmp_path) == {"cam1": {"cat": 2, "dog": 1}, "cam2": {"cat": 1}}
+    assert samples.count_in_folder(tmp_path) == {"cam1": {"cat": 2, "dog": 1}, "cam2": {"cat": 1}}
     image(tmp_path / "flat/train/cat/1.jpg")
     image(tmp_path / "flat/test/cat/1.jpg")
-    assert samples.in_folder(tmp_path / "flat") == {"": {"cat": 2}}
-    assert [*samples.lines(samples.in_folder(tmp_path / "cam1"))] == ["3: cat 2, dog 1"]
+    assert samples.count_in_folder(tmp_path / "flat") == {"": {"cat": 2}}
+    assert [*samples.format_counts(samples.count_in_folder(tmp_path / "cam1"))] == ["3: cat 2, dog 1"]
 
 
 def test_class_folders_without_images_are_named(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_class_folders_without_images_are_named(tmp_path: Path) -> None:
     for name in ("cam1/dog", "cam1/.cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "cam1/dog/notes.txt").write_text("later")
-    (found,) = samples.empty_folders([tmp_path])
+    (found,) = samples.find_empty_folders([tmp_path])
     assert found.what == f"no image is in {tmp_path / 'cam1/dog'}"
 
 
@@ -78,4 +78,4 @@ def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, monkeypat
         return real(folder)
 
     monkeypatch.setattr(Path, "iterdir", forbidden)
-    assert not [*samples.empty_folders([tmp_path])]
+    assert not [*samples.find_empty_folders([tmp_path])]

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.state import State, load
-from coordinator.service.beginning import resumed
+from coordinator.methods.state import State, decode_state
+from coordinator.service.beginning import resume
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from coordinator.watch.state import read_summary
-from coordinator.watch.words import headline
+from coordinator.watch.words import describe_progress
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
 from fedge.steps.contract import Failed
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec
 from fedge.wire.messages import Order, Why
@@ -48,9 +48,9 @@ def quiet(event: str, fields: dict[str, Any]) -> None:
 
 
 def final(store: Store) -> State:
-    saved = store.state()
+    saved = store.get_state()
     assert saved is not None
-    return load(saved, FedAvgState)
+    return decode_state(saved, FedAvgState)
 
 
 async def test_before_the_first_round_the_summary_says_why_a_device_does_not_take_part(
@@ -96,7 +96,7 @@ async def test_a_federation_from_beginning_to_end(mosquitto: LocalBroker, tmp_pa
     assert len(summary["round_s"]) == 3
     assert summary["wall_s"] > 0
     assert [name for name, _ in events if name in {"round_begun", "round_done"}] == ["round_begun", "round_done"] * 3
-    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
+    assert {e.status for n in (1, 2, 3) for e in store.get_entries(n)} == {OrderStatus.ACCEPTED}
 
     # w = 3 (the seed) + 2 rounds of (1 + 3) / 2, and of all tensors only that is left.
     state = final(store)
@@ -116,17 +116,17 @@ async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp
         await a.ack((await a.order("train", count=2)).id)
         first.cancel()
         await asyncio.wait([first])
-        half = {e.order.device_id: e.status for e in store.entries(2)}
+        half = {e.order.device_id: e.status for e in store.get_entries(2)}
         assert half == {"a": OrderStatus.ACCEPTED, "b": OrderStatus.OPEN}
-        digest = digest_of(codecs.encode({"w": np.full(3, a.value, np.float32)}, Codec.INT8))
-        (lost := store.blobs.path(digest)).rename(tmp_path / "lost")
+        digest = compute_digest(codecs.encode({"w": np.full(3, a.value, np.float32)}, Codec.INT8))
+        (lost := store.blobs.get_path(digest)).rename(tmp_path / "lost")
         with pytest.raises(StoreError, match=f"lacks 1 of the tensors .*{digest}"):
             await serve(wanted, TASK, store, quiet)
         (tmp_path / "lost").rename(lost)
         b.held = frozenset()
         summary = await serve(wanted, TASK, store, quiet)
     assert summary["selection"] == {"a": 2, "b": 2}
-    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
+    assert {e.status for n in (1, 2, 3) for e in store.get_entries(n)} == {OrderStatus.ACCEPTED}
     assert len(a.done) == len(b.done) == 3
     w = codecs.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
     np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)
@@ -137,14 +137,14 @@ async def test_a_federation_that_is_done_is_left_as_it_is(mosquitto: LocalBroker
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         group.create_task(serve(wanted, TASK, store, quiet))
         await learners(stack, mosquitto, tmp_path)
-    before = store.state()
+    before = store.get_state()
     events: list[tuple[str, dict[str, Any]]] = []
     nowhere = msgspec.structs.replace(wanted, broker="localhost:1")
     async with asyncio.timeout(WAIT_S):
         again = await serve(nowhere, TASK, store, lambda *event: events.append(event))
     assert again["done"]
     assert events == [("finished", {"rounds": 0, "bundles": 2})]
-    assert store.state() == before
+    assert store.get_state() == before
 
 
 async def test_a_run_that_ended_goes_on_with_more_rounds_and_ends_again(
@@ -171,9 +171,9 @@ async def test_a_run_that_ended_goes_on_with_more_rounds_and_ends_again(
 
 async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path: Path, store: Store) -> None:
     """Mosquitto with a password file and no password given."""
-    from fedge.commands.broker import free_port
+    from fedge.commands.broker import find_free_port
 
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     config = tmp_path / "mosquitto.conf"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous false\n")
     process = await asyncio.create_subprocess_exec(
@@ -208,11 +208,11 @@ async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
         assert {order.step for order in device.orders} == {"train"}
     kept = read_summary(tmp_path / "server")
     assert kept["failed"] == str(caught.value)
-    assert headline(kept).startswith("failed: nothing was learned in 2 rounds")
+    assert describe_progress(kept).startswith("failed: nothing was learned in 2 rounds")
     with pytest.raises(FruitlessError) as again:
         await serve(wanted, TASK, store, quiet)
     assert str(again.value) == (
         f"{caught.value}; to go on with this federation, start it with more rounds than 2 (--rounds)"
     )
     longer = settings(None, tmp_path / "server", devices=1, rounds=3)
-    assert resumed(longer, TASK, store, {})[0].last == 3
+    assert resume(longer, TASK, store, {})[0].last == 3

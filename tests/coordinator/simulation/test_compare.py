@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from coordinator.simulation import compare as module
-from coordinator.simulation.compare import compare, compare_runs, methods_of, seeds_of, spread
+from coordinator.simulation.compare import compare, compare_runs, compute_spread, parse_methods, parse_seeds
 from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.outcome import Cost, RunOutcome
-from coordinator.simulation.reports.report import of_comparison, write_results
+from coordinator.simulation.reports.report import make_comparison_report, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.system.child import Child
@@ -58,8 +58,8 @@ def test_the_target_is_95_percent_of_the_best_and_its_cost_a_mean() -> None:
 
 
 def test_one_seed_has_no_spread() -> None:
-    assert spread([0.5]).std == 0.0
-    assert spread([0.5, 0.7]).std == pytest.approx(0.1 * 2**0.5)
+    assert compute_spread([0.5]).std == 0.0
+    assert compute_spread([0.5, 0.7]).std == pytest.approx(0.1 * 2**0.5)
 
 
 def test_a_methods_own_numbers_are_those_that_every_seed_has() -> None:
@@ -71,8 +71,8 @@ def test_a_methods_own_numbers_are_those_that_every_seed_has() -> None:
 
 def test_methods_and_seeds_are_read_once_each() -> None:
     settings = CompareSettings(methods=" fedavg, fedavg+ft ,fedavg,fedepc:clustering=k-means", seeds="2, 0,2")
-    assert methods_of(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=k-means")
-    assert seeds_of(settings) == (2, 0)
+    assert parse_methods(settings) == ("fedavg", "fedavg+ft", "fedepc:clustering=k-means")
+    assert parse_seeds(settings) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
 )
 def test_a_report_is_not_lost_to_another_comparison(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     first, _ = run_again(tmp_path, rounds=0)
-    write_results(tmp_path, of_comparison(first))
+    write_results(tmp_path, make_comparison_report(first))
     run_again(tmp_path, rounds=0, methods="fedavg,local,fedavg+ft", seeds="0,1")  # more is welcome
     with pytest.raises(ConfigError, match=words):
         run_again(tmp_path, **{"rounds": 0, **changes})
@@ -266,7 +266,7 @@ def test_a_run_that_fails_is_what_the_user_hears_of(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(module, "wait", late)
     runs = [Named(name) for name in ("long", "bad", *"abcdefgh")]
     with pytest.raises(ConfigError, match=r"^no such thing$"):
-        list(module._done(runs, 2))  # type: ignore[arg-type]
+        list(module._iterate_outcomes(runs, 2))  # type: ignore[arg-type]
 
 
 def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_path: Path) -> None:

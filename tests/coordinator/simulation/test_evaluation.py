@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.papers.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.methods.settings import Option
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.rounds import run
+from coordinator.simulation.federation import Federation, make_fleet, partition_samples
+from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import Scenario
 from fedge.bundle import manifest as bundle
 from fedge.data import preprocessing
@@ -30,21 +30,25 @@ class UniformMean(ScmoePfl):
 
     steps = (FitAblatedMixture,)
 
-    def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
-        return ablated(FitAblatedMixture, super().mixture(state, device_id), learns="uniform", offset="untrained")
+    def make_mixture_order(self, state: ScmoeState, device_id: str) -> FitMixture:
+        return ablated(
+            FitAblatedMixture, super().make_mixture_order(state, device_id), learns="uniform", offset="untrained"
+        )
 
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
     federation = partition_samples(scenario, 0)
-    method = make(name, scenario.for_method(0, options or {}), Server(federation.task, federation.server_data))
-    fleet, first, workers = gather(federation, scenario, 0, tmp_path)
-    state = await run(method, method.init(federation.layout, first), fleet)
+    method = make_method(
+        name, scenario.make_method_settings(0, options or {}), Server(federation.task, federation.server_data)
+    )
+    fleet, first, workers = make_fleet(federation, scenario, 0, tmp_path)
+    state = await run_rounds(method, method.init(federation.layout, first), fleet)
     return federation, method, fleet, workers, state
 
 
 def accuracy(federation: Federation, device_id: str, model) -> float:
     share = federation.shares[device_id]
-    logits = Network(federation.task).logits(model, preprocessing.apply(federation.task, share.x_test))
+    logits = Network(federation.task).compute_logits(model, preprocessing.preprocess(federation.task, share.x_test))
     return float((logits.argmax(axis=1) == share.y_test).mean())
 
 
@@ -52,7 +56,7 @@ async def test_the_model_now_is_the_served_one_on_own_test_samples(tmp_path: Pat
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg")
     evaluation = Evaluation(federation, workers, list(workers))
     served = fleet.get(state.model, federation.layout)
-    now = evaluation.now(method, state, fleet)
+    now = evaluation.evaluate_now(method, state, fleet)
     assert {i: score.accuracy for i, score in now.items()} == {
         i: accuracy(federation, i, served) for i in federation.shares
     }
@@ -61,20 +65,20 @@ async def test_the_model_now_is_the_served_one_on_own_test_samples(tmp_path: Pat
 
 async def test_the_model_now_holds_what_a_device_keeps(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "ditto")
-    now = Evaluation(federation, workers, list(workers)).now(method, state, fleet)
+    now = Evaluation(federation, workers, list(workers)).evaluate_now(method, state, fleet)
     for i, score in now.items():
-        own = workers[i].personal(fleet.get(method.serves(state, i), federation.layout))
+        own = workers[i].make_personal_model(fleet.get(method.get_model(state, i), federation.layout))
         assert score.accuracy == accuracy(federation, i, own)
 
 
 async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg+ft")
-    final = Evaluation(federation, workers, list(workers)).finally_(method, state, fleet)
+    final = Evaluation(federation, workers, list(workers)).evaluate_finally(method, state, fleet)
     assert list(final) == sorted(federation.shares)
     for i, end in final.items():
         assert end.release == "1"
         folder = tmp_path / i / "bundles" / str(state.installed[i].release)
-        (candidate,) = bundle.read(folder).manifest.candidates
+        (candidate,) = bundle.read_bundle(folder).manifest.candidates
         model = flatten(from_bytes((folder / candidate.part.file_name).read_bytes()), federation.layout)
         assert end.score.accuracy == pytest.approx(accuracy(federation, i, model))
 
@@ -82,13 +86,13 @@ async def test_the_end_is_the_bundle_that_was_installed(tmp_path: Path) -> None:
 async def test_the_end_tells_what_the_private_model_weighs(tmp_path: Path) -> None:
     uniform = f"{__name__}:UniformMean"
     federation, method, fleet, workers, state = await finished(tmp_path / "a", uniform)
-    for i, end in Evaluation(federation, workers, list(workers)).finally_(method, state, fleet).items():
-        manifest = bundle.read(tmp_path / "a" / i / "bundles" / str(state.installed[i].release)).manifest
+    for i, end in Evaluation(federation, workers, list(workers)).evaluate_finally(method, state, fleet).items():
+        manifest = bundle.read_bundle(tmp_path / "a" / i / "bundles" / str(state.installed[i].release)).manifest
         assert end.private_weight == pytest.approx(1 / len(manifest.candidates))
     federation, method, fleet, workers, state = await finished(tmp_path / "b", "fedavg")
     assert {
         end.private_weight
-        for end in Evaluation(federation, workers, list(workers)).finally_(method, state, fleet).values()
+        for end in Evaluation(federation, workers, list(workers)).evaluate_finally(method, state, fleet).values()
     } == {None}
 
 
@@ -97,21 +101,21 @@ async def test_a_device_without_bundle_is_judged_by_what_it_is_served_and_marked
     gone = "device-1"
     lacking = msgspec.structs.replace(state, installed={i: b for i, b in state.installed.items() if i != gone})
     evaluation = Evaluation(federation, workers, list(workers))
-    final = evaluation.finally_(method, lacking, fleet)
+    final = evaluation.evaluate_finally(method, lacking, fleet)
     assert [i for i, end in final.items() if end.release is None] == [gone]
-    assert final[gone].score == evaluation.now(method, lacking, fleet)[gone]
+    assert final[gone].score == evaluation.evaluate_now(method, lacking, fleet)[gone]
 
 
 async def test_the_global_accuracy_is_the_mean_over_devices_of_what_they_are_served(tmp_path: Path) -> None:
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg")
     assert federation.global_test is not None
     x, y = federation.global_test
-    logits = Network(federation.task).logits(fleet.get(state.model, federation.layout), x)
-    found = Evaluation(federation, workers, list(workers)).globally(method, state, fleet)
+    logits = Network(federation.task).compute_logits(fleet.get(state.model, federation.layout), x)
+    found = Evaluation(federation, workers, list(workers)).evaluate_globally(method, state, fleet)
     assert found == pytest.approx(np.mean(logits.argmax(axis=1) == y))
 
 
 async def test_without_a_global_test_set_there_is_no_global_accuracy(tmp_path: Path) -> None:
     scenario = msgspec.structs.replace(SCENARIO, global_test=0.0)
     federation, method, fleet, workers, state = await finished(tmp_path, "fedavg", scenario)
-    assert Evaluation(federation, workers, list(workers)).globally(method, state, fleet) is None
+    assert Evaluation(federation, workers, list(workers)).evaluate_globally(method, state, fleet) is None

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated import devices
-from coordinator.simulation.federation import KEPT, gather, machines, partition_samples
+from coordinator.simulation.federation import KEPT, make_fleet, make_hardware, partition_samples
 from coordinator.simulation.settings import Scenario
 from fedge.data import preprocessing
 from fedge.errors import ConfigError
-from fedge.tasks import pool
+from fedge.tasks import load_pool
 from tests.fedge.tasks.test_har import write
 
 
@@ -19,11 +19,11 @@ def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_dev
     assert federation.server_data is not None
     assert (len(federation.server_data[1]), len(federation.global_test[1])) == (30, 70)
     raw = [part for share in federation.shares.values() for part in (share.x_train, share.x_val, share.x_test)]
-    parts = [preprocessing.apply(federation.task, x) for x in raw] + [
+    parts = [preprocessing.preprocess(federation.task, x) for x in raw] + [
         federation.global_test[0],
         federation.server_data[0],
     ]
-    expected = preprocessing.apply(federation.task, pool("digits", seed=3, limit=500).x)
+    expected = preprocessing.preprocess(federation.task, load_pool("digits", seed=3, limit=500).x)
     assert sorted(row.tobytes() for x in parts for row in x) == sorted(row.tobytes() for row in expected)
 
 
@@ -82,9 +82,9 @@ def test_another_network() -> None:
 
 def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
     ids = [f"d{i}" for i in range(7)]
-    mixed, steady = (machines(kind, ids, 1) for kind in ("mixed", "steady"))
-    assert machines("none", ids, 1) is None
-    assert mixed == devices.mixed(ids, seed=1)
+    mixed, steady = (make_hardware(kind, ids, 1) for kind in ("mixed", "steady"))
+    assert make_hardware("none", ids, 1) is None
+    assert mixed == devices.draw_mixed(ids, seed=1)
     assert mixed is not None
     assert steady is not None
     for i in ids:
@@ -95,8 +95,8 @@ def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
 def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> None:
     scenario = Scenario(devices=3, samples=200)
     federation = partition_samples(scenario, 0)
-    fleet, first, workers = gather(federation, scenario, 0, tmp_path)
-    assert [device.id for device in fleet.devices()] == list(federation.shares) == list(workers)
+    fleet, first, workers = make_fleet(federation, scenario, 0, tmp_path)
+    assert [device.id for device in fleet.get_devices()] == list(federation.shares) == list(workers)
     np.testing.assert_array_equal(fleet.get(first, federation.layout).params, federation.first.params)
     for i, share in federation.shares.items():
         assert workers[i].data.n_train == len(share.y_train)
@@ -107,18 +107,18 @@ def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> 
 def test_devices_of_their_own_making_are_counted_right_and_not_all_kept(tmp_path: Path, marks: str) -> None:
     scenario = Scenario(partition="generated", devices=600, min_samples=20, sensitive=0.3, marks=marks)
     federation = partition_samples(scenario, 1)
-    fleet, _, workers = gather(federation, scenario, 1, tmp_path)
-    assert [device.n_samples for device in fleet.devices()] == [worker.data.n_shared for worker in workers.values()]
+    fleet, _, workers = make_fleet(federation, scenario, 1, tmp_path)
+    assert [device.n_samples for device in fleet.get_devices()] == [worker.data.n_shared for worker in workers.values()]
     assert workers._made.cache_info().currsize == KEPT
-    assert len(federation.measured(7, 1)) == 7
-    assert federation.measured(7, 1) != federation.measured(7, 2)
+    assert len(federation.draw_measured(7, 1)) == 7
+    assert federation.draw_measured(7, 1) != federation.draw_measured(7, 2)
 
 
 def test_devices_that_are_not_measured_leave_after_the_last_round_of_training(tmp_path: Path) -> None:
     scenario = Scenario(devices=9, samples=300, rounds=3, min_samples=4, measured=4)
     federation = partition_samples(scenario, 0)
-    fleet, *_ = gather(federation, scenario, 0, tmp_path)
+    fleet, *_ = make_fleet(federation, scenario, 0, tmp_path)
     there = []
     for fleet.round in (3, 4):
-        there.append(tuple(device.id for device in fleet.devices()))
-    assert there == [tuple(federation.shares), federation.measured(4, 0)]
+        there.append(tuple(device.id for device in fleet.get_devices()))
+    assert there == [tuple(federation.shares), federation.draw_measured(4, 0)]

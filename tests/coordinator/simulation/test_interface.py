@@ -58,12 +58,12 @@ def test_a_task_of_arrays_with_a_network_of_ones_own_ends_in_bundles_that_predic
     found = fedge.simulate(task=task, method="fedavg+ft", devices=4, rounds=5, learning_rate=0.3, progress=told.append)
     assert found.accuracy > 0.6
     assert told[-1].startswith("the devices' bundles")
-    bundle = found.bundle("device-0")
+    bundle = found.get_bundle("device-0")
     prediction = fedge.load(bundle).predict(X[:50])
     assert set(prediction.class_name) <= {"a", "b", "c"}
     assert (prediction.class_index == Y[:50]).mean() > 0.5
     with pytest.raises(ConfigError, match=r"^no bundle of 'device-9': there are device-0, device-1, device-2, dev"):
-        found.bundle("device-9")
+        found.get_bundle("device-9")
     home = found.home
     del found
     gc.collect()
@@ -80,7 +80,7 @@ def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -
     assert [device.score for device in one.devices] == [device.score for device in two.devices]
     assert one.home == tmp_path / "out"
     assert (one.home / "report.html").exists()
-    assert one.bundle("device-1").is_dir()
+    assert one.get_bundle("device-1").is_dir()
     with pytest.raises(ConfigError, match="not empty"):
         fedge.simulate(out=tmp_path / "out", **SMALL)
 
@@ -116,7 +116,7 @@ def test_methods_and_seeds_may_be_lists_and_rows_are_typed(tmp_path: Path) -> No
     told: list[str] = []
     given = SMALL | {"progress": told.append}
     found = fedge.compare(task=task, methods=["local", "fedavg"], seeds=range(2), out=tmp_path / "out", **given)
-    assert [(row["method"], row["seed"]) for row in found.rows()] == [
+    assert [(row["method"], row["seed"]) for row in found.to_rows()] == [
         ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
     ]  # fmt: skip
     assert told[-1].startswith("4/4  fedavg  seed 1  accuracy")

@@ -12,18 +12,18 @@ import pytest
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.method import Method
-from coordinator.methods.rounds import accepted, round_done
+from coordinator.methods.rounds import finish_round, select_updates
 from coordinator.methods.state import ModelState
-from coordinator.service.checks import made_up
+from coordinator.service.checks import make_samples
 from coordinator.simulation import rehearsal
 from coordinator.simulation.rehearsal import rehearse
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.training.train import Start, Train
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from tests.examples.test_methods import FILES, own_class
 
-TASK = task_spec("digits")
-LAYOUT, _ = initial(TASK, 0)
+TASK = load_task("digits")
+LAYOUT, _ = make_initial_model(TASK, 0)
 
 
 class Own(Method[ModelState]):
@@ -33,13 +33,13 @@ class Own(Method[ModelState]):
 
     async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
         order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
-        updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+        updates = select_updates(await fleet.run("train", {device.id: order for device in fleet.get_devices()}))
         for update in list(updates.values())[:1]:
             w, change = (fleet.get(ref, state.layout) for ref in (state.model, update.update))
             state = msgspec.structs.replace(
                 state, model=fleet.put_model(dataclasses.replace(w, params=w.params + change.params), state.layout)
             )
-        return round_done(state, 4, updates)
+        return finish_round(state, 4, updates)
 
 
 class Claims(Own):
@@ -58,14 +58,14 @@ class Crashes(Own):
 
 
 class Endless(Own):
-    def done(self, state: ModelState) -> bool:
+    def is_done(self, state: ModelState) -> bool:
         del state
         return False
 
 
 def found(monkeypatch: pytest.MonkeyPatch, kind: type[Method[Any]]) -> list[tuple[str, str, bool]]:
     monkeypatch.setitem(globals(), "OWN", kind)
-    findings = rehearse(f"{__name__}:OWN", {}, TASK, LAYOUT, made_up(TASK))
+    findings = rehearse(f"{__name__}:OWN", {}, TASK, LAYOUT, make_samples(TASK))
     return [(each.what, each.do, each.stops) for each in findings]
 
 
@@ -94,7 +94,7 @@ def test_one_that_does_not_is_told_what_to_do(
 
 
 def test_fedges_own_are_proven_by_their_tests() -> None:
-    assert rehearse("fedge", {}, TASK, LAYOUT, made_up(TASK)) == []
+    assert rehearse("fedge", {}, TASK, LAYOUT, make_samples(TASK)) == []
 
 
 def test_a_variant_of_one_heeds_what_that_heeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_variant_of_one_heeds_what_that_heeds(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem != "fedbn"], ids=lambda file: file.stem)
 def test_the_examples_keep_their_promises(file: Any) -> None:
     """Of fedbn the network needs layers that normalise."""
-    findings = rehearse(f"methods.{file.stem}:{own_class(file.read_text())}", {}, TASK, LAYOUT, made_up(TASK))
+    findings = rehearse(f"methods.{file.stem}:{own_class(file.read_text())}", {}, TASK, LAYOUT, make_samples(TASK))
     assert not any(finding.stops for finding in findings), findings
 
 

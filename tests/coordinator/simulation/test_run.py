@@ -3,12 +3,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods.catalogue import installed_methods, make
+from coordinator.methods.catalogue import get_installed_methods, make_method
 from coordinator.methods.method import Server
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.reports.outcome import DeviceOutcome, RunOutcome, worst_decile
-from coordinator.simulation.reports.terminal import lines_of
-from coordinator.simulation.run import of_bundles, run_on, simulate, validate
+from coordinator.simulation.reports.outcome import DeviceOutcome, RunOutcome, compute_worst_decile
+from coordinator.simulation.reports.terminal import list_figures
+from coordinator.simulation.run import describe_bundles, run_on, simulate, validate
 from coordinator.simulation.settings import Scenario
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError, FruitlessError
@@ -28,7 +28,7 @@ def test_the_outcome_adds_up(tmp_path: Path) -> None:
     assert (found.method, found.seed, found.bundles) == ("mine", 1, 4)
     assert found.accuracy == pytest.approx(sum(accuracies) / 4)
     assert found.minimum == min(accuracies)
-    assert found.worst_decile == worst_decile(accuracies)
+    assert found.worst_decile == compute_worst_decile(accuracies)
     right = sum(device.score.accuracy * device.score.n for device in found.devices)
     assert found.sample_accuracy == pytest.approx(right / sum(device.score.n for device in found.devices))
     assert [device.group for device in found.devices] == [0, 1, 0, 1]
@@ -90,7 +90,7 @@ def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
     assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware="none")).seconds == 0
 
 
-@pytest.mark.parametrize("method", installed_methods())
+@pytest.mark.parametrize("method", get_installed_methods())
 def test_late_joiners_come_when_training_is_over_and_are_measured_apart(tmp_path: Path, method: str) -> None:
     scenario = msgspec.structs.replace(SCENARIO, devices=5, samples=600, rounds=2, global_test=0.3, late_joiners=2)
     found = outcome(tmp_path, method, scenario)
@@ -116,10 +116,10 @@ def test_what_a_private_run_has_spent_is_told_on_the_way_and_at_the_end(tmp_path
     told: list[str] = []
     scenario = msgspec.structs.replace(SCENARIO, rounds=1, evaluate_every=1, dp_noise=1.0)
     found = simulate(scenario, "fedavg", {}, 1, tmp_path, told.append, "fedavg")
-    most = max(Ledger(tmp_path / f"device-{i}").spent(1e-5) for i in range(4))
+    most = max(Ledger(tmp_path / f"device-{i}").compute_spent(1e-5) for i in range(4))
     assert found.details == {"epsilon spent (delta 1e-05)": most}
     assert told[2].endswith(f"  epsilon spent (delta 1e-05) {most:.2f}")
-    assert ("epsilon spent (delta 1e-05)", f"{most:.2f}") in lines_of(found, None)
+    assert ("epsilon spent (delta 1e-05)", f"{most:.2f}") in list_figures(found, None)
 
 
 def test_a_delta_that_promises_nothing_to_the_samples_of_a_device_is_refused(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def of_network(name: str, **changes: object) -> Scenario:
 def unchecked(home: Path, scenario: Scenario, told: list[str], method: str = "fedavg") -> RunOutcome:
     """As `simulate`, without the check of the network."""
     federation = partition_samples(scenario, 1)
-    made = make(method, scenario.for_method(1, {}), Server(federation.task, federation.server_data))
+    made = make_method(method, scenario.make_method_settings(1, {}), Server(federation.task, federation.server_data))
     return run_on(federation, made, scenario, 1, home, method, told.append)
 
 
-@pytest.mark.parametrize("method", sorted(installed_methods().keys() - {"fedcoe"}))  # its server trains, too
+@pytest.mark.parametrize("method", sorted(get_installed_methods().keys() - {"fedcoe"}))  # its server trains, too
 def test_a_run_in_which_no_update_came_fails_with_the_devices_reason(tmp_path: Path, method: str) -> None:
     told: list[str] = []
     with pytest.raises(FruitlessError, match="RuntimeError: it is tired") as caught:
@@ -184,7 +184,7 @@ def test_the_figure_of_the_bundles_is_of_those_that_are_there() -> None:
         )
 
     whole = {i: end(i, 0.5) for i in "ab"}
-    assert of_bundles(whole) == "the devices' bundles  accuracy 0.500"
-    assert of_bundles(whole | {"c": end("c", 0.9, "failed: no room")}) == (
+    assert describe_bundles(whole) == "the devices' bundles  accuracy 0.500"
+    assert describe_bundles(whole | {"c": end("c", 0.9, "failed: no room")}) == (
         "the bundles of 2 of 3 devices  accuracy 0.500  without one: c: failed: no room"
     )

@@ -12,24 +12,24 @@ from coordinator.simulation.settings import (
     SimulationSettings,
 )
 from fedge.errors import ConfigError
-from fedge.settings import describe
+from fedge.settings import describe_settings
 from fedge.steps.sgd import Sgd
-from fedge.tasks import partition
-from fedge.tasks.partition import samples_of
+from fedge.tasks import partition_pool
+from fedge.tasks.partition import load_samples
 from fedge.tasks.shares import check_partitioning
 
 
 def test_the_method_is_told_budget_and_options() -> None:
     scenario = Scenario(rounds=7, participation=0.3, local_steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
-    settings = scenario.for_method(5, {"base": "dbe"})
+    settings = scenario.make_method_settings(5, {"base": "dbe"})
     assert (settings.rounds, settings.participation, settings.seed, settings.options) == (7, 0.3, 5, {"base": "dbe"})
     assert settings.sgd == Sgd(steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
 
 
 def test_passes_over_the_samples_instead_of_steps() -> None:
-    assert Scenario(local_epochs=5).for_method(0, {}).sgd.epochs == 5
+    assert Scenario(local_epochs=5).make_method_settings(0, {}).sgd.epochs == 5
     with pytest.raises(ConfigError, match="--local-steps changes nothing with --local-epochs"):
-        Scenario(local_epochs=5, local_steps=20).for_method(0, {})
+        Scenario(local_epochs=5, local_steps=20).make_method_settings(0, {})
 
 
 @pytest.mark.parametrize("kind", [Scenario, CoordinatorSettings])
@@ -59,10 +59,12 @@ def test_a_tenth_of_the_rounds_is_between_two_points() -> None:
 
 
 def test_a_demo_shares_all_but_what_is_simulated() -> None:
-    shared = {setting.name: setting for setting in describe(Setup, "x")}
-    demo = {setting.name: setting for setting in describe(DemoSettings, "x")}
+    shared = {setting.name: setting for setting in describe_settings(Setup, "x")}
+    demo = {setting.name: setting for setting in describe_settings(DemoSettings, "x")}
     assert set(shared) < set(demo)
-    assert DemoSettings(local_steps=3, weight_decay=0.1).for_method(0, {}).sgd == Sgd(steps=3, weight_decay=0.1)
+    assert DemoSettings(local_steps=3, weight_decay=0.1).make_method_settings(0, {}).sgd == Sgd(
+        steps=3, weight_decay=0.1
+    )
 
 
 def test_a_demo_of_two_devices_needs_no_third_group() -> None:
@@ -72,9 +74,9 @@ def test_a_demo_of_two_devices_needs_no_third_group() -> None:
 
 
 def test_both_commands_share_the_scenario() -> None:
-    shared = {setting.name for setting in describe(Scenario, "simulate")}
+    shared = {setting.name for setting in describe_settings(Scenario, "simulate")}
     for kind in (SimulationSettings, CompareSettings):
-        settings = describe(kind, "x")
+        settings = describe_settings(kind, "x")
         assert shared < {setting.name for setting in settings}
         assert all(setting.help.endswith(".") for setting in settings)
 
@@ -83,7 +85,7 @@ def test_a_demo_and_a_simulation_deal_the_same_samples_out_alike() -> None:
     given = {"samples": 300, "n_groups": 3, "partition": "groups", "sensitive": 0.2}
     partitions = []
     for settings in (DemoSettings(**given), Scenario(**given)):
-        samples, apart = samples_of(settings, 1, 0.0)
+        samples, apart = load_samples(settings, 1, 0.0)
         assert len(apart.y) == 0
-        partitions.append([share.y_test.tolist() for share in partition(samples, 4, settings, seed=1)])
+        partitions.append([share.y_test.tolist() for share in partition_pool(samples, 4, settings, seed=1)])
     assert partitions[0] == partitions[1]

@@ -8,27 +8,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.options import resolve_options
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.run import validate
 from coordinator.simulation.settings import Scenario, SimulationSettings, TuneSettings
 from coordinator.simulation.tune import (
     Range,
-    Tried,
+    TriedConfiguration,
     Tuning,
-    applied,
-    configuration,
-    every_trial_failed,
-    keep_search,
-    ranges_of,
+    apply_values,
+    format_configuration,
+    make_failure_error,
+    parse_ranges,
+    record_search,
 )
 from fedge.errors import ConfigError, FruitlessError, ProtocolError
 from fedge.settings import resolve
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
-    assert ranges_of("fedge", ()) == {
+    assert parse_ranges("fedge", ()) == {
         "learning_rate": Range(low=0.003, high=0.3),
         "gamma": Range(low=0, high=0.99),  # below 1
         "rho": Range(low=0, high=1),
@@ -38,13 +38,13 @@ def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched()
 
 def test_ranges_are_what_the_user_says() -> None:
     said = ("batch-size=8,16", "local_steps=1..20", "mode=mixture,shift", "selection=ccmab,uniform", "local_steps")
-    assert ranges_of("fedge", said[:4]) == {
+    assert parse_ranges("fedge", said[:4]) == {
         "batch_size": Range(words=(8, 16)),
         "local_steps": Range(low=1, high=20),
         "mode": Range(words=("mixture", "shift")),
         "selection": Range(words=("ccmab", "uniform")),
     }
-    assert ranges_of("fedge", said[4:]) == {"local_steps": Range(low=5, high=40)}
+    assert parse_ranges("fedge", said[4:]) == {"local_steps": Range(low=5, high=40)}
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,23 @@ def test_ranges_are_what_the_user_says() -> None:
 )
 def test_what_cannot_be_searched_is_refused(search: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        ranges_of("fedprox", [search])
+        parse_ranges("fedprox", [search])
 
 
 def test_a_value_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="learning_rate"):
-        applied(Scenario(), {}, {"learning_rate": -1.0})
+        apply_values(Scenario(), {}, {"learning_rate": -1.0})
 
 
 def test_the_best_configuration_is_one_of_simulate_and_of_the_coordinator(tmp_path: Path) -> None:
-    best = Tried(values={"learning_rate": 0.1, "rho": 0.25, "batch_size": 32}, accuracy=0.8, rounds=9)
+    best = TriedConfiguration(values={"learning_rate": 0.1, "rho": 0.25, "batch_size": 32}, accuracy=0.8, rounds=9)
     scenario = Scenario(rounds=9, devices=5, alpha=0.3)
     tuning = Tuning(
         scenario=scenario, method="fedge:gamma=0.2", seed=4, searched={}, best=best, asked=None, trials=(best,)
     )
     assert repr(tuning).endswith(": accuracy 80.0 % after 9 of 9 rounds, the best of 1)")
     file = tmp_path / "best.toml"
-    file.write_text(configuration(tuning))
+    file.write_text(format_configuration(tuning))
     simulated = resolve(SimulationSettings, "simulate", file, {})
     assert (simulated.method, simulated.seed, simulated.devices, simulated.learning_rate) == ("fedge", 4, 5, 0.1)
     needed = {"broker": "localhost:1883", "federation": "f", "home": tmp_path, "task": "digits"}
@@ -82,7 +82,7 @@ def test_the_best_configuration_is_one_of_simulate_and_of_the_coordinator(tmp_pa
     assert (real.method, real.rounds, real.learning_rate, real.devices) == ("fedge", 9, 0.1, 1)
     options = resolve_options(file, ())
     assert options == {"gamma": 0.2, "rho": 0.25}
-    make("fedge", real.for_method(options))
+    make_method("fedge", real.make_method_settings(options))
 
 
 def test_a_trial_looks_at_validation_samples_and_installs_nothing(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_a_trial_looks_at_validation_samples_and_installs_nothing(tmp_path: Path
 
 def test_a_folder_keeps_one_search(tmp_path: Path) -> None:
     settings, ranges = TuneSettings(devices=2), {"learning_rate": Range(low=0.1, high=0.2)}
-    keep_search(tmp_path, settings, ranges)
-    keep_search(tmp_path, msgspec.structs.replace(settings, out=tmp_path), ranges)
+    record_search(tmp_path, settings, ranges)
+    record_search(tmp_path, msgspec.structs.replace(settings, out=tmp_path), ranges)
     with pytest.raises(ConfigError, match="another search"):
-        keep_search(tmp_path, msgspec.structs.replace(settings, devices=3), ranges)
+        record_search(tmp_path, msgspec.structs.replace(settings, devices=3), ranges)
     with pytest.raises(ConfigError, match="another search"):
-        keep_search(tmp_path, settings, {})
+        record_search(tmp_path, settings, {})
 
 
 @pytest.mark.process
@@ -118,10 +118,10 @@ def test_ray_tune_reports_nothing() -> None:
 def test_a_search_whose_trials_all_failed_says_why_in_a_line() -> None:
     """Ray gives the traceback as the text, and mostly the cause beside it."""
     raised = RuntimeError("Traceback:\n  File x\nValueError: of the user's")
-    assert str(every_trial_failed(raised)) == "every trial failed: ValueError: of the user's"
+    assert str(make_failure_error(raised)) == "every trial failed: ValueError: of the user's"
     raised.cause = FruitlessError("nothing was learned")  # type: ignore[attr-defined]
-    found = every_trial_failed(raised)
+    found = make_failure_error(raised)
     assert isinstance(found, FruitlessError)
     assert str(found) == "every trial failed: nothing was learned"
     raised.cause = ProtocolError("forged", "a report")  # type: ignore[attr-defined]
-    assert str(every_trial_failed(raised)) == "every trial failed: ValueError: of the user's"
+    assert str(make_failure_error(raised)) == "every trial failed: ValueError: of the user's"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.store.blobs import Blobs, blobs_in
+from coordinator.store.blobs import Blobs, open_blobs
 from fedge.errors import ConfigError, StoreError
 from fedge.system.files import BlobFolder
 
@@ -18,18 +18,18 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 
 def of_dispatcher(home: Path, url: str | None) -> Blobs:
-    return blobs_in(home, url, dispatcher=True)
+    return open_blobs(home, url, dispatcher=True)
 
 
 def of_intake(home: Path, url: str | None) -> Blobs:
     """On another machine, if there is a bucket."""
-    return blobs_in(home if url is None else home / "elsewhere", url, dispatcher=False)
+    return open_blobs(home if url is None else home / "elsewhere", url, dispatcher=False)
 
 
 def test_what_an_intake_takes_the_dispatcher_has(tmp_path: Path, url: str | None) -> None:
     received = BlobFolder(tmp_path / "received")
     digest = received.put(DATA)
-    of_intake(tmp_path, url).take(received.path(digest))
+    of_intake(tmp_path, url).take(received.get_path(digest))
     dispatcher = of_dispatcher(tmp_path, url)
     assert dispatcher.get(digest) == DATA
     assert digest in dispatcher, "from now on it is at hand"
@@ -37,8 +37,8 @@ def test_what_an_intake_takes_the_dispatcher_has(tmp_path: Path, url: str | None
 
 def test_what_the_dispatcher_receives_others_have(tmp_path: Path, url: str | None) -> None:
     dispatcher = of_dispatcher(tmp_path, url)
-    digest = dispatcher.received().put(DATA)
-    dispatcher.take(dispatcher.received().path(digest))
+    digest = dispatcher.get_received().put(DATA)
+    dispatcher.take(dispatcher.get_received().get_path(digest))
     assert digest in dispatcher
     assert of_intake(tmp_path, url).get(digest) == DATA
 
@@ -46,11 +46,11 @@ def test_what_the_dispatcher_receives_others_have(tmp_path: Path, url: str | Non
 def test_a_server_of_models_brings_what_there_is_and_lets_it_go(tmp_path: Path, url: str | None) -> None:
     digest = of_dispatcher(tmp_path, url).put(DATA)
     server = of_intake(tmp_path, url)
-    path = server.bring(digest)
+    path = server.fetch(digest)
     assert path is not None
     assert path.read_bytes() == DATA
-    assert server.bring("0" * 64) is None
-    server.let_go([])
+    assert server.fetch("0" * 64) is None
+    server.drop_copies([])
     assert (digest in server) == (url is None)
     assert server.get(digest) == DATA
 
@@ -63,11 +63,11 @@ def test_what_is_not_there_to_be_taken_is_told(tmp_path: Path, url: str | None) 
 def test_only_what_is_named_is_kept_and_what_is_young_if_wanted(tmp_path: Path, url: str | None) -> None:
     dispatcher = of_dispatcher(tmp_path, url)
     kept, other = dispatcher.put(DATA), dispatcher.put(b"other")
-    part = dispatcher.received().path(other).with_suffix(".part")
+    part = dispatcher.get_received().get_path(other).with_suffix(".part")
     part.write_bytes(b"oth")
-    dispatcher.keep_only({kept}, spare_s=60.0)
+    dispatcher.remove_others({kept}, spare_s=60.0)
     assert of_intake(tmp_path, url).get(other) == b"other"
-    dispatcher.keep_only({kept})
+    dispatcher.remove_others({kept})
     assert not part.exists()
     assert list(dispatcher) == [kept]
     assert of_intake(tmp_path, url).get(kept) == DATA

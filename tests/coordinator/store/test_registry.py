@@ -25,93 +25,93 @@ def status(
 def here(*ids: str) -> Registry:
     registry = Registry("t")
     for i in ids:
-        registry.on_status(i, status(i))
-        registry.on_context(i, Context(device_id=i), NOW)
+        registry.handle_status(i, status(i))
+        registry.handle_context(i, Context(device_id=i), NOW)
     return registry
 
 
 def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known() -> None:
     registry = here("b", "a")
-    registry.on_status("c", status("c"))
+    registry.handle_status("c", status("c"))
     known = (
         Device("a", 5, Context(device_id="a"), incarnation="1"),
         Device("b", 5, Context(device_id="b"), incarnation="1"),
     )
-    assert registry.online() == (*known, Device("c", 5, None, incarnation="1"))
-    registry.on_context("c", Context(device_id="c", load=0.5), NOW)
-    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
+    assert registry.list_online() == (*known, Device("c", 5, None, incarnation="1"))
+    registry.handle_context("c", Context(device_id="c", load=0.5), NOW)
+    assert registry.list_online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
 
 
 def test_what_steps_a_device_knows_and_what_bundle_it_had_are_what_its_status_says() -> None:
     registry = Registry("t")
-    registry.on_status("a", status(release=4, capabilities=Capabilities(trains=True, steps={"train": 1})))
-    (device,) = registry.online()
+    registry.handle_status("a", status(release=4, capabilities=Capabilities(trains=True, steps={"train": 1})))
+    (device,) = registry.list_online()
     assert (device.steps, device.release) == ({"train": 1}, 4)
 
 
 @pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
 def test_a_device_that_left_is_not_asked(presence: Presence) -> None:
     registry = here("a", "b")
-    assert not registry.on_status("a", status(presence=presence))
-    assert [d.id for d in registry.online()] == ["b"]
-    assert registry.presence() == {"a": presence, "b": Presence.ONLINE}
+    assert not registry.handle_status("a", status(presence=presence))
+    assert [d.id for d in registry.list_online()] == ["b"]
+    assert registry.list_presence() == {"a": presence, "b": Presence.ONLINE}
 
 
 def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
     """It may come back to a broker that has forgotten what it was sent."""
     registry = here("a")
-    assert registry.on_status("a", status())
-    assert registry.on_status("a", status(incarnation="2"))
-    registry.on_status("a", status(presence=Presence.SLEEPING, incarnation="2"))
-    assert registry.on_status("a", status(incarnation="2"))
+    assert registry.handle_status("a", status())
+    assert registry.handle_status("a", status(incarnation="2"))
+    registry.handle_status("a", status(presence=Presence.SLEEPING, incarnation="2"))
+    assert registry.handle_status("a", status(incarnation="2"))
 
 
 def test_a_status_that_only_tells_of_a_new_bundle_is_no_birth() -> None:
     """Otherwise its order would be sent again, and its report repeated, at the end of each federation."""
     registry = here("a")
-    assert not registry.on_status("a", status(release=1))
-    assert registry.online()[0].release == 1
-    assert registry.on_status("a", status(release=1))
+    assert not registry.handle_status("a", status(release=1))
+    assert registry.list_online()[0].release == 1
+    assert registry.handle_status("a", status(release=1))
 
 
 def test_a_connection_that_comes_back_makes_no_device_another_one() -> None:
     """The broker tells a coordinator that reconnects, or is started again, all retained statuses once more."""
     registry = here("a")
-    before = registry.online()
-    registry.on_status("a", status())
-    registry.on_status("a", status(presence=Presence.OFFLINE))
-    registry.on_status("a", status())
-    assert registry.online() == before
-    assert here("a").online() == before
-    registry.on_status("a", status(incarnation="2"))
-    assert registry.online() != before
+    before = registry.list_online()
+    registry.handle_status("a", status())
+    registry.handle_status("a", status(presence=Presence.OFFLINE))
+    registry.handle_status("a", status())
+    assert registry.list_online() == before
+    assert here("a").list_online() == before
+    registry.handle_status("a", status(incarnation="2"))
+    assert registry.list_online() != before
 
 
 def test_the_last_will_of_an_earlier_life_is_ignored() -> None:
     registry = here("a")
-    registry.on_status("a", status(incarnation="2"))
-    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="1"))
-    assert registry.presence() == {"a": Presence.ONLINE}
-    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="2"))
-    assert registry.presence() == {"a": Presence.OFFLINE}
+    registry.handle_status("a", status(incarnation="2"))
+    registry.handle_status("a", status(presence=Presence.OFFLINE, incarnation="1"))
+    assert registry.list_presence() == {"a": Presence.ONLINE}
+    registry.handle_status("a", status(presence=Presence.OFFLINE, incarnation="2"))
+    assert registry.list_presence() == {"a": Presence.OFFLINE}
 
 
 def test_a_device_that_cannot_train_is_not_asked() -> None:
     registry = here("a", "b")
-    registry.on_status("a", status(capabilities=Capabilities(trains=False)))
-    assert [device.id for device in registry.online()] == ["b"]
-    (found,) = registry.inference_only()
+    registry.handle_status("a", status(capabilities=Capabilities(trains=False)))
+    assert [device.id for device in registry.list_online()] == ["b"]
+    (found,) = registry.list_inference_only()
     assert (found.id, found.trains) == ("a", False)
-    registry.on_status("a", status(presence=Presence.SLEEPING))
-    assert registry.inference_only() == ()
+    registry.handle_status("a", status(presence=Presence.SLEEPING))
+    assert registry.list_inference_only() == ()
 
 
 def test_stored_contexts_count_until_there_are_new_ones() -> None:
     registry = Registry("t", {"a": Context(device_id="a", load=1.0)})
-    registry.on_status("a", status())
-    assert registry.online()[0].context == Context(device_id="a", load=1.0)
-    registry.on_context("a", Context(device_id="a", load=2.0), NOW)
-    assert registry.online()[0].context == Context(device_id="a", load=2.0)
+    registry.handle_status("a", status())
+    assert registry.list_online()[0].context == Context(device_id="a", load=1.0)
+    registry.handle_context("a", Context(device_id="a", load=2.0), NOW)
+    assert registry.list_online()[0].context == Context(device_id="a", load=2.0)
 
 
 @pytest.mark.parametrize(
@@ -125,45 +125,45 @@ def test_stored_contexts_count_until_there_are_new_ones() -> None:
 )
 def test_refusals_change_nothing(topic_id: str, message: Status | Context, name: str) -> None:
     registry = here("a")
-    before = registry.online(), registry.presence()
-    take = registry.on_status if isinstance(message, Status) else partial(registry.on_context, now=NOW)
+    before = registry.list_online(), registry.list_presence()
+    take = registry.handle_status if isinstance(message, Status) else partial(registry.handle_context, now=NOW)
     with pytest.raises(ProtocolError) as caught:
         take(topic_id, message)
     assert caught.value.name == name
-    assert (registry.online(), registry.presence()) == before
+    assert (registry.list_online(), registry.list_presence()) == before
 
 
 def test_clocks_that_differ_by_more_than_a_minute_are_told() -> None:
     registry = Registry("t")
     for device, at in (("a", NOW + 60), ("b", NOW + 61), ("c", NOW - 365 * 86400), ("d", None)):
-        registry.on_status(device, status(device))
-        registry.on_context(device, Context(device_id=device, at=at), NOW)
-    assert registry.wrong_clocks() == {"b": 61, "c": -365 * 86400}
-    registry.on_context("c", Context(device_id="c", at=NOW), NOW)
-    assert registry.wrong_clocks() == {"b": 61}, "it was set"
+        registry.handle_status(device, status(device))
+        registry.handle_context(device, Context(device_id=device, at=at), NOW)
+    assert registry.find_wrong_clocks() == {"b": 61, "c": -365 * 86400}
+    registry.handle_context("c", Context(device_id="c", at=NOW), NOW)
+    assert registry.find_wrong_clocks() == {"b": 61}, "it was set"
 
 
 def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names() -> None:
     registry = Registry("t", {"of the last round": None})
     present = [f"p{k}" for k in range(MAX_DEVICES - 2)]
     for i in present:
-        registry.on_status(i, status(i))
+        registry.handle_status(i, status(i))
     for i in ("x", "y"):
-        registry.on_status(i, status(i, presence=Presence.SLEEPING))
+        registry.handle_status(i, status(i, presence=Presence.SLEEPING))
     with pytest.raises(ProtocolError, match="too-many-devices"):
-        registry.on_status("z", status("z", presence=Presence.SLEEPING))
+        registry.handle_status("z", status("z", presence=Presence.SLEEPING))
     for i in ("a", "b", "of the last round"):
-        registry.on_status(i, status(i))
-    assert set(registry.presence()) == {*present, "a", "b", "of the last round"}
+        registry.handle_status(i, status(i))
+    assert set(registry.list_presence()) == {*present, "a", "b", "of the last round"}
     with pytest.raises(ProtocolError, match="too-many-devices"):
-        registry.on_status("c", status("c"))
+        registry.handle_status("c", status("c"))
 
 
 def test_invented_names_do_not_fill_the_memory() -> None:
     registry = here("a", *(f"p{k}" for k in range(MAX_DEVICES - 1)))
     with pytest.raises(ProtocolError, match="too-many-devices"):
-        registry.on_status("c", status("c"))
-    assert registry.on_status("a", status())
+        registry.handle_status("c", status("c"))
+    assert registry.handle_status("a", status())
 
 
 async def test_a_late_joiner_has_no_bundle_and_was_not_asked_in_this_incarnation() -> None:
@@ -172,22 +172,22 @@ async def test_a_late_joiner_has_no_bundle_and_was_not_asked_in_this_incarnation
     for changed in (status("a", incarnation="2"), status("b", capabilities=Capabilities(trains=False))):
         waiting = asyncio.create_task(registry.wait_for_late_joiner(tried, {"equipped"}))
         for still_the_same in (status("a", incarnation=tried["a"]), status("equipped", incarnation="2")):
-            registry.on_status(still_the_same.device_id, still_the_same)
+            registry.handle_status(still_the_same.device_id, still_the_same)
             await asyncio.sleep(0)
             assert not waiting.done()
-        registry.on_status(changed.device_id, changed)
+        registry.handle_status(changed.device_id, changed)
         await waiting
-        tried = {device.id: device.incarnation for device in (*registry.online(), *registry.inference_only())}
+        tried = {device.id: device.incarnation for device in (*registry.list_online(), *registry.list_inference_only())}
     assert tried == {"a": "2", "b": "1", "equipped": "2"}
 
 
 async def test_waiting_ends_when_enough_are_there() -> None:
     registry = here("a")
-    waiting = asyncio.create_task(registry.wait_for(2))
-    heard = asyncio.create_task(registry.heard_of({"a", "b"}))
+    waiting = asyncio.create_task(registry.wait_for_devices(2))
+    heard = asyncio.create_task(registry.wait_for_status({"a", "b"}))
     await asyncio.sleep(0)
     assert not waiting.done()
-    registry.on_status("b", status("b"))
+    registry.handle_status("b", status("b"))
     await heard
     assert [d.id for d in await waiting] == ["a", "b"]
 
@@ -200,8 +200,8 @@ def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> No
     registry = here("a", "b")
     seen = []
     for drift, release in ((False, 1), (True, 1), (True, 1), (False, 1), (True, 1), (True, 2)):
-        registry.on_health("a", health(drift=drift, release=release))
-        a, b = registry.online()
+        registry.handle_health("a", health(drift=drift, release=release))
+        a, b = registry.list_online()
         assert (a.drift, b) == (drift, Device("b", 5, Context(device_id="b"), incarnation="1"))
         seen.append(a.incarnation)
     calm, drifting, new = seen[0], seen[1], seen[5]
@@ -214,7 +214,7 @@ async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:
     waiting = asyncio.create_task(registry.wait_for_late_joiner({"a": "1"}, {"a"}))
     await asyncio.sleep(0)
     assert not waiting.done()
-    registry.on_health("a", health(drift=True))
+    registry.handle_health("a", health(drift=True))
     async with asyncio.timeout(300):
         await waiting
 
@@ -222,49 +222,49 @@ async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:
 def test_nobody_says_for_another_that_it_drifts() -> None:
     registry = here("a", "b")
     with pytest.raises(ProtocolError, match="foreign-id"):
-        registry.on_health("b", health(drift=True))
-    assert not any(device.drift for device in registry.online())
+        registry.handle_health("b", health(drift=True))
+    assert not any(device.drift for device in registry.list_online())
 
 
 def test_drift_that_is_told_before_the_birth_is_remembered() -> None:
     registry = Registry("t")
-    registry.on_health("a", health(drift=True))
-    registry.on_status("a", status())
-    assert [device.drift for device in registry.online()] == [True]
+    registry.handle_health("a", health(drift=True))
+    registry.handle_status("a", status())
+    assert [device.drift for device in registry.list_online()] == [True]
 
 
 def test_two_agents_of_one_id_are_noticed_and_any_of_their_wills_counts() -> None:
     registry = here("a")
-    registry.on_status("a", status("a", incarnation="2"))
+    registry.handle_status("a", status("a", incarnation="2"))
     assert not registry.is_twice("a")  # it was started again
-    registry.on_status("a", status("a", incarnation="1"))
+    registry.handle_status("a", status("a", incarnation="1"))
     assert registry.is_twice("a")
-    registry.on_status("a", status("a", incarnation="2"), 30.0)
-    registry.on_status("a", status("a", incarnation="1"), 60.0)
-    registry.on_status("a", status("a", incarnation="1"), 70.0)
-    assert registry.twins("a") == {"1": 60.0, "2": 30.0}
-    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="2"))
-    assert registry.presence() == {"a": Presence.OFFLINE}
-    registry.on_status("a", status("a", incarnation="3"))
+    registry.handle_status("a", status("a", incarnation="2"), 30.0)
+    registry.handle_status("a", status("a", incarnation="1"), 60.0)
+    registry.handle_status("a", status("a", incarnation="1"), 70.0)
+    assert registry.get_twins("a") == {"1": 60.0, "2": 30.0}
+    registry.handle_status("a", status("a", Presence.OFFLINE, incarnation="2"))
+    assert registry.list_presence() == {"a": Presence.OFFLINE}
+    registry.handle_status("a", status("a", incarnation="3"))
     assert not registry.is_twice("a")
-    assert registry.presence() == {"a": Presence.ONLINE}
+    assert registry.list_presence() == {"a": Presence.ONLINE}
 
 
 def test_who_said_something_older_than_what_is_known_may_be_two() -> None:
     registry = here("a")
-    registry.doubt("a")
-    registry.doubt("unknown")
-    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="0"))
-    assert registry.presence() == {"a": Presence.OFFLINE}
+    registry.record_outdated("a")
+    registry.record_outdated("unknown")
+    registry.handle_status("a", status("a", Presence.OFFLINE, incarnation="0"))
+    assert registry.list_presence() == {"a": Presence.OFFLINE}
 
 
 def test_who_is_forgotten_is_no_device_any_more() -> None:
     registry = here("a", "b")
-    assert registry.incarnation("a") == "1"
+    assert registry.get_incarnation("a") == "1"
     registry.forget("a")
     registry.forget("unknown")
-    assert [device.id for device in registry.online()] == ["b"]
-    assert registry.incarnation("a") is None
+    assert [device.id for device in registry.list_online()] == ["b"]
+    assert registry.get_incarnation("a") is None
     assert not registry.knows("a")
 
 
@@ -276,25 +276,29 @@ def test_the_devices_behind_a_relay_are_devices_and_the_relay_is_none() -> None:
         SiteDevice("taken", 1, "i", True, False, 0),
         SiteDevice("d" * 62, 1, "i", True, False, 0),
     )
-    assert registry.on_status("s", status("s", site=behind))
-    assert [device.id for device in registry.online()] == ["s.d1", "s.taken", "z"], "no name is taken, or too long"
-    assert registry.online()[0] == Device("s.d1", 7, None, "i", release=2, via="s")
-    assert registry.inference_only() == (
+    assert registry.handle_status("s", status("s", site=behind))
+    assert [device.id for device in registry.list_online()] == ["s.d1", "s.taken", "z"], "no name is taken, or too long"
+    assert registry.list_online()[0] == Device("s.d1", 7, None, "i", release=2, via="s")
+    assert registry.list_inference_only() == (
         Device("s.d2", 0, None, "i", trains=False, drift=True, withholds=("labels",), via="s"),
     )
-    assert registry.behind_relays() == dict.fromkeys(("s.d1", "s.d2"), Presence.ONLINE)
-    assert not registry.on_status("s", status("s", site=behind[:1])), "others behind it: that it is there is no news"
-    registry.leave_out({"s"})
-    assert [device.id for device in registry.online()] == ["s.taken", "z"], "a relay in quarantine is out with its site"
-    assert registry.inference_only() == ()
-    registry.leave_out(())
-    registry.on_status("s", status("s", Presence.OFFLINE, site=behind))
-    assert [device.id for device in registry.online()] == ["s.taken", "z"]
+    assert registry.list_behind_relays() == dict.fromkeys(("s.d1", "s.d2"), Presence.ONLINE)
+    assert not registry.handle_status("s", status("s", site=behind[:1])), (
+        "others behind it: that it is there is no news"
+    )
+    registry.exclude({"s"})
+    assert [device.id for device in registry.list_online()] == ["s.taken", "z"], (
+        "a relay in quarantine is out with its site"
+    )
+    assert registry.list_inference_only() == ()
+    registry.exclude(())
+    registry.handle_status("s", status("s", Presence.OFFLINE, site=behind))
+    assert [device.id for device in registry.list_online()] == ["s.taken", "z"]
 
 
 def test_where_there_can_be_no_relays_they_are_refused_with_the_reason() -> None:
     registry = Registry("t", no_relays="it needs single updates")
     with pytest.raises(ProtocolError, match="no-relays: s is a relay, and its devices are left out: it needs single"):
-        registry.on_status("s", status("s", site=()))
-    registry.on_context("s", Context(device_id="s"), NOW)
-    assert registry.online() == ()
+        registry.handle_status("s", status("s", site=()))
+    registry.handle_context("s", Context(device_id="s"), NOW)
+    assert registry.list_online() == ()

@@ -56,7 +56,7 @@ def opened(tmp_path: Path, store_url: str | None) -> Open:
 @pytest.fixture
 def store(opened: Open) -> Iterator[Store]:
     with contextlib.closing(opened()) as store:
-        store.begin_round(1, [Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6)], now=1.0)
+        store.start_round(1, [Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6)], now=1.0)
         yield store
 
 
@@ -70,12 +70,12 @@ def test_it_waits_for_the_disk(store: Store, store_url: str | None) -> None:
 
 
 def test_the_snapshot_of_a_round_stays(store: Store) -> None:
-    assert store.snapshot(1) == (Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6, None))
-    assert store.snapshot(2) is None
-    assert store.last_contexts() == {"a": Context(device_id="a", load=0.5), "b": None}
+    assert store.get_round_devices(1) == (Device("a", 5, Context(device_id="a", load=0.5)), Device("b", 6, None))
+    assert store.get_round_devices(2) is None
+    assert store.get_last_contexts() == {"a": Context(device_id="a", load=0.5), "b": None}
     with pytest.raises(StoreError):
-        store.begin_round(1, [], now=2.0)
-    assert len(store.snapshot(1) or ()) == 2
+        store.start_round(1, [], now=2.0)
+    assert len(store.get_round_devices(1) or ()) == 2
 
 
 def test_orders_that_are_there_stay_as_they_were(store: Store) -> None:
@@ -83,7 +83,7 @@ def test_orders_that_are_there_stay_as_they_were(store: Store) -> None:
     entries = store.write_orders([order("a", left_s=99.0), order("b", left_s=99.0)])
     assert [e.order.left_s for e in entries.values()] == [60.0, 99.0]
     assert list(entries) == ["a", "b"]
-    assert store.entries(1) == tuple(entries.values())
+    assert store.get_entries(1) == tuple(entries.values())
 
 
 def test_a_report_is_accepted_once(store: Store) -> None:
@@ -92,7 +92,7 @@ def test_a_report_is_accepted_once(store: Store) -> None:
     assert not store.accept(report(value=0.9), now=3.0).result()
     assert not store.reject("r.1.s.a", "late", now=3.0).result()
     assert not store.expire("r.1.s.a", now=3.0).result()
-    entry = store.entry("r.1.s.a")
+    entry = store.find_entry("r.1.s.a")
     assert entry is not None
     assert (entry.status, entry.report) == (OrderStatus.ACCEPTED, report(value=0.1))
 
@@ -106,33 +106,33 @@ def test_an_order_that_is_closed_takes_no_report(store: Store, closing: str) -> 
         else store.expire("r.1.s.a", now=2.0).result()
     )
     assert not store.accept(report(), now=3.0).result()
-    (entry,) = store.entries(1)
+    (entry,) = store.get_entries(1)
     assert entry.status == {"reject": OrderStatus.REJECTED, "expire": OrderStatus.EXPIRED}[closing]
     assert entry.report is None
 
 
 def test_a_report_without_an_order_is_not_taken(store: Store) -> None:
     assert not store.accept(report("x"), now=2.0).result()
-    assert store.entry("r.1.s.x") is None
+    assert store.find_entry("r.1.s.x") is None
 
 
 def test_a_round_is_committed_with_its_counts_or_not_at_all(store: Store) -> None:
     store.commit_round(1, b"one", 3.5, {"bytes_up": 10})
     with pytest.raises(StoreError):  # the round was committed already
         store.commit_round(1, b"two", 9.0, {"bytes_up": 10})
-    assert store.state() == b"one"
-    assert store.counters() == {"bytes_up": 10}
-    assert store.round_seconds() == {1: 2.5}
-    store.begin_round(2, [], now=4.0)
+    assert store.get_state() == b"one"
+    assert store.get_counters() == {"bytes_up": 10}
+    assert store.get_round_seconds() == {1: 2.5}
+    store.start_round(2, [], now=4.0)
     store.commit_round(2, b"two", 5.0, {"bytes_up": 1, "refused.malformed": 3})
-    assert store.state() == b"two"
-    assert store.counters() == {"bytes_up": 11, "refused.malformed": 3}
+    assert store.get_state() == b"two"
+    assert store.get_counters() == {"bytes_up": 11, "refused.malformed": 3}
 
 
 def test_an_order_that_is_still_open_when_its_round_ends_expires(store: Store) -> None:
     store.write_orders([order("a")])
     store.commit_round(1, b"one", 3.5, {})
-    (entry,) = store.entries(1)
+    (entry,) = store.get_entries(1)
     assert (entry.status, entry.reason) == (OrderStatus.EXPIRED, "the round ended without a wait for the report")
     assert not store.accept(report("a"), now=4.0).result()
 
@@ -146,35 +146,35 @@ def test_of_old_rounds_only_their_times_stay(store: Store) -> None:
     store.accept(report("a"), now=2.0).result()
     store.commit_round(1, b"1", 2.0, {}, keep=2)
     for number in (2, 3):
-        store.begin_round(number, [Device("a", 5)], now=2.0)
+        store.start_round(number, [Device("a", 5)], now=2.0)
         store.commit_round(number, b"", 4.0, {}, keep=2)
         store.write_orders([order("a", round_=number)])  # afterwards: open ones expire, and are the last arrivals
-    assert [e.order.id for e in store.entries(1)] == ["r.1.s.a", "r.1.t.b", "r.1.t.c"]
-    assert [len(store.entries(number)) for number in (2, 3)] == [1, 1]
-    assert (store.snapshot(1), store.snapshot(2)) == ((), (Device("a", 5),))
-    assert store.round_seconds() == {1: 1.0, 2: 2.0, 3: 2.0}
+    assert [e.order.id for e in store.get_entries(1)] == ["r.1.s.a", "r.1.t.b", "r.1.t.c"]
+    assert [len(store.get_entries(number)) for number in (2, 3)] == [1, 1]
+    assert (store.get_round_devices(1), store.get_round_devices(2)) == ((), (Device("a", 5),))
+    assert store.get_round_seconds() == {1: 1.0, 2: 2.0, 3: 2.0}
     store.expire("r.1.t.b", now=5.0).result()
-    assert [(e.order.device_id, e.arrival) for e in store.closed_since(2)] == [("b", 3)]
+    assert [(e.order.device_id, e.arrival) for e in store.get_closed_since(2)] == [("b", 3)]
     store.commit_round(4, b"", 6.0, {}, keep=2)
-    assert [e.order.id for e in store.entries(1)] == ["r.1.t.b", "r.1.t.c"]
+    assert [e.order.id for e in store.get_entries(1)] == ["r.1.t.b", "r.1.t.c"]
 
 
 def test_what_is_remembered_first_stays(store: Store) -> None:
-    assert store.recall("run") is None
-    assert store.remember("run", "x") == "x"
-    assert store.remember("run", "y") == "x"
-    assert store.recall("run") == "x"
+    assert store.find_value("run") is None
+    assert store.put_value_once("run", "x") == "x"
+    assert store.put_value_once("run", "y") == "x"
+    assert store.find_value("run") == "x"
 
 
 def test_only_named_tensors_are_kept(store: Store) -> None:
     kept, gone = store.blobs.put(b"kept"), store.blobs.put(b"gone")
-    partial = store.blobs.path(gone).with_name(f"{'1' * 64}.part")
+    partial = store.blobs.get_path(gone).with_name(f"{'1' * 64}.part")
     partial.write_bytes(b"of a device that was too late")
     coming = partial.with_name(f"{'2' * 64}.part")
     coming.write_bytes(b"of an answer to a streamed order")
-    store.keep_only({kept, "2" * 64}, spare_s=60.0)
+    store.remove_others({kept, "2" * 64}, spare_s=60.0)
     assert gone in store.blobs  # an intake may have just got it
-    store.keep_only({kept, "2" * 64})
+    store.remove_others({kept, "2" * 64})
     assert coming.exists()
     assert kept in store.blobs
     assert gone not in store.blobs
@@ -191,18 +191,18 @@ def test_streamed_orders_come_as_they_were_closed_until_a_round_has_had_them(sto
     store.accept(report("a"), now=3.0).result()
 
     def seen(number: int) -> list[str]:
-        return [entry.order.device_id for entry in store.streamed(number)]
+        return [entry.order.device_id for entry in store.get_streamed(number)]
 
     assert seen(1) == ["c", "a", "b"]
     store.hand_out("r.1.s.c", 1).result()
     assert (seen(1), seen(2)) == (["c", "a", "b"], ["a", "b"])
-    store.begin_round(2, [], now=4.0)
+    store.start_round(2, [], now=4.0)
     store.hand_out("r.1.s.c", 2).result()  # had it in round 1
     store.hand_out("r.1.s.a", 2).result()
     assert (seen(1), seen(2), seen(3)) == (["c", "b"], ["a", "b"], ["b"])
-    store.end_streams(now=5.0)
-    assert [entry.status for entry in store.streamed(3)] == ["expired"]
-    entry = store.entry("r.1.t.a")
+    store.expire_streams(now=5.0)
+    assert [entry.status for entry in store.get_streamed(3)] == ["expired"]
+    entry = store.find_entry("r.1.t.a")
     assert entry is not None
     assert entry.status == "open"
 
@@ -241,7 +241,7 @@ def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, opened: 
         racer.join(60)
         assert racer.exitcode == 0
     winner = won.get(timeout=300)
-    entry = store.entry("r.1.s.a")
+    entry = store.find_entry("r.1.s.a")
     assert entry is not None
     assert entry.report == report(value=winner)
 
@@ -274,22 +274,22 @@ def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(
     for statement in range(20):
         home, federation = tmp_path / str(statement), f"f{statement}"
         with contextlib.closing(Store(home, store_url, federation=federation)) as store:
-            store.begin_round(1, [Device("a", 5)], now=1.0)
+            store.start_round(1, [Device("a", 5)], now=1.0)
         given = json.dumps([str(home), store_url, federation, statement])
         died = subprocess.run([sys.executable, "-c", DIES, given], env={**os.environ, "PYTHONPATH": "."})
         with contextlib.closing(Store(home, store_url, federation=federation)) as store:
-            entries = store.entries(1)
+            entries = store.get_entries(1)
             if store_url is None:
                 assert store._db.execute("PRAGMA integrity_check") == [("ok",)]
-            committed = store.state() is not None
-            assert committed == (store.counters() == {"bytes_up": 1}) == (1 in store.round_seconds())
+            committed = store.get_state() is not None
+            assert committed == (store.get_counters() == {"bytes_up": 1}) == (1 in store.get_round_seconds())
             seen.append((len(entries), entries[0].status.value if entries else "", committed))
             # Whatever was there, doing it all again ends in the same state.
             store.write_orders([order()])
             store.accept(report(), 2.0).result()
             if not committed:
                 store.commit_round(1, b"state", 3.0, {"bytes_up": 1})
-            assert [e.status for e in store.entries(1)] == [OrderStatus.ACCEPTED]
+            assert [e.status for e in store.get_entries(1)] == [OrderStatus.ACCEPTED]
         if died.returncode == 0:
             break
         assert died.returncode == -signal.SIGKILL
@@ -305,24 +305,24 @@ def test_killed_between_any_two_statements_each_event_is_whole_or_not_there(
 
 
 def test_an_intake_works_beside_the_dispatcher_which_learns_what_it_closed(store: Store, opened: Open) -> None:
-    store.remember("start", "layout and model")
+    store.put_value_once("start", "layout and model")
     store.write_orders([order("a"), order("b"), order("c")])
     assert store.accept(report("c"), now=2.0).result()
-    seen = store.last_arrival()
+    seen = store.get_last_arrival()
     with contextlib.closing(opened(intake=True)) as one, contextlib.closing(opened(intake=True)) as other:
-        assert one.recall("start") == "layout and model"
-        assert one.at_broker() == other.at_broker() == store.at_broker() != ""
-        entry = one.entry("r.1.s.a")
+        assert one.find_value("start") == "layout and model"
+        assert one.get_broker_secret() == other.get_broker_secret() == store.get_broker_secret() != ""
+        entry = one.find_entry("r.1.s.a")
         assert entry is not None
         assert (entry.order, entry.status) == (order("a"), OrderStatus.OPEN)
         assert other.reject("r.1.s.b", "bad\0 text", now=3.0).result()
         assert one.accept(report("a"), now=4.0).result()
         assert not other.accept(report("a", value=0.9), now=5.0).result()
         assert not store.expire("r.1.s.a", now=6.0).result()
-    closed = store.closed_since(seen)
+    closed = store.get_closed_since(seen)
     assert [(e.order.device_id, e.status, e.arrival) for e in closed] == [("b", "rejected", 2), ("a", "accepted", 3)]
     assert closed[1].report == report("a")
-    assert store.closed_since(store.last_arrival()) == ()
+    assert store.get_closed_since(store.get_last_arrival()) == ()
 
 
 def test_an_intake_before_the_first_dispatcher_is_refused(opened: Open) -> None:
@@ -337,15 +337,15 @@ def test_changes_that_wait_together_are_one_transaction(store: Store, monkeypatc
     names = [f"d{i}" for i in range(100)]
     store.write_orders(map(order, names))
     held, begun = threading.Event(), []
-    begin = store._writer.db.begin
-    monkeypatch.setattr(store._writer.db, "begin", lambda: begun.append(held.wait(60)) or begin())
+    begin = store._writer.db.begin_writing
+    monkeypatch.setattr(store._writer.db, "begin_writing", lambda: begun.append(held.wait(60)) or begin())
     futures = [store.accept(report(name), now=2.0) for name in names]
-    assert store.last_arrival() == 0
+    assert store.get_last_arrival() == 0
     assert not any(future.done() for future in futures)  # nothing before its commit
     held.set()
     assert all(future.result() for future in futures)
     assert len(begun) <= 2
-    assert [entry.order.device_id for entry in store.closed_since(0)] == names  # in the order of the calls
+    assert [entry.order.device_id for entry in store.get_closed_since(0)] == names  # in the order of the calls
 
 
 def test_what_waits_when_it_is_closed_is_still_carried_out(store: Store, opened: Open) -> None:
@@ -354,7 +354,7 @@ def test_what_waits_when_it_is_closed_is_still_carried_out(store: Store, opened:
     store.close()
     assert future.done()
     with contextlib.closing(opened()) as again:
-        assert again.last_arrival() == 1
+        assert again.get_last_arrival() == 1
 
 
 # ------------------------------------------------------------------------------------------------------ broken disks
@@ -372,7 +372,7 @@ import os, signal, sys
 from pathlib import Path
 from coordinator.store.store import Store
 store = Store(Path(sys.argv[1]))
-store.keep("at", "the end")
+store.put_value("at", "the end")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -382,14 +382,14 @@ def test_a_copy_without_the_log_is_refused_until_the_last_process_has_ended_clea
     with contextlib.closing(Store(home)) as store:
         with pytest.raises(ConfigError, match=r"lacks what was in store\.db-wal: take a copy made by `fedge backup`"):
             alone(home, tmp_path / "begun")
-        store.keep("at", "noon")
+        store.put_value("at", "noon")
         intake = Store(home, intake=True)
-    intake.keep("at", "night")  # the dispatcher has ended
+    intake.put_value("at", "night")  # the dispatcher has ended
     with pytest.raises(ConfigError, match="was in use"):
         alone(home, tmp_path / "helped")
     intake.close()
     with contextlib.closing(alone(home, tmp_path / "ended")) as copy:
-        assert copy.recall("at") == "night"
+        assert copy.find_value("at") == "night"
 
 
 def test_after_kill_9_the_log_is_there_and_whoever_looks_leaves_a_whole_file(tmp_path: Path) -> None:
@@ -399,9 +399,9 @@ def test_after_kill_9_the_log_is_there_and_whoever_looks_leaves_a_whole_file(tmp
     with pytest.raises(ConfigError, match="was in use"):
         alone(home, tmp_path / "killed")
     with contextlib.closing(Store(home, intake=True)) as looking:
-        assert looking.recall("at") == "the end"
+        assert looking.find_value("at") == "the end"
     with contextlib.closing(alone(home, tmp_path / "looked")) as copy:
-        assert copy.recall("at") == "the end"
+        assert copy.find_value("at") == "the end"
 
 
 def test_a_log_that_cannot_be_brought_in_stays(tmp_path: Path) -> None:
@@ -417,9 +417,9 @@ def test_a_log_that_cannot_be_brought_in_stays(tmp_path: Path) -> None:
 
 def test_tensors_that_are_not_there_are_named(store: Store) -> None:
     there = store.blobs.put(b"there")
-    store.require([there])
+    store.require_tensors([there])
     with pytest.raises(StoreError, match=f"lacks 2 of the tensors .*{'a' * 64}, {'b' * 64}.*`fedge restore`"):
-        store.require([there, "b" * 64, "a" * 64])
+        store.require_tensors([there, "b" * 64, "a" * 64])
 
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
@@ -429,8 +429,8 @@ def test_a_full_disk_is_an_error_and_nothing_is_half_written(store: Store) -> No
     store._writer.db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreError, match="full"):
         store.commit_round(1, os.urandom(10**6), 3.0, {})
-    assert store.state() is None
-    assert store.round_seconds() == {}
+    assert store.get_state() is None
+    assert store.get_round_seconds() == {}
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_migration_that_fails_leaves_the_old_schema(
         opened()
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT;")
     with contextlib.closing(opened()) as store:
-        assert store._db.version() == 9000
+        assert store._db.get_version() == 9000
         assert store._db.execute("SELECT count(*) FROM more") == [(0,)]
 
 
@@ -501,7 +501,7 @@ def test_a_home_whose_tables_are_on_a_server_is_not_begun_anew_without_it(opened
     opened().close()
     if opened.args[1] is None:
         with contextlib.closing(Store(tmp_path, federation="f")) as again:
-            assert again.state() is None
+            assert again.get_state() is None
     else:
         with pytest.raises(ConfigError, match="keeps its tables on a server: name it with --store"):
             Store(tmp_path, federation="f")
@@ -509,10 +509,12 @@ def test_a_home_whose_tables_are_on_a_server_is_not_begun_anew_without_it(opened
 
 def test_evidence_against_a_device_is_kept_once_a_round_and_name(store: Store, opened: Open) -> None:
     first = Offence(device_id="a", round=1, name="long-update", detail="norm 50")
-    assert store.accuse(first).result()
-    assert not store.accuse(Offence(device_id="a", round=1, name="long-update", detail="after a restart")).result()
-    assert store.accuse(Offence(device_id="a", round=2, name="long-update", detail="x" * 2000)).result()
+    assert store.record_offence(first).result()
+    assert not store.record_offence(
+        Offence(device_id="a", round=1, name="long-update", detail="after a restart")
+    ).result()
+    assert store.record_offence(Offence(device_id="a", round=2, name="long-update", detail="x" * 2000)).result()
     store.close()
     with contextlib.closing(opened()) as again:
-        kept = again.offences()
+        kept = again.get_offences()
     assert (kept[0], kept[1].round, len(kept[1].detail)) == (first, 2, 1000)

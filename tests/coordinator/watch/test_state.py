@@ -17,10 +17,10 @@ from coordinator.service import cli
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import Event
-from coordinator.store.requests import act, wishes_in
+from coordinator.store.requests import read_requests, request_action
 from coordinator.store.store import Store
 from coordinator.watch.state import Watch, read_summary
-from coordinator.watch.words import text_of
+from coordinator.watch.words import describe_event
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK
@@ -69,7 +69,7 @@ async def test_devices_rounds_and_reasons(
 ) -> None:
     await served(mosquitto, store, participation=0.5)
     watch = Watch(home, store)
-    state = watch.state()
+    state = watch.get_state()
     assert [(d["id"], d["presence"], d["bundle"], d["why"]) for d in state["devices"]] == [
         ("a", "online", True, ""),
         ("b", "online", True, ""),
@@ -80,28 +80,28 @@ async def test_devices_rounds_and_reasons(
         (3, 2, 2, 0),
     ]
     assert all(row["done_at"] >= row["begun_at"] for row in state["rounds_list"])
-    trained = {row["device"]: row["outcome"] for row in watch.round(1)["devices"]}
+    trained = {row["device"]: row["outcome"] for row in watch.describe_round(1)["devices"]}
     assert sorted(trained.values()) == ["answered", "not asked"]
     other = next(i for i, outcome in trained.items() if outcome == "not asked")
-    assert watch.why(other, 1) == [
+    assert watch.explain_device(other, 1) == [
         f"{other} was online when the run ended",
         "round 1: not asked, not chosen: the selection took 1 other",
     ]
-    assert watch.why("a")[1].startswith("round 3: install: answered")
+    assert watch.explain_device("a")[1].startswith("round 3: install: answered")
     with pytest.raises(ConfigError, match="no device c was ever heard of"):
-        watch.why("c")
+        watch.explain_device("c")
     assert not devices[0].done.keys() & devices[1].done.keys()
 
 
 def test_the_line_above_a_round_counts_every_order(tmp_path: Path) -> None:
     with contextlib.closing(make_shop(tmp_path)) as store:
-        store.note(Event(at=NOW, round=4, name="asked", fields={"label": "train", "devices": 5}))
+        store.record_events(Event(at=NOW, round=4, name="asked", fields={"label": "train", "devices": 5}))
         for device, result in (("a", "done"), ("b", "declined"), ("c", "failed")):
             told = {"label": "train", "result": result, "seconds": 1.0}
-            store.note(Event(at=NOW, round=4, name="answer", device=device, fields=told))
+            store.record_events(Event(at=NOW, round=4, name="answer", device=device, fields=told))
         closed = {"label": "train", "reason": "late", "late": True}
-        store.note(Event(at=NOW, round=4, name="closed", device="d", fields=closed)).result(WAIT_S)
-        text = Watch(tmp_path, store).round(4)["text"]
+        store.record_events(Event(at=NOW, round=4, name="closed", device="d", fields=closed)).result(WAIT_S)
+        text = Watch(tmp_path, store).describe_round(4)["text"]
     assert text == "5 orders, 1 answered, 1 late, 2 failed or declined, 1 open"
 
 
@@ -109,55 +109,58 @@ async def test_what_became_of_orders_that_are_no_longer_stored(
     mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
 ) -> None:
     await served(mosquitto, store, rounds=4, keep_rounds=1)
-    assert not store.entries(1)
+    assert not store.get_entries(1)
     watch = Watch(home, store)
-    assert watch.why("a", 1)[1].startswith("round 1: train: answered")
-    assert {row["outcome"] for row in watch.round(1)["devices"]} == {"answered"}
+    assert watch.explain_device("a", 1)[1].startswith("round 1: train: answered")
+    assert {row["outcome"] for row in watch.describe_round(1)["devices"]} == {"answered"}
     with pytest.raises(ConfigError, match="nothing is known of round 99"):
-        watch.why("a", 99)
+        watch.explain_device("a", 99)
 
 
 async def test_a_paused_run_waits_and_goes_on_a_round_at_a_time(
     mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
 ) -> None:
-    act(store, "pause")
+    request_action(store, "pause")
     seen: list[tuple[str, Any]] = []
     running = asyncio.create_task(served(mosquitto, store, seen))
     await until(seen, "paused")
     assert not devices[0].orders
-    act(store, "run-now")
+    request_action(store, "run-now")
     await until(seen, "paused", 2)
     assert [o.round for o in devices[0].orders] == [1]
     await asyncio.sleep(1.2)
-    assert (read_summary(home)["paused"], Watch(home, store).state()["text"]) == (True, "paused after round 1 of 2")
-    act(store, "resume")
+    assert (read_summary(home)["paused"], Watch(home, store).get_state()["text"]) == (True, "paused after round 1 of 2")
+    request_action(store, "resume")
     assert (await asyncio.wait_for(running, WAIT_S))["done"]
-    assert [e.name for e in store.events(limit=1000) if e.name in {"paused", "resumed"}] == ["paused", "resumed"] * 2
+    assert [e.name for e in store.get_events(limit=1000) if e.name in {"paused", "resumed"}] == [
+        "paused",
+        "resumed",
+    ] * 2
 
 
 async def test_a_retired_device_gets_no_order_and_why_says_so(
     mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
 ) -> None:
-    act(store, "retire", "b")
+    request_action(store, "retire", "b")
     await served(mosquitto, store, devices=1)
     assert devices[0].orders
     assert not devices[1].orders
-    assert Watch(home, store).why("b", 1) == [
+    assert Watch(home, store).explain_device("b", 1) == [
         "b was online when the run ended: retired: it gets no more orders",
         "round 1: not asked, retired",
     ]
     with pytest.raises(ConfigError, match="no device's name"):
-        act(store, "retire", "../b")
+        request_action(store, "retire", "../b")
 
 
 async def test_a_method_without_clusters_says_that_it_cannot_make_them_anew(
     mosquitto: LocalBroker, devices: list[Learner], store: Store
 ) -> None:
-    act(store, "recluster")
+    request_action(store, "recluster")
     seen: list[tuple[str, Any]] = []
     await served(mosquitto, store, seen)
     assert [event for event, _ in seen if event.startswith("recluster")] == ["recluster_refused"]
-    assert wishes_in(store).recluster is None
+    assert read_requests(store).recluster is None
     assert devices
 
 
@@ -179,7 +182,7 @@ async def test_the_commands_read_beside_a_running_coordinator(
     first = json.loads(run(watch_cli.events, "--json", "--round", "1").splitlines()[0])
     assert (first["round"], first["number"]) == (1, 1)
     assert run(watch_cli.pause) == "No further round begins; the one under way ends.\n"
-    assert wishes_in(store).paused
+    assert read_requests(store).paused
     assert len(devices) == 2
 
 
@@ -210,9 +213,9 @@ def test_status_says_why_something_was_refused_and_how_old_all_that_is(tmp_path:
 def test_no_more_events_are_kept_than_there_is_room_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.store.store.MAX_EVENTS", 5)
     for k in range(20):
-        store.note(Event(at=float(k), round=k, name="n", device="a\0b", fields={"reason": "x\0y"})).result()
-    assert [e.number for e in store.events()] == [16, 17, 18, 19, 20]
-    assert [e.round for e in store.events(last=2)] == [18, 19]
+        store.record_events(Event(at=float(k), round=k, name="n", device="a\0b", fields={"reason": "x\0y"})).result()
+    assert [e.number for e in store.get_events()] == [16, 17, 18, 19, 20]
+    assert [e.round for e in store.get_events(last=2)] == [18, 19]
 
 
 def test_nothing_of_a_folder_that_is_no_coordinators(tmp_path: Path) -> None:
@@ -222,4 +225,4 @@ def test_nothing_of_a_folder_that_is_no_coordinators(tmp_path: Path) -> None:
 
 def test_one_device_is_told_of_in_the_singular():
     asked = [Event(at=0.0, round=1, name="asked", fields={"label": "train", "devices": n}) for n in (1, 2)]
-    assert [text_of(event) for event in asked] == ["train: 1 device", "train: 2 devices"]
+    assert [describe_event(event) for event in asked] == ["train: 1 device", "train: 2 devices"]

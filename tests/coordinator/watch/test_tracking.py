@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from coordinator.service.cli import _tracked
+from coordinator.service.cli import _track_rounds
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
-from coordinator.watch.tracking import tracking
+from coordinator.watch.tracking import open_tracking
 from fedge.errors import ConfigError
 
 MLFLOW = """
@@ -25,9 +25,9 @@ def hear(event, arguments):
         asked.append(str(arguments))
 sys.addaudithook(hear)
 from pathlib import Path
-from coordinator.watch.tracking import tracking
+from coordinator.watch.tracking import open_tracking
 for first, last in ((1, 2), (3, 3)):  # stopped after two rounds, and started again
-    with tracking(None, sys.argv[1], "shop", "run-1") as track:
+    with open_tracking(None, sys.argv[1], "shop", "run-1") as track:
         for number in range(first, last + 1):
             track(number, {"accuracy": number / 10})
 from mlflow import MlflowClient
@@ -54,7 +54,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 
 def test_tensorboard_gets_each_rounds_figures(tmp_path: Path) -> None:
-    with tracking(tmp_path, None, "fedge-0") as track:
+    with open_tracking(tmp_path, None, "fedge-0") as track:
         track(1, {"accuracy": 0.25, "bytes_up": 1000.0})
         track(2, {"accuracy": 0.5})
     assert scalars(tmp_path / "fedge-0") == [(1, "accuracy", 0.25), (1, "bytes_up", 1000.0), (2, "accuracy", 0.5)]
@@ -67,7 +67,7 @@ def test_a_coordinator_tells_what_its_rounds_brought(tmp_path: Path) -> None:
     history = [{"accuracy": None, "asked": 3, "answered": 2}]
     with (
         contextlib.closing(Store(tmp_path / "home")) as store,
-        _tracked(settings, store, lambda event, _: shown.append(event)) as observe,
+        _track_rounds(settings, store, lambda event, _: shown.append(event)) as observe,
     ):
         observe("answer", {})
         observe("round_done", summary | {"history": history})
@@ -79,8 +79,8 @@ def test_a_coordinator_tells_what_its_rounds_brought(tmp_path: Path) -> None:
 
 def test_where_nothing_is_asked_for_nothing_is_loaded(tmp_path: Path) -> None:
     code = (
-        "import sys; from coordinator.watch.tracking import tracking\n"
-        "with tracking(None, None, 'x') as track: track(1, {})\n"
+        "import sys; from coordinator.watch.tracking import open_tracking\n"
+        "with open_tracking(None, None, 'x') as track: track(1, {})\n"
         "sys.exit(' '.join({'mlflow', 'tensorboardX'} & set(sys.modules)) or 0)"
     )
     subprocess.run(
@@ -93,7 +93,7 @@ def test_where_nothing_is_asked_for_nothing_is_loaded(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_figures_and_no_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tracking(tmp_path, None, "run") as track:
+    with open_tracking(tmp_path, None, "run") as track:
         track(1, {"accuracy": "no number"})  # type: ignore[dict-item]
     assert "event=tracking_failed round=1" in caplog.text
 
@@ -117,5 +117,8 @@ def test_mlflow_goes_on_with_its_run_and_tells_nobody_that_it_is_used(tmp_path: 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore")
 def test_a_server_that_is_not_there_is_said_before_anything_runs() -> None:
-    with pytest.raises(ConfigError, match=r"--mlflow http://127\.0\.0\.1:9"), tracking(None, "http://127.0.0.1:9", "x"):
+    with (
+        pytest.raises(ConfigError, match=r"--mlflow http://127\.0\.0\.1:9"),
+        open_tracking(None, "http://127.0.0.1:9", "x"),
+    ):
         raise AssertionError

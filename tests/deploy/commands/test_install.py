@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.commands.install import LOOK_S, install
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
-from deploy.updates.slots import Slots, owned
-from fedge.bundle.manifest import read
+from deploy.updates.slots import Slots, lock_slots
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError, UpdateRejected
 
 from ..bundles import GOLDEN, broken_gate, other_gate, source, variant
@@ -30,14 +30,14 @@ def run(*arguments):
 
 
 def release(home):
-    return read(Slots(home).running).manifest.release
+    return read_bundle(Slots(home).running).manifest.release
 
 
 def test_the_first_bundle_answers(tmp_path):
     code, out = run("--home", tmp_path / "pi", GOLDEN, "--json")
 
     assert code == 0
-    assert json.loads(out)["task"] == read(GOLDEN).manifest.task.name
+    assert json.loads(out)["task"] == read_bundle(GOLDEN).manifest.task.name
     assert Slots(tmp_path / "pi").running == Slots(tmp_path / "pi").good
 
 
@@ -49,11 +49,11 @@ def test_a_part_is_hashed_where_it_comes_in_and_in_both_slots(tmp_path, monkeypa
 
     run("--home", tmp_path / "pi", GOLDEN)
 
-    home, parts = tmp_path / "pi", {part.file_name for part in read(GOLDEN).manifest.parts}
+    home, parts = tmp_path / "pi", {part.file_name for part in read_bundle(GOLDEN).manifest.parts}
     del hashed[-len(parts) :]  # by this test
     assert sorted(path.name for path in hashed if path.parent == GOLDEN) == sorted(parts)
     assert parts <= {path.name for path in hashed if path.parent == home / "slot-a"}
-    assert release(home) == read(home / "slot-b").manifest.release
+    assert release(home) == read_bundle(home / "slot-b").manifest.release
 
 
 def test_a_root_of_trust_alone(tmp_path):
@@ -78,7 +78,7 @@ def test_a_device_that_is_being_served_is_left_alone(tmp_path):
     home = tmp_path / "pi"
     (tmp_path / "root").write_bytes(Simulator().files["1.root.json"])
 
-    with owned(home), pytest.raises(ConfigError, match="fedge serve"):
+    with lock_slots(home), pytest.raises(ConfigError, match="fedge serve"):
         run("--home", home, "--root", tmp_path / "root", GOLDEN)
 
     assert not (home / "root.json").exists()
@@ -127,8 +127,8 @@ def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
     home = tmp_path / "pi"
     run("--home", home, variant(tmp_path / "5", release=5))
     new = variant(tmp_path / "6", release=6)
-    with owned(home) as slots, ThreadPoolExecutor(1) as person:
-        answering = Answering(slots, Limits())
+    with lock_slots(home) as slots, ThreadPoolExecutor(1) as person:
+        answering = ActiveBundle(slots, Limits())
         command = person.submit(run, "--home", home, new)
         while not (home / "bundles" / "6").exists():
             time.sleep(0.01)
@@ -146,7 +146,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
     home = tmp_path / "pi"
     run("--home", home, variant(tmp_path / "5", release=5))
     eight, nine = variant(tmp_path / "8", release=8), variant(tmp_path / "9", release=9, gate=other_gate)
-    with owned(home) as slots, ThreadPoolExecutor(1) as person:
+    with lock_slots(home) as slots, ThreadPoolExecutor(1) as person:
         command = person.submit(run, "--home", home, eight)
         while not (home / "bundles" / "8").exists():
             time.sleep(0.01)
@@ -158,7 +158,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
             run("--home", home, eight)
         assert sorted(path.name for path in (home / "bundles").iterdir()) == ["9"]
 
-        slots.refuse(read(home / "bundles" / "9").digest, "accuracy: worse")
+        slots.record_refusal(read_bundle(home / "bundles" / "9").digest, "accuracy: worse")
         command = person.submit(run, "--home", home, eight)  # now it is the newest
         while not (home / "bundles" / "8").exists():
             time.sleep(0.01)
@@ -172,6 +172,6 @@ def test_one_that_nobody_takes_in_waits_in_the_inbox(tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.commands.install.HANDED_S", 3 * LOOK_S)
     home = tmp_path / "pi"
     run("--home", home, variant(tmp_path / "5", release=5))
-    with owned(home), pytest.raises(ConfigError, match="when it is started"):
+    with lock_slots(home), pytest.raises(ConfigError, match="when it is started"):
         run("--home", home, variant(tmp_path / "6", release=6))
-    assert read(home / "bundles" / "6").manifest.release == 6
+    assert read_bundle(home / "bundles" / "6").manifest.release == 6

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from deploy.commands.install import install
 from deploy.commands.serve import INTERRUPTED, ServeSettings, serve
-from deploy.updates.slots import Slots, owned
+from deploy.updates.slots import Slots, lock_slots
 from fedge.errors import ConfigError, TransportError, UpdateRejected
-from fedge.settings import describe
+from fedge.settings import describe_settings
 
 from ..bundles import GOLDEN, broken_gate, other_gate, source, variant
 from ..serve_process import PATIENCE, X, ask, process
@@ -34,7 +34,7 @@ def refused(*arguments):
 
 def test_help_shows_every_setting():
     text = CliRunner().invoke(serve, ["--help"]).output
-    for setting in describe(ServeSettings, "serve"):
+    for setting in describe_settings(ServeSettings, "serve"):
         assert setting.flag in text
         assert setting.help, setting.name
 
@@ -92,7 +92,7 @@ async def test_a_device_with_a_bundle_on_trial_confirms_it_by_its_work(tmp_path)
     slots.switch()
     async with process("--home", tmp_path) as (child, said, session):
         assert said["models"] == ["digits"]
-        with pytest.raises(ConfigError, match="fedge serve"), owned(tmp_path):
+        with pytest.raises(ConfigError, match="fedge serve"), lock_slots(tmp_path):
             pass
         for _ in range(2):
             assert (await ask(session, "digits"))[1]["parameters"]["release"] == 4
@@ -131,7 +131,7 @@ async def test_several_tasks_of_a_device_are_served_each_under_its_name_and_upda
         child.terminate()
         assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
     for home in (people, doors):
-        with owned(home):
+        with lock_slots(home):
             pass
 
 
@@ -164,11 +164,11 @@ async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_wh
         async with LocalBroker("auto", home=tmp_path / "again", port=broker.port):
             answers = asyncio.Queue()
             sensor = Transport(BrokerSettings(broker.host, broker.port), "sensor")
-            await sensor.subscribe(Topics("shop").agent("cam1", "predictions"), answers.put)
+            await sensor.subscribe(Topics("shop").make_agent_topic("cam1", "predictions"), answers.put)
             async with sensor, asyncio.timeout(PATIENCE):
                 while answers.empty():  # until the device has found the broker: some ask in the moment it connects
                     assert child.returncode is None
-                    await sensor.publish(Topics("shop").agent("cam1", "predict"), body(X))
+                    await sensor.publish(Topics("shop").make_agent_topic("cam1", "predict"), body(X))
                 assert "outputs" in json.loads((await answers.get()).payload)
             child.terminate()
             assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import deploy
 from deploy.commands.infer import infer
-from deploy.inference.engines import LARGE_PART_BYTES, NEGLIGIBLE, chosen
+from deploy.inference.engines import LARGE_PART_BYTES, NEGLIGIBLE, choose_engine
 from export import GateWeights, Guard
-from fedge.bundle.manifest import BRANCH, MANIFEST, read
+from fedge.bundle.manifest import BRANCH, MANIFEST, read_bundle
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.wire.messages import Role
 from tests.support.tables import inputs, mixture_of, write
@@ -135,7 +135,7 @@ def test_an_energy_above_its_bound_makes_the_sample_exact_and_raises_the_bound()
     with tempfile.TemporaryDirectory() as name:
         path = written(Path(name), logits, mixture)
         text = (path / MANIFEST).read_text()
-        recorded = read(path).manifest.candidates[0].energy_max
+        recorded = read_bundle(path).manifest.candidates[0].energy_max
         assert recorded == pytest.approx(5 + np.log(4), abs=0.1)
         (path / MANIFEST).write_text(text.replace(repr(recorded), "1.4"))
         runtime = deploy.load(path, engine="lazy")
@@ -151,7 +151,7 @@ def test_without_recorded_energies_lazy_is_exact():
     with tempfile.TemporaryDirectory() as name:
         path = written(Path(name), logits, mixture_of(logits, top=4))
         text = (path / MANIFEST).read_text()
-        for candidate in read(path).manifest.candidates:
+        for candidate in read_bundle(path).manifest.candidates:
             text = text.replace(f',\n      "energy_max": {candidate.energy_max!r}', "")
         (path / MANIFEST).write_text(text)
         assert_same(outputs(path, inputs(N), engine="lazy"), outputs(path, inputs(N), engine="fused"))
@@ -186,8 +186,8 @@ def test_the_golden_bundle_knows_shift_and_not_the_rest():
 
 def test_auto_takes_separate_for_large_candidates(folder):
     logits = np.zeros(SHAPE)
-    bundle = read(written(folder, logits, mixture_of(logits)))
-    assert chosen(bundle, "auto") == "fused"
+    bundle = read_bundle(written(folder, logits, mixture_of(logits)))
+    assert choose_engine(bundle, "auto") == "fused"
     text = (bundle.folder / MANIFEST).read_text()
     size = bundle.manifest.candidates[0].part.size_bytes
     large = type(bundle)(
@@ -202,7 +202,7 @@ def test_auto_takes_separate_for_large_candidates(folder):
         bundle.digest, bundle.graph, bundle.folder, bundle.branch,
     )  # fmt: skip
     assert str(size) in text
-    assert chosen(large, "auto") == "separate"
+    assert choose_engine(large, "auto") == "separate"
 
 
 def _enlarged(candidate):
@@ -218,7 +218,7 @@ def test_an_altered_branch_is_refused(folder):
     data[-1] ^= 1
     (path / BRANCH).write_bytes(data)
     with pytest.raises(UpdateRejected, match=BRANCH):
-        read(path)
+        read_bundle(path)
     (path / BRANCH).unlink()
     with pytest.raises(UpdateRejected, match=BRANCH):
-        read(path)
+        read_bundle(path)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import deploy
-from fedge.bundle.manifest import INT8, MANIFEST, SKELETON, decode
+from fedge.bundle.manifest import INT8, MANIFEST, SKELETON, decode_manifest
 from fedge.bundle.runtime import onnxruntime
 from fedge.errors import ConfigError, UpdateRejected
 
@@ -218,7 +218,7 @@ def test_weights_whose_sums_may_saturate_are_refused(tmp_path):
 
 
 def part(folder, index=0):
-    manifest = decode((folder / MANIFEST).read_bytes())
+    manifest = decode_manifest((folder / MANIFEST).read_bytes())
     return folder / manifest.parts[index].file_name
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import deploy
-from deploy.inference.sessions import CPU, PREFERENCE, Session, chains
-from fedge.bundle.manifest import OUTPUTS, read
-from fedge.bundle.runtime import onnxruntime, wheels
+from deploy.inference.sessions import CPU, PREFERENCE, Session, list_provider_chains
+from fedge.bundle.manifest import OUTPUTS, read_bundle
+from fedge.bundle.runtime import find_wheels, onnxruntime
 from fedge.data.task import INPUT
 from fedge.errors import ConfigError
 
@@ -31,10 +31,10 @@ def test_here_the_cpu_answers():
 
 
 def test_what_is_there_is_tried_in_a_fixed_order(jetson):
-    assert chains() == [("CUDAExecutionProvider", CPU), ("TensorrtExecutionProvider", CPU), (CPU,)]
+    assert list_provider_chains() == [("CUDAExecutionProvider", CPU), ("TensorrtExecutionProvider", CPU), (CPU,)]
     assert PREFERENCE[0] == "CUDAExecutionProvider"
-    assert chains("cpu") == [(CPU,)]
-    assert chains("cuda", {"device_id": "1"}) == [(("CUDAExecutionProvider", {"device_id": "1"}), CPU)]
+    assert list_provider_chains("cpu") == [(CPU,)]
+    assert list_provider_chains("cuda", {"device_id": "1"}) == [(("CUDAExecutionProvider", {"device_id": "1"}), CPU)]
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "TensorrtExecutionProvider"])
@@ -44,7 +44,9 @@ def test_tensorrt_keeps_its_engines_and_has_cuda_beside_it(jetson, monkeypatch, 
     kept = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
     half = {"trt_fp16_enable": "1", "trt_engine_cache_path": str(tmp_path / "x")}
     for options, given in (({}, kept), (half, kept | half)):
-        assert chains(name, options) == [(("TensorrtExecutionProvider", given), "CUDAExecutionProvider", CPU)]
+        assert list_provider_chains(name, options) == [
+            (("TensorrtExecutionProvider", given), "CUDAExecutionProvider", CPU)
+        ]
     assert folder.is_dir()
     assert (tmp_path / "x").is_dir()
 
@@ -52,7 +54,7 @@ def test_tensorrt_keeps_its_engines_and_has_cuda_beside_it(jetson, monkeypatch, 
 def test_a_cache_that_cannot_be_made_is_done_without(jetson, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    ((_, given), *_) = chains("tensorrt")[0]
+    ((_, given), *_) = list_provider_chains("tensorrt")[0]
     assert given["trt_engine_cache_enable"] == "0"
     assert "event=no_engine_cache" in caplog.text
 
@@ -69,7 +71,7 @@ def test_a_provider_that_runs_no_node_is_not_claimed():
     azure = "AzureExecutionProvider"
     if azure not in onnxruntime.get_available_providers():
         pytest.skip("another build of ONNX Runtime")
-    bundle = read(GOLDEN)
+    bundle = read_bundle(GOLDEN)
     assert Session(bundle.graph, bundle.folder, 1, [azure, CPU]).providers == (CPU,)
     with pytest.raises(ConfigError, match=f"{azure} does not run .* computes on {CPU} instead"):
         deploy.load(GOLDEN, provider=azure)
@@ -83,9 +85,9 @@ def test_one_that_is_named_and_does_not_start_is_an_error(jetson):
 def test_two_wheels_of_which_one_wins_are_named(tmp_path, monkeypatch, caplog):
     for name in ("onnxruntime-1.31.1", "onnxruntime_gpu-1.23.0", "onnxruntime_extensions-0.14.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
-    assert len(wheels()) == 1
+    assert len(find_wheels()) == 1
     monkeypatch.setattr(onnxruntime, "__file__", str(tmp_path / "onnxruntime" / "__init__.py"))
-    assert wheels() == ("onnxruntime 1.31.1", "onnxruntime-gpu 1.23.0")
+    assert find_wheels() == ("onnxruntime 1.31.1", "onnxruntime-gpu 1.23.0")
     with (
         caplog.at_level(logging.WARNING, logger="fedge.deploy"),
         pytest.raises(ConfigError, match=r"1\.23\.0 has "),
@@ -107,7 +109,7 @@ def test_the_cpu_stands_in_for_what_does_not_start(jetson, caplog):
 
 
 def test_numbers_of_the_graph_can_be_replaced():
-    bundle = read(GOLDEN)
+    bundle = read_bundle(GOLDEN)
     sure = {"gate.out.bias": np.array([50, 0, 0, 0, 0], np.float32)}
     session = Session(bundle.graph, bundle.folder, 1, [CPU], sure)
     weights = session.run(OUTPUTS, {INPUT: np.zeros((1, 1, 8, 8), np.float32)})[1]

@@ -11,8 +11,8 @@ from PIL import Image
 
 from deploy.inference.runtime import load
 from deploy.serving import protocol
-from deploy.serving.endpoints import Fixed
-from deploy.updates.answering import Answering
+from deploy.serving.endpoints import FixedModel
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.quality import WINDOW
 from deploy.updates.slots import Slots
@@ -69,11 +69,11 @@ async def test_an_offset_costs_nothing_if_the_client_sends_it_in_full(tmp_path):
     runtime = load(variant(tmp_path / "far", release=4, task=task))
     shifted = X / 1000 + 101349  # in single precision a step of 1/1000 is lost
     np.testing.assert_allclose(runtime.predict(shifted).probabilities, EXPECTED["probabilities"], atol=1e-4)
-    async with served(Fixed(runtime)) as model:
+    async with served(FixedModel(runtime)) as model:
         for request in ((body(shifted, "FP64"),), binary(shifted, "FP64")):
             found = outputs(await model.infer(*request))["probabilities"]
             np.testing.assert_allclose(found["data"], EXPECTED["probabilities"].ravel(), atol=1e-4)
-        assert protocol.metadata("digits", model.manifest)["inputs"][0]["datatype"] == "FP64"
+        assert protocol.make_metadata("digits", model.manifest)["inputs"][0]["datatype"] == "FP64"
 
 
 async def test_samples_of_another_shape_are_refused():
@@ -92,7 +92,7 @@ async def test_a_bundle_that_is_switched_answers_under_its_own_digest(tmp_path):
 
     put(folders[0])
     slots.confirm()
-    answering = Answering(slots, Limits())
+    answering = ActiveBundle(slots, Limits())
     async with served(answering) as model:
         asked = [asyncio.create_task(model.infer(body(X))) for _ in range(20)]
         await asked[0]
@@ -118,7 +118,7 @@ REFERENCE = {
 
 
 def test_what_a_bundle_was_not_made_for_drifts_and_is_flagged(tmp_path):
-    model = Fixed(load(variant(tmp_path / "1", release=1, reference=REFERENCE)))
+    model = FixedModel(load(variant(tmp_path / "1", release=1, reference=REFERENCE)))
     noise = np.random.default_rng(0).uniform(0, 16, (WINDOW, 8, 8)).astype(np.float32)
     assert not model.drifted
     _, prediction = model.answer(noise)
@@ -133,7 +133,7 @@ async def test_samples_whose_class_is_told_bring_the_bundle_before_back(tmp_path
         slots.switch()
         if release == 1:
             slots.confirm()
-            answering = Answering(slots, Limits(probation_s=1e9))
+            answering = ActiveBundle(slots, Limits(probation_s=1e9))
     answering.swap()
     async with served(answering) as model:
         for i in range(40):

@@ -205,7 +205,7 @@ def test_what_is_not_a_number_is_null_in_json():
 
 
 def test_metadata_and_configuration_describe_what_comes(runtime):
-    described = protocol.metadata("m", runtime.manifest)
+    described = protocol.make_metadata("m", runtime.manifest)
     prediction = runtime.predict(X)
     found = outputs(protocol.encode("m", runtime.manifest, protocol.decode(body(X)), prediction, {}))
 
@@ -216,6 +216,6 @@ def test_metadata_and_configuration_describe_what_comes(runtime):
     for output in described["outputs"]:
         one = found[output["name"]]
         assert (one["datatype"], one["shape"]) == (output["datatype"], [12, *output["shape"][1:]])
-    configured = protocol.configuration("m", runtime.manifest)
+    configured = protocol.make_configuration("m", runtime.manifest)
     assert configured["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [1, 8, 8]}]
     assert {"name": "class_name", "data_type": "TYPE_STRING", "dims": [1]} in configured["output"]

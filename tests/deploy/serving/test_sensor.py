@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("amqtt")  # where it is missing there are no brokers to test with
 
-from deploy.serving.sensor import Sensor
+from deploy.serving.sensor import SensorEndpoint
 from fedge.errors import TooLargeError
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
@@ -19,7 +19,7 @@ from ..served import body, golden, outputs, served
 EXPECTED = golden()
 X = EXPECTED["x"]
 TOPICS = Topics("shop")
-PREDICT, PREDICTIONS = TOPICS.agent("cam1", "predict"), TOPICS.agent("cam1", "predictions")
+PREDICT, PREDICTIONS = TOPICS.make_agent_topic("cam1", "predict"), TOPICS.make_agent_topic("cam1", "predictions")
 
 
 class Publisher:
@@ -45,7 +45,7 @@ async def answering(broker, **batching):
     """A device that answers, and a sensor that listens."""
     device = transport(broker, "serve:shop:cam1")
     async with served(**batching) as model:
-        sensor = Sensor(model, device, "shop", "cam1")
+        sensor = SensorEndpoint(model, device, "shop", "cam1")
         await device.subscribe(sensor.topic, sensor.handle)
         link = transport(broker, "sensor")
         publisher = Publisher(broker, link)
@@ -75,7 +75,7 @@ async def test_with_mqtt_5_it_answers_on_the_response_topic_with_the_correlation
         assert (message.topic, message.correlation) == ("sensors/7", b"\x00\xff7")
         assert outputs(message.payload)["class"]["data"] == EXPECTED["y"][:2].tolist()
 
-        orders = TOPICS.agent("cam1", "reports")
+        orders = TOPICS.make_agent_topic("cam1", "reports")
         await sensor.ask(body(X[:1]), orders, b"8")
         message = await sensor.answer()
         assert (message.topic, message.correlation) == (PREDICTIONS, b"8")
@@ -130,7 +130,7 @@ async def test_a_retained_sample_is_old_and_ignored(broker):
         (PREDICTIONS, True),
         (f"{PREDICTIONS}/a/b", True),
         (f"{PREDICTIONS}x", False),
-        (TOPICS.agent("cam1", "reports"), False),
+        (TOPICS.make_agent_topic("cam1", "reports"), False),
         (TOPICS.rollout, False),
         ("fedge/1/other/agents/a/orders", False),
         ("$SYS/broker", False),
@@ -146,7 +146,7 @@ async def test_where_answers_may_go(topic, may):
             self.published = (*self.published, message)
 
     wire = Wire()
-    async with served() as model, Sensor(model, wire, "shop", "cam1") as sensor:
+    async with served() as model, SensorEndpoint(model, wire, "shop", "cam1") as sensor:
         await sensor.handle(Inbound(PREDICT, body(X[:1]), False, topic, None))
     ((answered, payload),) = wire.published
     assert answered == (topic if may else PREDICTIONS)
@@ -163,7 +163,7 @@ async def test_an_answer_larger_than_the_broker_takes_is_said():
             self.published = (*self.published, payload)
 
     wire = Wire()
-    async with served() as model, Sensor(model, wire, "shop", "cam1") as sensor:
+    async with served() as model, SensorEndpoint(model, wire, "shop", "cam1") as sensor:
         await sensor.handle(Inbound(PREDICT, body(X), False))
     (payload,) = wire.published
     assert "fewer outputs" in json.loads(payload)["error"]
@@ -179,7 +179,7 @@ async def test_one_that_leaves_no_room_for_any_answer_ends_nothing():
             self.published = (*self.published, payload)
 
     wire = Wire()
-    async with served() as model, Sensor(model, wire, "shop", "cam1") as sensor:
+    async with served() as model, SensorEndpoint(model, wire, "shop", "cam1") as sensor:
         await sensor.handle(Inbound(PREDICT, b"", False, "sensors/7", b"x" * 60_000))
         await asyncio.sleep(0.05)
         await sensor.handle(Inbound(PREDICT, body(X[:1]), False))
@@ -196,7 +196,7 @@ async def test_a_request_that_comes_while_the_device_still_connects_is_answered(
 
     wire = Wire()
     async with served() as model:
-        sensor = Sensor(model, wire, "shop", "cam1")
+        sensor = SensorEndpoint(model, wire, "shop", "cam1")
         early = asyncio.create_task(sensor.handle(Inbound(PREDICT, body(X[:1]), False)))
         await asyncio.sleep(0)
         async with sensor:

@@ -17,14 +17,14 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from deploy.inference.runtime import load
-from deploy.serving.endpoints import Fixed
+from deploy.serving.endpoints import FixedModel
 from deploy.serving.server import HEADER_LENGTH, HEALTH, Server
-from deploy.updates.answering import Answering
+from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.slots import Slots
 from fedge.errors import TransportError
 from fedge.wire.port import MAX_CONNECTIONS, SILENT_S, _Phase
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 
 from ..bundles import GOLDEN, digest, other_gate, source, variant
 from ..served import binary, body, golden, served
@@ -99,7 +99,7 @@ async def test_over_tls_it_answers_who_trusts_it_and_outlives_who_does_not_speak
     async with serving(tls=here) as (server, _):
         assert server.url.startswith("https://127.0.0.1:")
         host, port = server.url.removeprefix("https://").split(":")
-        async with connection(host, int(port)) as (reader, writer):
+        async with open_connection(host, int(port)) as (reader, writer):
             writer.write(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionError):
                 assert b"live" not in await reader.read()
@@ -356,7 +356,7 @@ async def test_what_is_no_http_closes_that_connection_alone():
             rng.randbytes(5000),
             b"POST " + b"a" * 70_000,
         ):
-            async with connection(host, int(port)) as (reader, writer):
+            async with open_connection(host, int(port)) as (reader, writer):
                 writer.write(data)
                 if writer.can_write_eof():
                     writer.write_eof()
@@ -407,13 +407,13 @@ async def test_slow_bodies_and_heads_are_cut_off(limits):
     limits(BODY_TIMEOUT_S=0.2, HEAD_TIMEOUT_S=0.2)
     async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
-        async with connection(host, int(port)) as (reader, writer):
+        async with open_connection(host, int(port)) as (reader, writer):
             writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
             answer = await asyncio.wait_for(reader.read(), 300)
             assert answer.startswith(b"HTTP/1.1 408")
             assert b'"error":"the body took longer' in answer
 
-        async with connection(host, int(port)) as (reader, writer):
+        async with open_connection(host, int(port)) as (reader, writer):
             writer.write(b"POST /v2 HTTP/1.1\r\nHost:")
             assert await asyncio.wait_for(reader.read(), 300) == b""
         await still_answers(session)
@@ -424,7 +424,7 @@ async def test_a_connection_too_many_is_turned_away():
         host, port = server.url.removeprefix("http://").split(":")
         async with connections(host, int(port), MAX_CONNECTIONS):
             await asyncio.sleep(0.05)
-            async with connection(host, int(port)) as (reader, _):
+            async with open_connection(host, int(port)) as (reader, _):
                 answer = await asyncio.wait_for(reader.read(), 300)
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"Retry-After: 1" in answer
@@ -506,7 +506,7 @@ async def test_a_client_that_hangs_up_in_mid_body_is_one_line_in_the_log(caplog,
         await still_answers(session)
 
 
-class Blocked(Fixed):
+class Blocked(FixedModel):
     """A bundle that answers when it is let."""
 
     def __init__(self):
@@ -551,7 +551,7 @@ async def test_what_was_asked_before_it_stops_is_answered():
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
 
 
-class Failing(Fixed):
+class Failing(FixedModel):
     def answer(self, x):
         raise RuntimeError("secret path")
 
@@ -583,7 +583,7 @@ async def test_updates_switch_under_load_without_a_failed_request(tmp_path):
 
     put(1)
     slots.confirm()
-    answering = Answering(slots, Limits(probation_predictions=5))
+    answering = ActiveBundle(slots, Limits(probation_predictions=5))
     stop = asyncio.Event()
 
     async with serving(answering) as (_, session):

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 
-from deploy.inference.engines import How
-from deploy.updates.answering import LATENCY_WINDOW, MAX_FAILED, Answering
+from deploy.inference.engines import EngineOptions
+from deploy.updates.answering import LATENCY_WINDOW, MAX_FAILED, ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.slots import MAX_STARTS, Slots
-from fedge.bundle.manifest import read
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.wire.messages import Outliers
 
@@ -54,11 +54,11 @@ def release(answering):
 
 def test_without_a_bundle_it_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match="fedge install"):
-        Answering(Slots(tmp_path / "home"), LIMITS)
+        ActiveBundle(Slots(tmp_path / "home"), LIMITS)
 
 
 def test_a_bundle_proves_itself_by_its_work(slots, tmp_path, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     answering.swap()
     answering.settle()
@@ -74,7 +74,7 @@ def test_a_bundle_proves_itself_by_its_work(slots, tmp_path, x):
 
 
 def test_time_alone_is_proof_for_a_device_that_is_rarely_asked(slots, tmp_path):
-    answering = Answering(slots, Limits(probation_s=0))
+    answering = ActiveBundle(slots, Limits(probation_s=0))
     second(slots, tmp_path)
     answering.swap()
 
@@ -97,7 +97,7 @@ class Failing:
 
 
 def test_failures_on_trial_bring_the_good_one_back(slots, tmp_path, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     answering.swap()
     answering._runtime = Failing(answering._runtime)
@@ -113,7 +113,7 @@ def test_failures_on_trial_bring_the_good_one_back(slots, tmp_path, x):
 
 
 def test_one_that_is_slow_at_work_is_given_up(slots, tmp_path, x):
-    answering = Answering(slots, Limits(probation_predictions=10**6, latency_ms=0))
+    answering = ActiveBundle(slots, Limits(probation_predictions=10**6, latency_ms=0))
     second(slots, tmp_path)
     answering.swap()
 
@@ -125,7 +125,7 @@ def test_one_that_is_slow_at_work_is_given_up(slots, tmp_path, x):
 
 
 def test_one_that_cannot_be_loaded_leaves_the_other_answering(slots, tmp_path, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     (slots.running / "skeleton.onnx").unlink()
 
@@ -141,7 +141,7 @@ def test_at_start_a_trial_that_cannot_be_loaded_gives_way_to_the_good_one(slots,
     second(slots, tmp_path)
     (slots.running / "skeleton.onnx").unlink()
 
-    assert release(Answering(slots, LIMITS)) == 1
+    assert release(ActiveBundle(slots, LIMITS)) == 1
     assert slots.state.trial is None
 
 
@@ -150,8 +150,8 @@ def test_at_start_a_confirmed_bundle_that_is_damaged_gives_way_to_the_one_before
     slots.confirm()
     (slots.running / "skeleton.onnx").unlink()
 
-    assert release(Answering(slots, LIMITS)) == 1
-    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+    assert release(ActiveBundle(slots, LIMITS)) == 1
+    assert release(ActiveBundle(Slots(tmp_path / "home"), LIMITS)) == 1
 
 
 def test_with_both_bundles_damaged_it_says_so(slots, tmp_path):
@@ -162,18 +162,18 @@ def test_with_both_bundles_damaged_it_says_so(slots, tmp_path):
     before = slots.state
 
     with pytest.raises(UpdateRejected):
-        Answering(slots, LIMITS)
+        ActiveBundle(slots, LIMITS)
 
     assert slots.state == before
 
 
 def test_an_abort_goes_nowhere_when_the_good_bundle_is_damaged(slots, tmp_path, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     answering.swap()
     (slots.good / "skeleton.onnx").unlink()
 
-    answering.give_up("aborted")
+    answering.revert("aborted")
 
     assert release(answering) == 2
     answering.answer(x)
@@ -196,7 +196,7 @@ def unreadable(monkeypatch):
 
 
 def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_path, unreadable):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
 
     with unreadable(), pytest.raises(UpdateRejected, match="Input/output"):
@@ -207,7 +207,7 @@ def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_pat
 
 
 def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(slots, tmp_path):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     (slots.running / "skeleton.onnx").unlink()
 
@@ -224,11 +224,11 @@ def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(sl
 
 
 def test_when_the_good_one_cannot_be_loaded_at_once_it_is_tried_again(slots, tmp_path, x, unreadable):
-    answering = Answering(slots, Limits(probation_s=1e9))
+    answering = ActiveBundle(slots, Limits(probation_s=1e9))
     second(slots, tmp_path)
     answering.swap()
     with unreadable():
-        answering.give_up("aborted")
+        answering.revert("aborted")
         answering.settle()
         assert release(answering) == 2
         assert answering.no_way_back
@@ -240,7 +240,7 @@ def test_when_the_good_one_cannot_be_loaded_at_once_it_is_tried_again(slots, tmp
 
 
 def test_what_the_old_bundle_does_until_the_switch_says_nothing_of_the_new_one(slots, tmp_path, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     answering._runtime = Failing(answering._runtime)
     second(slots, tmp_path)
 
@@ -254,7 +254,7 @@ def test_what_the_old_bundle_does_until_the_switch_says_nothing_of_the_new_one(s
 
 
 def test_predictions_go_on_while_the_disk_takes_its_time(slots, tmp_path, x, forced):
-    answering = Answering(slots, Limits(probation_s=0))
+    answering = ActiveBundle(slots, Limits(probation_s=0))
     second(slots, tmp_path)
     answering.swap()
     writing, written = threading.Event(), threading.Event()
@@ -281,24 +281,24 @@ def test_processes_that_die_while_they_load_it_bring_the_good_one_back(slots, tm
     for _ in range(MAX_STARTS):
         Slots(tmp_path / "home").boot()  # and dies
 
-    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+    assert release(ActiveBundle(Slots(tmp_path / "home"), LIMITS)) == 1
 
 
 def test_a_confirmed_bundle_can_be_taken_back(slots, tmp_path, x):
-    answering = Answering(slots, Limits(probation_s=0))
+    answering = ActiveBundle(slots, Limits(probation_s=0))
     second(slots, tmp_path)
     answering.swap()
     answering.settle()
 
-    answering.give_up("the rollout was aborted")
+    answering.revert("the rollout was aborted")
 
     assert release(answering) == 1
     assert Slots(tmp_path / "home").state.trial is None
-    assert release(Answering(Slots(tmp_path / "home"), LIMITS)) == 1
+    assert release(ActiveBundle(Slots(tmp_path / "home"), LIMITS)) == 1
 
 
 def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, monkeypatch):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     second(slots, tmp_path)
     answering.swap()
     asked, both, written, save = threading.Event(), threading.Barrier(2), threading.Event(), slots._save
@@ -309,7 +309,7 @@ def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, m
             return super().predict(x)
 
     def read_together(folder):
-        found = read(folder)
+        found = read_bundle(folder)
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(1)
         if threading.current_thread() is threading.main_thread():
@@ -325,12 +325,12 @@ def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, m
         with pytest.raises(RuntimeError):
             answering.answer(x)
     asked.clear()
-    monkeypatch.setattr("deploy.updates.slots.read", read_together)
+    monkeypatch.setattr("deploy.updates.slots.read_bundle", read_together)
     monkeypatch.setattr(slots, "_save", saved)
     with ThreadPoolExecutor(1) as pool:
         complaining = pool.submit(answering.answer, x)
         assert asked.wait(30)
-        answering.give_up("aborted")
+        answering.revert("aborted")
         with pytest.raises(RuntimeError):
             complaining.result()
 
@@ -341,9 +341,9 @@ def test_an_abort_and_a_complaint_at_once_go_back_but_once(slots, tmp_path, x, m
 
 
 def test_with_nothing_to_go_back_to_it_goes_on(slots, x):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
 
-    answering.give_up("aborted")
+    answering.revert("aborted")
 
     assert release(answering) == 1
     answering.answer(x)
@@ -360,13 +360,13 @@ def test_outliers_are_counted_by_bundle(slots, tmp_path, x):
     ):
         put(slots, variant(tmp_path / str(release), release=release, **changes))
         slots.confirm()
-        answering = Answering(slots, Limits())
+        answering = ActiveBundle(slots, Limits())
         answering.answer(np.concatenate([x, x]))
         assert answering.outliers == told, release
 
 
 def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
 
     with pytest.raises(ConfigError):
         answering.answer(np.zeros((1, 999)))
@@ -377,7 +377,7 @@ def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
 @pytest.mark.statistical
 def test_thirty_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
     """RSS flat, no failed request, no file left over (24 hours in small; half of it under emulation)."""
-    answering = Answering(slots, Limits(probation_predictions=50))
+    answering = ActiveBundle(slots, Limits(probation_predictions=50))
     emulated = "QEMU_CPU" in os.environ  # tests/emulation
     process, n_threads, per_thread = psutil.Process(), 2, 5_000 if emulated else 10_000
     stop = threading.Event()
@@ -426,12 +426,12 @@ def told(answering, x, as_before, n):
     """n labelled samples; the labels are what the bundle before, or the running one, says of them."""
     for i in range(n):
         sample = x[i % len(x)][np.newaxis]
-        answering.feedback(sample, as_before.predict(sample).class_index)
+        answering.add_feedback(sample, as_before.predict(sample).class_index)
 
 
 @pytest.mark.parametrize("on_trial", [True, False])
 def test_labelled_samples_that_the_bundle_before_alone_gets_right_bring_it_back(slots, tmp_path, many, on_trial):
-    answering = Answering(slots, Limits(probation_s=1e9 if on_trial else 0))
+    answering = ActiveBundle(slots, Limits(probation_s=1e9 if on_trial else 0))
     old = answering.runtime
     worse = variant(tmp_path / "2", release=2, gate=poor_gate)
     put(slots, worse)
@@ -441,11 +441,11 @@ def test_labelled_samples_that_the_bundle_before_alone_gets_right_bring_it_back(
     assert (slots.state.trial is not None) is on_trial
 
     told(answering, many, old, 40)
-    assert answering.worse.startswith("accuracy: ")
+    assert answering.worse_reason.startswith("accuracy: ")
     assert release(answering) == 2  # whoever changes the slots acts
     answering.settle()
 
-    assert (release(answering), answering.worse) == (1, "")
+    assert (release(answering), answering.worse_reason) == (1, "")
     assert slots.state.running == slots.state.good
     assert slots.state.refused[digest(worse)].startswith("accuracy: ")
     told(answering, many, old, 40)  # nothing is left to compare it with
@@ -454,18 +454,18 @@ def test_labelled_samples_that_the_bundle_before_alone_gets_right_bring_it_back(
 
 
 def test_labelled_samples_that_speak_for_the_new_bundle_change_nothing(slots, tmp_path, many):
-    answering = Answering(slots, Limits(probation_s=1e9))
+    answering = ActiveBundle(slots, Limits(probation_s=1e9))
     put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
     answering.swap()
 
     told(answering, many, answering.runtime, 40)
     answering.settle()
 
-    assert (release(answering), answering.worse) == (2, "")
+    assert (release(answering), answering.worse_reason) == (2, "")
 
 
 def test_a_bundle_before_that_fails_on_a_labelled_sample_is_wrong_about_it(slots, tmp_path, many):
-    answering = Answering(slots, Limits(probation_s=1e9))
+    answering = ActiveBundle(slots, Limits(probation_s=1e9))
     second(slots, tmp_path)
     answering.swap()
     told(answering, many, answering.runtime, 1)
@@ -473,14 +473,14 @@ def test_a_bundle_before_that_fails_on_a_labelled_sample_is_wrong_about_it(slots
 
     told(answering, many, answering.runtime, 40)
 
-    assert answering.worse == ""
+    assert answering.worse_reason == ""
     assert (answering._paired.n, answering._paired.lost, answering._paired.won) == (41, 0, 40)
 
 
 def test_a_process_that_begins_in_a_trial_compares_as_well(slots, tmp_path, many):
-    old = Answering(slots, LIMITS).runtime
+    old = ActiveBundle(slots, LIMITS).runtime
     put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
 
     told(answering, many, old, 40)
     answering.settle()
@@ -489,7 +489,7 @@ def test_a_process_that_begins_in_a_trial_compares_as_well(slots, tmp_path, many
 
 
 def test_it_goes_back_to_no_other_bundle_than_the_one_it_was_compared_with(slots, tmp_path, many):
-    answering = Answering(slots, Limits(probation_s=0))
+    answering = ActiveBundle(slots, Limits(probation_s=0))
     old = answering.runtime
     put(slots, variant(tmp_path / "2", release=2, gate=poor_gate))
     answering.swap()
@@ -499,19 +499,19 @@ def test_it_goes_back_to_no_other_bundle_than_the_one_it_was_compared_with(slots
 
     answering.settle()
 
-    assert (release(answering), answering.worse) == (2, "")
+    assert (release(answering), answering.worse_reason) == (2, "")
 
 
 def test_labels_that_are_no_classes_are_refused(slots, many):
-    answering = Answering(slots, LIMITS)
+    answering = ActiveBundle(slots, LIMITS)
     for y in (np.array([10]), np.array([-1]), np.array([1, 2])):
         with pytest.raises(ConfigError, match="class number"):
-            answering.feedback(many[:1], y)
+            answering.add_feedback(many[:1], y)
 
 
 @pytest.mark.parametrize("engine", ["int8", "lazy"])
 def test_a_bundle_that_lacks_the_engines_graph_runs_fused(slots, tmp_path, many, engine, caplog):
-    answering = Answering(slots, Limits(probation_s=0), How(engine=engine))
+    answering = ActiveBundle(slots, Limits(probation_s=0), EngineOptions(engine=engine))
     second(slots, tmp_path)
     answering.swap()
     answering.settle()

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from deploy import load
-from deploy.inference.engines import How
-from deploy.updates.examination import Limits, examine, verdict
-from deploy.updates.quality import Measured
-from fedge.data.preprocessing import apply
+from deploy.inference.engines import EngineOptions
+from deploy.updates.examination import Limits, examine_bundle, explain_refusal
+from deploy.updates.quality import Measurement
+from fedge.data.preprocessing import preprocess
 from fedge.data.validation import FILE, Validation
 from fedge.wire.messages import Quality
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch_free
 def measured(n_correct, n=100, *, latency=1.0, finite=True):
     correct = np.arange(n) < n_correct
     quality = Quality(n=n, accuracy=float(correct.mean()), latency_ms=latency)
-    return Measured(quality, correct, finite)
+    return Measurement(quality, correct, finite)
 
 
 @pytest.mark.parametrize(
@@ -37,24 +37,24 @@ def measured(n_correct, n=100, *, latency=1.0, finite=True):
     ],
 )
 def test_verdict(before, now, reason):
-    assert verdict(before, now, Limits()).split(":")[0] == reason
+    assert explain_refusal(before, now, Limits()).split(":")[0] == reason
 
 
 def test_the_reason_that_is_told_names_no_figure():
     for now in (measured(40), measured(90, latency=9.0)):
-        assert not any(letter.isdigit() for letter in verdict(measured(90), now, Limits()))
+        assert not any(letter.isdigit() for letter in explain_refusal(measured(90), now, Limits()))
 
 
 def test_an_absolute_limit_counts_also_for_the_first_bundle():
-    assert verdict(None, measured(90, latency=6.0), Limits(latency_ms=5.0)).startswith("latency")
-    assert verdict(None, measured(90, latency=4.0), Limits(latency_ms=5.0)) == ""
+    assert explain_refusal(None, measured(90, latency=6.0), Limits(latency_ms=5.0)).startswith("latency")
+    assert explain_refusal(None, measured(90, latency=4.0), Limits(latency_ms=5.0)) == ""
 
 
 def test_without_labels_accuracy_is_no_reason():
     def unlabelled(measured):
-        return Measured(measured.quality, None, finite=True)
+        return Measurement(measured.quality, None, finite=True)
 
-    assert verdict(unlabelled(measured(90)), unlabelled(measured(10)), Limits()) == ""
+    assert explain_refusal(unlabelled(measured(90)), unlabelled(measured(10)), Limits()) == ""
 
 
 # ------------------------------------------------------------------------------------- in a process of its own
@@ -66,7 +66,7 @@ def home(tmp_path):
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         samples = np.tile(arrays["x"], (10, *[1] * (arrays["x"].ndim - 1)))
     y = runtime.predict(samples).class_index
-    Validation(apply(runtime.task, runtime.as_batch(samples)), y).save(tmp_path)
+    Validation(preprocess(runtime.task, runtime.add_batch_axis(samples)), y).save(tmp_path)
     return tmp_path
 
 
@@ -74,7 +74,7 @@ LENIENT = Limits(latency_ratio=100.0, latency_slack_ms=1000.0)  # what is assert
 
 
 def test_a_bundle_that_is_as_good_may_answer(home):
-    found = examine(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
+    found = examine_bundle(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
 
     assert found.reason == ""
     assert found.before.accuracy == found.now.accuracy == 1.0
@@ -82,7 +82,7 @@ def test_a_bundle_that_is_as_good_may_answer(home):
 
 @pytest.mark.parametrize(("gate", "reason"), [(poor_gate, "accuracy"), (broken_gate, "not-finite")])
 def test_one_that_is_worse_may_not(home, gate, reason):
-    found = examine(GOLDEN, variant(home / "new", release=2, gate=gate), home, LENIENT)
+    found = examine_bundle(GOLDEN, variant(home / "new", release=2, gate=gate), home, LENIENT)
 
     assert found.reason.split(":")[0] == reason
 
@@ -97,7 +97,7 @@ def test_samples_that_are_damaged_count_as_none(home, damage, caplog):
             x = arrays["x"][:, 1:] if damage == "other task" else np.full_like(arrays["x"], np.nan)
         Validation(x, None).save(home)
 
-    found = examine(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
+    found = examine_bundle(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
 
     assert found.reason == ""
     assert found.now.n == 0
@@ -109,7 +109,7 @@ def test_one_that_cannot_be_run_is_refused_with_the_reason(home):
     folder = variant(home / "new", release=2)
     (folder / "skeleton.onnx").write_bytes(b"junk")
 
-    assert examine(GOLDEN, folder, home, LENIENT).reason.startswith("smoke-test: ")
+    assert examine_bundle(GOLDEN, folder, home, LENIENT).reason.startswith("smoke-test: ")
 
 
 def test_it_is_run_by_the_engine_that_is_to_answer(home):
@@ -117,15 +117,15 @@ def test_it_is_run_by_the_engine_that_is_to_answer(home):
     folder = variant(home / "new", release=2, int8={"digest": sha256(empty), "size_bytes": len(empty)})
     (folder / "int8.onnx").write_bytes(empty)
 
-    assert examine(GOLDEN, folder, home, LENIENT).reason == ""
-    assert examine(GOLDEN, folder, home, LENIENT, How(engine="int8")).reason.startswith("smoke-test: ")
+    assert examine_bundle(GOLDEN, folder, home, LENIENT).reason == ""
+    assert examine_bundle(GOLDEN, folder, home, LENIENT, EngineOptions(engine="int8")).reason.startswith("smoke-test: ")
 
 
 def test_a_script_of_the_user_that_is_called_as_we_are_is_none_of_its_business(home, monkeypatch):
     (home / "deploy.py").write_text("raise SystemExit('a script of the user')")
     monkeypatch.chdir(home)
 
-    assert examine(GOLDEN, variant(home / "new", release=2), home, LENIENT).reason == ""
+    assert examine_bundle(GOLDEN, variant(home / "new", release=2), home, LENIENT).reason == ""
 
 
 def test_one_that_brings_the_process_down_is_refused(home, python_at):
@@ -134,7 +134,7 @@ def test_one_that_brings_the_process_down_is_refused(home, python_at):
     killer.chmod(0o755)
     python_at(killer)
 
-    found = examine(GOLDEN, variant(home / "new", release=2), home, LENIENT)
+    found = examine_bundle(GOLDEN, variant(home / "new", release=2), home, LENIENT)
 
     assert "signal 11" in found.reason
 
@@ -143,7 +143,7 @@ def test_a_running_bundle_that_is_broken_is_no_yardstick(home):
     old = variant(home / "old", release=1)
     next(old.glob("*.safetensors")).write_bytes(b"rotten")
 
-    found = examine(old, variant(home / "new", release=2), home, LENIENT)
+    found = examine_bundle(old, variant(home / "new", release=2), home, LENIENT)
 
     assert found.reason == ""
     assert found.before is None
@@ -151,4 +151,4 @@ def test_a_running_bundle_that_is_broken_is_no_yardstick(home):
 
 def test_what_makes_no_sense_is_a_reason_too(home, python_at):
     python_at("/bin/echo")
-    assert examine(None, GOLDEN, home, Limits()).reason.startswith("smoke-test")
+    assert examine_bundle(None, GOLDEN, home, Limits()).reason.startswith("smoke-test")

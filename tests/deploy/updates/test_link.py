@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.updates.answering import LATENCY_WINDOW, Answering
+from deploy.updates.answering import LATENCY_WINDOW, ActiveBundle
 from deploy.updates.decision import (
     MAX_ALL_METADATA_BYTES,
     RETRY_CAP_S,
     RETRY_S,
-    Do,
+    Decision,
     Judgement,
     Situation,
-    announced,
-    announcement,
+    compute_claim,
+    compute_phase,
+    compute_retry_s,
     decide,
-    phase_of,
-    retry_s,
-    too_much,
+    explain_too_large,
+    find_manifest_digest,
 )
 from deploy.updates.examination import Limits
 from deploy.updates.link import MAX_RELEASE_BYTES, SPARE_DISK_BYTES, Link, Outcome
@@ -33,10 +33,20 @@ from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
 from fedge.errors import StoreError, UpdateRejected
 from fedge.privacy.egress import PRIVACY_LEDGER
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.packet_limits import SMALL_CHUNK
-from fedge.wire.messages import Announcement, FileRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.wire.messages import (
+    Announcement,
+    FileRef,
+    Health,
+    Phase,
+    Quality,
+    Rollout,
+    RolloutState,
+    decode_message,
+    encode_message,
+)
 from fedge.wire.rollout import MAX_METADATA_BYTES
 
 from ..bundles import GOLDEN, other_gate, poor_gate, source, variant
@@ -55,35 +65,35 @@ def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
 @pytest.mark.parametrize(
     ("now", "do"),
     [
-        (Situation(running=OLD), Do.NOTHING),
-        (Situation(running=OLD, on_trial=True), Do.SETTLE),
-        (Situation(running=OLD, inbox=True), Do.TAKE_IN),
-        (Situation(running=OLD, inbox=True, worse=True), Do.SETTLE),
-        (situation(DONE, running=NEW, switched=True, worse=True), Do.SETTLE),
-        (Situation(running=OLD, inbox=True, on_trial=True), Do.SETTLE),
-        (situation(), Do.INSTALL),
-        (situation(DONE), Do.INSTALL),  # was off when its stage came
-        (situation(takes_part=False), Do.NOTHING),
-        (situation(PAUSED), Do.NOTHING),
-        (situation(ABORTED), Do.NOTHING),
-        (situation(refused="accuracy: worse"), Do.NOTHING),
-        (situation(judged="forged: no"), Do.NOTHING),
-        (situation(failed="digest: x", waiting=True), Do.NOTHING),
-        (situation(failed="digest: x"), Do.INSTALL),
-        (situation(on_trial=True), Do.SETTLE),  # one after the other: the slots are taken
-        (situation(inbox=True), Do.INSTALL),
-        (situation(inbox=True, waiting=True), Do.TAKE_IN),
-        (situation(running=NEW), Do.NOTHING),
-        (situation(running=NEW, on_trial=True, switched=True), Do.SETTLE),
-        (situation(PAUSED, running=NEW, on_trial=True, switched=True), Do.SETTLE),
-        (situation(ABORTED, running=NEW, on_trial=True, switched=True), Do.GO_BACK),
-        (situation(ABORTED, running=NEW, switched=True), Do.GO_BACK),
-        (situation(ABORTED, running=NEW, switched=True, takes_part=False), Do.GO_BACK),
-        (situation(ABORTED, running=NEW, switched=True, no_way_back=True), Do.NOTHING),
-        (situation(ABORTED, running=NEW), Do.NOTHING),  # it had it before the rollout
-        (situation(ABORTED, running=NEW, switched=True, no_way_back=True, stuck="disk: x"), Do.SETTLE),
-        (situation(stuck="disk: x"), Do.INSTALL),  # a new bundle may be what helps
-        (Situation(running=OLD, inbox=True, stuck="disk: x"), Do.TAKE_IN),
+        (Situation(running=OLD), Decision.NOTHING),
+        (Situation(running=OLD, on_trial=True), Decision.SETTLE),
+        (Situation(running=OLD, inbox=True), Decision.TAKE_IN),
+        (Situation(running=OLD, inbox=True, worse=True), Decision.SETTLE),
+        (situation(DONE, running=NEW, switched=True, worse=True), Decision.SETTLE),
+        (Situation(running=OLD, inbox=True, on_trial=True), Decision.SETTLE),
+        (situation(), Decision.INSTALL),
+        (situation(DONE), Decision.INSTALL),  # was off when its stage came
+        (situation(takes_part=False), Decision.NOTHING),
+        (situation(PAUSED), Decision.NOTHING),
+        (situation(ABORTED), Decision.NOTHING),
+        (situation(refused="accuracy: worse"), Decision.NOTHING),
+        (situation(judged="forged: no"), Decision.NOTHING),
+        (situation(failed="digest: x", waiting=True), Decision.NOTHING),
+        (situation(failed="digest: x"), Decision.INSTALL),
+        (situation(on_trial=True), Decision.SETTLE),  # one after the other: the slots are taken
+        (situation(inbox=True), Decision.INSTALL),
+        (situation(inbox=True, waiting=True), Decision.TAKE_IN),
+        (situation(running=NEW), Decision.NOTHING),
+        (situation(running=NEW, on_trial=True, switched=True), Decision.SETTLE),
+        (situation(PAUSED, running=NEW, on_trial=True, switched=True), Decision.SETTLE),
+        (situation(ABORTED, running=NEW, on_trial=True, switched=True), Decision.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True), Decision.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True, takes_part=False), Decision.GO_BACK),
+        (situation(ABORTED, running=NEW, switched=True, no_way_back=True), Decision.NOTHING),
+        (situation(ABORTED, running=NEW), Decision.NOTHING),  # it had it before the rollout
+        (situation(ABORTED, running=NEW, switched=True, no_way_back=True, stuck="disk: x"), Decision.SETTLE),
+        (situation(stuck="disk: x"), Decision.INSTALL),  # a new bundle may be what helps
+        (Situation(running=OLD, inbox=True, stuck="disk: x"), Decision.TAKE_IN),
     ],
 )
 def test_what_is_next(now, do):
@@ -107,7 +117,7 @@ def test_what_is_next(now, do):
     ],
 )
 def test_what_it_says(now, phase):
-    assert phase_of(now) == phase
+    assert compute_phase(now) == phase
 
 
 def rollout(target="5/manifest.json", metadata=None, **others):
@@ -121,15 +131,15 @@ def ref(digest, size_bytes=5):
 
 
 def test_the_manifest_is_named_by_its_digest():
-    assert announced(rollout()) == NEW
-    assert announced(rollout(metadata={f"5/{OLD}.manifest.json": ref(NEW)})) is None
-    assert announced(rollout(metadata={})) is None
+    assert find_manifest_digest(rollout()) == NEW
+    assert find_manifest_digest(rollout(metadata={f"5/{OLD}.manifest.json": ref(NEW)})) is None
+    assert find_manifest_digest(rollout(metadata={})) is None
 
 
 def test_an_announcement_is_another_when_its_metadata_are():
-    assert announcement(rollout()) == announcement(rollout(canaries=("cam1",)))
-    assert announcement(rollout()) != announcement(rollout(metadata={"timestamp.json": ref(NEW)}))
-    assert announcement(rollout()) != announcement(rollout(target="4/manifest.json"))
+    assert compute_claim(rollout()) == compute_claim(rollout(canaries=("cam1",)))
+    assert compute_claim(rollout()) != compute_claim(rollout(metadata={"timestamp.json": ref(NEW)}))
+    assert compute_claim(rollout()) != compute_claim(rollout(target="4/manifest.json"))
 
 
 @pytest.mark.parametrize(
@@ -143,12 +153,12 @@ def test_an_announcement_is_another_when_its_metadata_are():
     ],
 )
 def test_metadata_beyond_all_measure_are_not_asked_for(sizes, reason):
-    assert too_much({str(i): ref(OLD, size) for i, size in enumerate(sizes)}).split(":")[0] == reason
+    assert explain_too_large({str(i): ref(OLD, size) for i, size in enumerate(sizes)}).split(":")[0] == reason
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
 def test_pauses_between_attempts_grow_up_to_a_bound(attempt, draw):
-    assert RETRY_S / 2 <= retry_s(attempt, draw) <= RETRY_CAP_S
+    assert RETRY_S / 2 <= compute_retry_s(attempt, draw) <= RETRY_CAP_S
 
 
 # ------------------------------------------------------------------------------------- the inbox, without a broker
@@ -181,11 +191,11 @@ class Unheard:
 async def followed(home, until, limits=None, announced=None):
     """A device that runs until something is so; `announced`: a rollout that nobody serves."""
     slots = Slots(home)
-    answering = Answering(slots, limits or Limits(probation_s=0, latency_slack_ms=1e6))
+    answering = ActiveBundle(slots, limits or Limits(probation_s=0, latency_slack_ms=1e6))
     link = Link("pi", "test", home, slots, answering)
     await link.attach(Unheard())
     link._rollout = announced
-    running = asyncio.gather(link.follow(), link.report())
+    running = asyncio.gather(link.follow(), link.publish_health())
     try:
         async with asyncio.timeout(300):
             while not until(slots, answering):  # noqa: ASYNC110 - a thread does it
@@ -267,9 +277,9 @@ async def test_one_that_was_refused_does_not_hide_an_older_one_that_is_newer_tha
 
 async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
 
-    await link._take_in(home / "bundles" / "2")
+    await link._install_inbox(home / "bundles" / "2")
 
     assert not slots.state.refused
 
@@ -277,7 +287,7 @@ async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
 async def test_what_cannot_be_trusted_piles_up_no_files(home):
     slots = Slots(home)
     install_root(home, Simulator().files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     await link.attach(Unheard())
     received = home / "received"
 
@@ -286,24 +296,24 @@ async def test_what_cannot_be_trusted_piles_up_no_files(home):
         link._rollout = rollout(metadata={"timestamp.json": wanted, f"5/{NEW}.manifest.json": ref(NEW)})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.2):
-                await link._step()  # nobody sends it
+                await link._run_step()  # nobody sends it
         assert {path.name.split(".")[0] for path in received.iterdir()} == {wanted.digest}
 
 
 async def test_what_was_announced_anew_does_not_wait_for_the_failures_of_another(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     first = rollout()
     for _ in range(10):
-        link._failure(first, StoreError("disk: full"))
-    assert decide(link._situation(first, None)) is Do.NOTHING
+        link._record_failure(first, StoreError("disk: full"))
+    assert decide(link._make_situation(first, None)) is Decision.NOTHING
 
     mended = rollout(metadata=first.metadata | {"timestamp.json": ref(NEW)})
 
-    assert decide(link._situation(mended, None)) is Do.INSTALL
+    assert decide(link._make_situation(mended, None)) is Decision.INSTALL
     began = time.monotonic()
-    link._failure(mended, StoreError("disk: full"))
-    assert link._retry_at - began <= retry_s(1, 1) + 1
+    link._record_failure(mended, StoreError("disk: full"))
+    assert link._retry_at - began <= compute_retry_s(1, 1) + 1
 
 
 def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tmp_path):
@@ -315,7 +325,7 @@ def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tm
     slots.switch()
     seen = Outcome(digest=digest(new), switched=True, before=Quality(n=1, latency_ms=0.0))
     (home / "outcome.json").write_bytes(msgspec.json.encode(seen))
-    answering = Answering(slots, Limits(latency_ratio=1, latency_slack_ms=0))
+    answering = ActiveBundle(slots, Limits(latency_ratio=1, latency_slack_ms=0))
     Link("pi", "test", home, slots, answering)
 
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
@@ -336,11 +346,11 @@ def test_what_has_expired_is_judged_anew_when_the_clock_was_set_back():
 
 async def test_nothing_is_fetched_of_a_release_below_the_highest_that_ran_here(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     for release, reason in ((1, None), (0, "rollback: release 0 is older than 1, which ran here")):
-        now = link._situation(msgspec.structs.replace(rollout(), release=release), None)
+        now = link._make_situation(msgspec.structs.replace(rollout(), release=release), None)
         assert now.judged == reason
-        assert decide(now) is (Do.INSTALL if reason is None else Do.NOTHING)
+        assert decide(now) is (Decision.INSTALL if reason is None else Decision.NOTHING)
 
 
 @pytest.fixture
@@ -362,22 +372,22 @@ async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, meta
 
 def announced_as(rollout):
     """As on the wire, signed by nobody."""
-    return encode(Announcement(rollout=encode(rollout), signatures={}))
+    return encode_message(Announcement(rollout=encode_message(rollout), signatures={}))
 
 
 async def test_who_announces_anew_is_asked_at_once(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
-    link._failure(rollout(), StoreError("time-out: x"))
-    for retained, do in ((True, Do.NOTHING), (False, Do.INSTALL)):
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
+    link._record_failure(rollout(), StoreError("time-out: x"))
+    for retained, do in ((True, Decision.NOTHING), (False, Decision.INSTALL)):
         await link._on_rollout(Inbound(topic="", payload=announced_as(rollout()), retained=retained))
-        assert decide(link._situation(link._rollout, None)) is do
+        assert decide(link._make_situation(link._rollout, None)) is do
 
 
 async def test_what_nobody_signed_changes_nothing(home):
     simulator, slots = Simulator(), Slots(home)
     install_root(home, simulator.files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     genuine = rollout(version=3)
 
     async def hears(payload):
@@ -385,28 +395,28 @@ async def test_what_nobody_signed_changes_nothing(home):
         return link._rollout
 
     assert await hears(announced_as(genuine)) is None
-    assert await hears(encode(simulator.announce(genuine, "test"))) == genuine
+    assert await hears(encode_message(simulator.announce(genuine, "test"))) == genuine
     aborted = msgspec.structs.replace(genuine, state=ABORTED, version=4)
     for payload in (
         announced_as(aborted),
-        encode(Simulator().announce(aborted, "test")),
-        encode(simulator.announce(aborted, "elsewhere")),
-        encode(simulator.announce(msgspec.structs.replace(aborted, version=2), "test")),
+        encode_message(Simulator().announce(aborted, "test")),
+        encode_message(simulator.announce(aborted, "elsewhere")),
+        encode_message(simulator.announce(msgspec.structs.replace(aborted, version=2), "test")),
     ):
         assert await hears(payload) == genuine
         assert re.match("announcement refused: (forged|rollback)", link._distrusted)
-    assert await hears(encode(simulator.announce(aborted, "test"))) == aborted
+    assert await hears(encode_message(simulator.announce(aborted, "test"))) == aborted
     assert link._distrusted == ""
 
 
 async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     slots, transport = Slots(home), Unheard()
     install_root(home, Simulator().files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     await link.attach(transport)
-    payload = encode(Simulator().announce(rollout(version=3), "test"))
+    payload = encode_message(Simulator().announce(rollout(version=3), "test"))
     await link._on_rollout(Inbound(topic="", payload=payload, retained=True))
-    running = asyncio.gather(link.follow(), link.report())
+    running = asyncio.gather(link.follow(), link.publish_health())
     try:
         async with asyncio.timeout(300):
             while not transport.published:  # noqa: ASYNC110
@@ -414,7 +424,7 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    said = decode(transport.published[-1], Health)
+    said = decode_message(transport.published[-1], Health)
     assert (said.phase, said.release) == (Phase.SERVING, 1)
     assert said.reason.startswith("announcement refused: forged")
 
@@ -423,14 +433,14 @@ async def test_it_tells_no_figures_from_the_first_training_with_differential_pri
     """Whether agent and runtime started together or not."""
     monkeypatch.setattr("deploy.updates.link.HEALTH_S", 0.05)
     slots, transport = Slots(home), Unheard()
-    answering = Answering(slots, Limits())
+    answering = ActiveBundle(slots, Limits())
     answering.n_predictions = 7
     link = Link("pi", "test", home, slots, answering)
     await link.attach(transport)
-    running = asyncio.gather(link.follow(), link.report())
+    running = asyncio.gather(link.follow(), link.publish_health())
 
     async def told(n_predictions):
-        while not transport.published or decode(transport.published[-1], Health).n_predictions != n_predictions:  # noqa: ASYNC110
+        while not transport.published or decode_message(transport.published[-1], Health).n_predictions != n_predictions:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     try:
@@ -445,7 +455,7 @@ async def test_it_tells_no_figures_from_the_first_training_with_differential_pri
 
 async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
     await link.attach(Unheard())
     await link._on_rollout(Inbound(topic="", payload=announced_as(rollout(metadata={})), retained=False))
     assert link._rollout is not None
@@ -465,7 +475,7 @@ async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fe
 
     def given_up(slots, answering):
         if list((home / "received").iterdir()) and answering.runtime.manifest.release == 2:
-            answering.feedback(x, y)
+            answering.add_feedback(x, y)
         return answering.runtime.manifest.release == 1
 
     answering = await followed(home, given_up, announced=rollout())
@@ -476,7 +486,7 @@ async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fe
 
 async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, free_disk):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
 
     free_disk.bytes = SPARE_DISK_BYTES + 10
     link._require_room(6, 4)
@@ -490,12 +500,12 @@ async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
     folder = variant(home / "bundles" / "2", release=2, gate=other_gate)
     await followed(home, switched)
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
-    digest = digest_of((folder / "manifest.json").read_bytes())
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
+    digest = compute_digest((folder / "manifest.json").read_bytes())
     forged = rollout(target="2/manifest.json", metadata={f"2/{digest}.manifest.json": ref(digest)})
     link._rollout = msgspec.structs.replace(forged, state=ABORTED)
 
-    await link._step()
+    await link._run_step()
 
     assert slots.running.name == "slot-b"
     assert not slots.state.refused

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from deploy import load
-from deploy.updates.quality import ERROR, WINDOW, Drift, Paired, _indecision, measure
-from fedge.bundle.energies import free_energy, gate_entropy, reference
+from deploy.updates.quality import ERROR, WINDOW, Drift, PairedTest, _compute_indecision, measure_quality
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_reference
 from fedge.data.validation import Validation
 
 from ..bundles import GOLDEN, broken_gate, variant
@@ -27,14 +27,14 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     y = wanted.class_index.copy()
     y[0] = (y[0] + 1) % runtime.task.n_classes
 
-    found = measure(runtime, Validation(inputs, y))
+    found = measure_quality(runtime, Validation(inputs, y))
 
     n = len(y)
     assert found.quality.n == n
     assert found.quality.accuracy == pytest.approx(1 - 1 / n)
     assert list(found.correct) == [False] + [True] * (n - 1)
     assert found.quality.free_energy is None  # the golden bundle has no reference to compare with
-    assert found.quality.gate_entropy == pytest.approx(gate_entropy(wanted.weights).mean() / math.log(5))
+    assert found.quality.gate_entropy == pytest.approx(compute_gate_entropy(wanted.weights).mean() / math.log(5))
     assert found.quality.latency_ms > 0
     assert found.finite
 
@@ -47,8 +47,8 @@ def test_what_is_told_is_of_samples_that_are_not_marked_and_what_decides_of_all(
     y = np.where(marks, (y + 1) % runtime.task.n_classes, y)
     strange = np.where(marks.reshape(-1, *[1] * (inputs.ndim - 1)), inputs + 7, inputs)
 
-    found = measure(runtime, Validation(strange, y, marks))
-    unmarked = measure(runtime, Validation(inputs[~marks], y[~marks]))
+    found = measure_quality(runtime, Validation(strange, y, marks))
+    unmarked = measure_quality(runtime, Validation(inputs[~marks], y[~marks]))
 
     def untimed(measured):
         return msgspec.structs.replace(measured.quality, latency_ms=None)
@@ -56,42 +56,42 @@ def test_what_is_told_is_of_samples_that_are_not_marked_and_what_decides_of_all(
     assert untimed(found) == untimed(unmarked)
     assert len(found.correct) == len(y)
     assert list(found.correct[~marks]) == [True] * int((~marks).sum())
-    none = measure(runtime, Validation(inputs, y, np.ones(len(y), bool))).quality
+    none = measure_quality(runtime, Validation(inputs, y, np.ones(len(y), bool))).quality
     assert (none.n, none.accuracy, none.gate_entropy, none.free_energy) == (0, None, None, None)
 
 
 def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_path, samples):
     wanted = load(GOLDEN).predict(samples)
-    free = free_energy(wanted.weights, wanted.energies)
+    free = compute_free_energy(wanted.weights, wanted.energies)
     reference = {
         "n": 50, "free_energy_mean": float(free.mean()) - 1.0, "free_energy_std": 0.5, "gate_entropy_mean": 0.0,
         "gate_entropy_std": 1.0, "outlier_above": 9.0,
     }  # fmt: skip
     runtime = load(variant(tmp_path / "1", release=1, reference=reference))
 
-    found = measure(runtime, Validation(inputs_of(runtime, samples), None))
+    found = measure_quality(runtime, Validation(inputs_of(runtime, samples), None))
 
     assert found.quality.free_energy == pytest.approx(2.0)
 
 
 def inputs_of(runtime, samples):
-    from fedge.data.preprocessing import apply
+    from fedge.data.preprocessing import preprocess
 
-    return apply(runtime.task, runtime.as_batch(samples))
+    return preprocess(runtime.task, runtime.as_batch(samples))
 
 
 def test_a_gates_indecision_is_the_entropys_share_of_what_it_could_be():
     alike, alone = np.full((2, 4), 0.25), np.eye(4)[:2]
-    assert _indecision(gate_entropy(alike), 4) == pytest.approx(1.0)
-    assert _indecision(gate_entropy(alone), 4) == 0.0
-    assert _indecision(gate_entropy(np.ones((2, 1))), 1) is None
-    assert _indecision(np.array([math.log(4) * (1 + 1e-7)]), 4) == 1.0  # rounded, and yet a share
+    assert _compute_indecision(compute_gate_entropy(alike), 4) == pytest.approx(1.0)
+    assert _compute_indecision(compute_gate_entropy(alone), 4) == 0.0
+    assert _compute_indecision(compute_gate_entropy(np.ones((2, 1))), 1) is None
+    assert _compute_indecision(np.array([math.log(4) * (1 + 1e-7)]), 4) == 1.0  # rounded, and yet a share
 
 
 def test_without_labels_there_is_no_accuracy(samples):
     runtime = load(GOLDEN)
 
-    found = measure(runtime, Validation(inputs_of(runtime, samples), None))
+    found = measure_quality(runtime, Validation(inputs_of(runtime, samples), None))
 
     assert found.correct is None
     assert found.quality.accuracy is None
@@ -100,7 +100,7 @@ def test_without_labels_there_is_no_accuracy(samples):
 def test_without_samples_there_is_a_latency(samples):
     runtime = load(GOLDEN)
 
-    found = measure(runtime, Validation(inputs_of(runtime, samples)[:0], None))
+    found = measure_quality(runtime, Validation(inputs_of(runtime, samples)[:0], None))
 
     assert found.quality.n == 0
     assert found.quality.latency_ms > 0
@@ -110,12 +110,12 @@ def test_without_samples_there_is_a_latency(samples):
 def test_numbers_that_are_not_finite_are_seen(tmp_path, samples):
     runtime = load(variant(tmp_path / "broken", release=2, gate=broken_gate))
 
-    assert not measure(runtime, Validation(inputs_of(runtime, samples), None)).finite
+    assert not measure_quality(runtime, Validation(inputs_of(runtime, samples), None)).finite
 
 
 def paired(*samples):
     """Each sample: does the bundle before get it right, does the new one."""
-    found = Paired()
+    found = PairedTest()
     for before, now in samples:
         found.observe(np.array([before]), np.array([now]))
     return found
@@ -123,25 +123,25 @@ def paired(*samples):
 
 @pytest.mark.parametrize(("n", "worse"), [(10, False), (11, True)])  # 2^n / (n + 1) is 93 and 171
 def test_what_is_lost_without_exception_is_worse_after_eleven_samples(n, worse):
-    assert paired(*[(True, False)] * n).worse(0.02) is worse
+    assert paired(*[(True, False)] * n).is_worse(0.02) is worse
 
 
 def test_samples_on_which_both_are_right_or_wrong_tell_nothing_but_how_little_is_lost():
     lost = [(True, False)] * 12
-    assert paired(*lost).worse(0.02)
-    assert not paired(*lost, *[(True, True)] * 1000).worse(0.02)
-    assert not paired(*[(True, False), (False, True)] * 500).worse(0.0)
-    assert not paired(*[(False, True)] * 100).worse(0.0)
+    assert paired(*lost).is_worse(0.02)
+    assert not paired(*lost, *[(True, True)] * 1000).is_worse(0.02)
+    assert not paired(*[(True, False), (False, True)] * 500).is_worse(0.0)
+    assert not paired(*[(False, True)] * 100).is_worse(0.0)
 
 
 def test_an_equal_bundle_is_rarely_given_up_however_often_one_looks():
     rng = np.random.default_rng(0)
     given_up = 0
     for _ in range(400):
-        found = Paired()
+        found = PairedTest()
         for lost in rng.random(200) < 0.5:
             found.observe(np.array([lost]), np.array([not lost]))
-            if found.worse(0.0):
+            if found.is_worse(0.0):
                 given_up += 1
                 break
     assert given_up <= 2 * ERROR * 400
@@ -152,7 +152,7 @@ NAN = math.nan
 
 def yardstick(rng, n):
     """What a bundle that was made with n such samples carries."""
-    found, _ = reference(*outputs(rng, n))
+    found, _ = compute_reference(*outputs(rng, n))
     return found
 
 

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from deploy.updates.slots import MAX_STARTS, Slots, owned
-from fedge.bundle.manifest import MANIFEST, SKELETON, decode, read
+from deploy.updates.slots import MAX_STARTS, Slots, lock_slots
+from fedge.bundle.manifest import MANIFEST, SKELETON, decode_manifest, read_bundle
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 
 from ..bundles import digest, other_gate, source, variant
@@ -41,7 +41,7 @@ def flip(path, at):
 
 
 def release_of(folder):
-    return None if folder is None else read(folder).manifest.release
+    return None if folder is None else read_bundle(folder).manifest.release
 
 
 def test_an_empty_device_runs_nothing(tmp_path):
@@ -85,7 +85,7 @@ def test_rolled_back_it_is_refused_from_then_on(tmp_path, first, second):
     again = Slots(tmp_path / "home")
     assert release_of(again.running) == release_of(again.good) == 1
     with pytest.raises(UpdateRejected, match="accuracy fell"):
-        again.may_take(decode(manifest), digest(second))
+        again.require_acceptable(decode_manifest(manifest), digest(second))
 
 
 def test_older_releases_are_refused_also_after_a_rollback(tmp_path, first, second):
@@ -93,7 +93,7 @@ def test_older_releases_are_refused_also_after_a_rollback(tmp_path, first, secon
     install(slots, second)
 
     with pytest.raises(UpdateRejected, match="older than 2"):
-        slots.may_take(decode((first / MANIFEST).read_bytes()), digest(first))
+        slots.require_acceptable(decode_manifest((first / MANIFEST).read_bytes()), digest(first))
 
 
 def test_processes_that_die_during_the_trial_bring_the_old_one_back(tmp_path, first, second):
@@ -114,12 +114,12 @@ def inodes(folder):
 def test_an_update_lacks_only_what_changed_and_each_slot_has_bytes_of_its_own(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    manifest = read(second).manifest
+    manifest = read_bundle(second).manifest
 
-    assert slots.lacks(manifest) == [(manifest.gate.digest, manifest.gate.size_bytes)]
+    assert slots.list_missing(manifest) == [(manifest.gate.digest, manifest.gate.size_bytes)]
 
     slots.parts.put((second / manifest.gate.file_name).read_bytes())
-    assert slots.lacks(manifest) == []
+    assert slots.list_missing(manifest) == []
     slots.stage((second / MANIFEST).read_bytes())
     assert not inodes(slots.running) & inodes(slots.staged)
     assert not (inodes(slots.running) | inodes(slots.staged)) & (inodes(first) | inodes(second))
@@ -129,10 +129,10 @@ def test_an_update_lacks_only_what_changed_and_each_slot_has_bytes_of_its_own(tm
 def test_the_store_is_empty_when_a_bundle_is_good(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    gate = read(second).manifest.gate
+    gate = read_bundle(second).manifest.gate
     slots.parts.put((second / gate.file_name).read_bytes())
     for kind in ("part", "ranges"):  # of a transfer that was given up
-        slots.parts.path(f"{'a' * 64}.{kind}").write_bytes(b"1")
+        slots.parts.get_path(f"{'a' * 64}.{kind}").write_bytes(b"1")
 
     slots.stage((second / MANIFEST).read_bytes())
     slots.switch()
@@ -144,14 +144,14 @@ def test_the_store_is_empty_when_a_bundle_is_good(tmp_path, first, second):
 def test_a_part_that_was_altered_in_the_store_is_fetched_again(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    gate = read(second).manifest.gate
+    gate = read_bundle(second).manifest.gate
     slots.parts.put((second / gate.file_name).read_bytes())
-    flip(slots.parts.path(gate.digest), -1)
+    flip(slots.parts.get_path(gate.digest), -1)
 
     with pytest.raises(StoreError, match=gate.digest):
         slots.stage((second / MANIFEST).read_bytes())
 
-    assert slots.lacks(read(second).manifest) == [(gate.digest, gate.size_bytes)]
+    assert slots.list_missing(read_bundle(second).manifest) == [(gate.digest, gate.size_bytes)]
     assert gate.digest not in slots.parts
     assert release_of(slots.running) == 1
     assert not leftovers(tmp_path / "home")
@@ -160,7 +160,7 @@ def test_a_part_that_was_altered_in_the_store_is_fetched_again(tmp_path, first, 
 def test_a_missing_part_is_named(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    gate = read(second).manifest.gate.digest
+    gate = read_bundle(second).manifest.gate.digest
 
     with pytest.raises(StoreError, match=gate):
         slots.stage((second / MANIFEST).read_bytes())
@@ -206,7 +206,7 @@ def update(home, folder):
 
 def take_back(home, folder):
     update(home, folder)
-    Slots(home).go_back("aborted")
+    Slots(home).revert("aborted")
 
 
 def give_up(home, folder):
@@ -267,10 +267,10 @@ def test_a_refused_bundle_is_none_to_go_back_to(tmp_path, first, second):
     slots = Slots(tmp_path / "home")
     install(slots, first)
     slots.stage(*source(second))
-    slots.refuse(digest(second), "accuracy: worse")
+    slots.record_refusal(digest(second), "accuracy: worse")
 
     with pytest.raises(StoreError, match="accuracy"):
-        slots.go_back("aborted")
+        slots.revert("aborted")
 
     assert release_of(slots.running) == 1
 
@@ -296,7 +296,7 @@ def test_what_answers_is_not_given_up_for_a_good_bundle_that_is_damaged(tmp_path
     before = slots.state
 
     with pytest.raises(StoreError, match="go back"):
-        slots.go_back("aborted")
+        slots.revert("aborted")
 
     assert Slots(tmp_path / "home").state == before
 
@@ -306,11 +306,11 @@ def test_a_bundle_on_trial_that_is_damaged_gives_way_and_is_not_refused(tmp_path
     install(slots, first)
     slots.stage(*source(second))
     slots.switch()
-    flip(slots.running / f"{read(second).manifest.gate.digest}.safetensors", -1)
+    flip(slots.running / f"{read_bundle(second).manifest.gate.digest}.safetensors", -1)
 
-    assert release_of(slots.go_back("it cannot be loaded")) == 1
+    assert release_of(slots.revert("it cannot be loaded")) == 1
 
-    slots.may_take(read(second).manifest, digest(second))
+    slots.require_acceptable(read_bundle(second).manifest, digest(second))
     slots.stage(*source(second))
 
 
@@ -330,11 +330,11 @@ def test_a_trial_that_cannot_be_counted_is_suspended(tmp_path, first, second):
 def test_a_copy_of_the_running_bundle_is_none_to_go_back_to(tmp_path, first):
     slots = Slots(tmp_path / "home")
     install(slots, first)
-    slots.mend()
+    slots.repair()
     assert digest(slots.staged) == digest(slots.running)
 
     with pytest.raises(StoreError, match="both slots hold the same"):
-        slots.go_back("aborted")
+        slots.revert("aborted")
 
 
 def as_fedge_0_1_left_it(home):
@@ -367,7 +367,7 @@ def test_a_home_of_fedge_0_1_answers_and_its_slots_are_copied_apart(tmp_path, fi
 
     slots = Slots(home)
     assert release_of(slots.boot()) == 2
-    slots.mend()
+    slots.repair()
 
     assert (release_of(slots.running), release_of(slots.staged)) == (2, 1)
     assert all(path.stat().st_nlink == 1 for slot in "ab" for path in (home / f"slot-{slot}").iterdir())
@@ -375,11 +375,11 @@ def test_a_home_of_fedge_0_1_answers_and_its_slots_are_copied_apart(tmp_path, fi
 
 
 def test_one_process_at_a_time_owns_a_device(tmp_path, first):
-    with owned(tmp_path / "home") as slots:
+    with lock_slots(tmp_path / "home") as slots:
         install(slots, first)
-        with pytest.raises(ConfigError, match="fedge serve"), owned(tmp_path / "home"):
+        with pytest.raises(ConfigError, match="fedge serve"), lock_slots(tmp_path / "home"):
             pass
-    with owned(tmp_path / "home") as slots:
+    with lock_slots(tmp_path / "home") as slots:
         assert release_of(slots.running) == 1
 
 
@@ -397,6 +397,6 @@ def test_what_others_are_writing_into_the_folder_is_left_alone(tmp_path):
 
 def test_a_home_that_onnx_runtime_cannot_read_is_wrong_usage(tmp_path):
     home = tmp_path / os.fsdecode(b"caf\xe9")
-    with pytest.raises(ConfigError, match="not UTF-8"), owned(home):
+    with pytest.raises(ConfigError, match="not UTF-8"), lock_slots(home):
         pass
     assert not home.exists()

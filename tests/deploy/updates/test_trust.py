@@ -16,7 +16,7 @@ from tuf.api.metadata import Metadata
 
 from deploy.updates.trust import Trust, install_root
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.wire.messages import Announcement, Rollout, RolloutState, encode
+from fedge.wire.messages import Announcement, Rollout, RolloutState, encode_message
 from fedge.wire.rollout import MAX_METADATA_BYTES
 
 from ..power import in_a_process_cut_off_at
@@ -49,7 +49,7 @@ def versions(home):
 
 
 def get(home, server, target="1/manifest.json"):
-    return Trust(home).manifest(server.files, target)
+    return Trust(home).verify_manifest(server.files, target)
 
 
 def refused(home, server, name, target="1/manifest.json", *, changes=False):
@@ -72,7 +72,7 @@ def test_basic_refresh_trusted_data(home, server):
 def test_basic_refresh_requests(home, server):
     get(home, server)
     needed = {"timestamp.json"} | {name for name in server.files if name.startswith("1/")}
-    assert Trust(home).manifest({name: server.files[name] for name in needed}, "1/manifest.json") == b"release 1"
+    assert Trust(home).verify_manifest({name: server.files[name] for name in needed}, "1/manifest.json") == b"release 1"
 
 
 def test_implicit_refresh(home, server):
@@ -586,7 +586,7 @@ def rollout(version=1, state=RolloutState.RUNNING):
 
 
 def told(home, announcement, federation="shop"):
-    return Trust(home).rollout(announcement, federation)
+    return Trust(home).verify_rollout(announcement, federation)
 
 
 def not_believed(home, announcement, reason, federation="shop"):
@@ -612,7 +612,7 @@ def test_one_that_is_not_signed_by_it_is_forged(home, server):
         replace(genuine, signatures={}),
         replace(genuine, signatures={keyid: "no hex"}),
         replace(genuine, signatures={keyid: "00" * 64}),
-        replace(genuine, rollout=encode(rollout(state=RolloutState.ABORTED))),
+        replace(genuine, rollout=encode_message(rollout(state=RolloutState.ABORTED))),
         server.announce(rollout(), "shop", role="snapshot"),
         Simulator().announce(rollout(), "shop"),
         server.announce(rollout(), "factory"),

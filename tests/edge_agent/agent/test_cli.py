@@ -17,19 +17,19 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from edge_agent.agent.cli import build
+from edge_agent.agent.cli import make_agent
 from edge_agent.agent.events import ignore_event
 from edge_agent.agent.settings import AgentSettings
 from fedge.commands.broker import LocalBroker
 from fedge.commands.cli import command
 from fedge.errors import ConfigError
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.privacy.egress import Rules
-from fedge.settings import describe, resolve
+from fedge.settings import describe_settings, resolve
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.route import Route
 from fedge.system.background import STOP_S
-from fedge.tasks import device_data, task_spec
+from fedge.tasks import load_task, read_device_data
 from fedge.tensors.codecs import encode
 from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.connection.route import Address, parse_address
@@ -68,7 +68,7 @@ def flags(data: Path, home: Path) -> dict[str, object]:
 
 def test_help_shows_every_setting_and_examples() -> None:
     text = CliRunner().invoke(command, ["agent", "--help"]).output
-    for setting in describe(AgentSettings, "agent"):
+    for setting in describe_settings(AgentSettings, "agent"):
         assert setting.flag in text
         assert setting.help, setting.name
     assert "  fedge agent --config raspberry_pi.toml --id cam3 --inference-only\n" in text, "examples keep their lines"
@@ -113,20 +113,20 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=says):
-        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), ignore_event)
+        make_agent(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), ignore_event)
 
 
 def test_a_budget_whose_delta_promises_nothing_to_the_samples_is_refused(data: Path, tmp_path: Path) -> None:
     given = flags(data, tmp_path) | {"max_epsilon": 8.0, "delta": 0.5}
     with pytest.raises(ConfigError, match=r"--delta 0\.5 promises nothing to 32 samples: it must be well below 1 / 32"):
-        build(resolve(AgentSettings, "agent", None, given), Rules(), ignore_event)
-    build(resolve(AgentSettings, "agent", None, given | {"delta": 0.01}), Rules(), ignore_event)
+        make_agent(resolve(AgentSettings, "agent", None, given), Rules(), ignore_event)
+    make_agent(resolve(AgentSettings, "agent", None, given | {"delta": 0.01}), Rules(), ignore_event)
 
 
 def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
     settings = resolve(AgentSettings, "agent", None, flags(data, tmp_path) | {"password": "hunter2"})
     assert "hunter2" not in repr(settings)
-    assert "hunter2" not in repr(settings.at(settings.broker))
+    assert "hunter2" not in repr(settings.make_broker_settings(settings.broker))
 
 
 # ---------------------------------------------------------------------------------------------------- custom_task.py
@@ -135,19 +135,19 @@ def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
 def test_the_custom_task_of_the_examples_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fedge.models.build import build as build_network
+    from fedge.models.build import make_network as build_network
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "m7.npz", **{state: rng.normal(size=64 * 20 + 5) for state in ("healthy", "worn", "broken")})
-    task = task_spec("custom_task:Vibration")
-    data = device_data(task, tmp_path / "m7.npz", seed=0)
+    task = load_task("custom_task:Vibration")
+    data = read_device_data(task, tmp_path / "m7.npz", seed=0)
     assert (data.n_train, len(data.y_val), data.x_train.shape[1:]) == (48, 12, (1, 64))
     assert set(data.y_train[data.sensitive]) == {2}
     assert set(data.shared[1]) == {0, 1}
     logits = build_network(task)(torch.from_numpy(data.x_train))
     assert logits.shape == (48, 3)
-    assert task_spec("custom_task:Vibration").fingerprint() == task.fingerprint()
+    assert load_task("custom_task:Vibration").compute_fingerprint() == task.compute_fingerprint()
 
 
 # ---------------------------------------------------------------------------------------------------- the process
@@ -208,11 +208,11 @@ async def test_an_agent_at_rest_has_given_torch_back(broker: LocalBroker, tmp_pa
     process = agent_process(broker, tmp_path / "home", data, "--keep-worker-s", "0")
     async with Peer(broker, tmp_path) as peer, process as running:
         await peer.presence(Presence.ONLINE)
-        layout, first = initial(task_spec("digits"), seed=0)
+        layout, first = make_initial_model(load_task("digits"), seed=0)
         model = encode(unflatten(first, layout), Codec.FLOAT32)
         action = train(BlobRef(digest=peer.sent.put(model), size_bytes=len(model)))
         order = order_of(action, f"r.1.{action.STEP}.cam1", device="cam1")
-        await peer.send(msgspec.structs.replace(order, task_fingerprint=task_spec("digits").fingerprint()))
+        await peer.send(msgspec.structs.replace(order, task_fingerprint=load_task("digits").compute_fingerprint()))
         assert (await peer.report_of(order)).outcome is Outcome.DONE
         await until(lambda: not psutil.Process(running.pid).children())
         assert psutil.Process(running.pid).memory_info().rss < AT_REST, psutil.Process(running.pid).memory_info()
@@ -228,7 +228,7 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         assert status.capabilities is not None
         assert (status.capabilities.trains, status.n_samples) == (False, 0)
         assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
-        fingerprint = task_spec("digits").fingerprint()
+        fingerprint = load_task("digits").compute_fingerprint()
         for action, outcome, why in (
             (Profile(extractor=peer.model()), Outcome.DECLINED, Why.NO_TRAINING),
             (Route(gate=peer.model()), Outcome.FAILED, Why.UNFIT),

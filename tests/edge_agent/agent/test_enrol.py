@@ -12,10 +12,10 @@ from edge_agent.agent.settings import AgentSettings
 from fedge.commands.cli import main
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.identity.certificates import device_subject, load_certificate, load_key, new_key
-from fedge.identity.names import Role, Subject, subject_of
+from fedge.identity.certificates import load_certificate, load_key, make_device_subject, make_key
+from fedge.identity.names import Role, Subject, find_subject
 from fedge.settings import resolve
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from tests.support.identities import Authority
 
 
@@ -27,11 +27,11 @@ def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
 
 def kit(authority: Authority, name: str, task: TaskSpec | None = None) -> Path:
     """The kit of a device, as a file."""
-    key = new_key()
+    key = make_key()
     issuer = authority.issuer
-    certificate = issuer.enlist(device_subject(issuer.settings.federation, name), key.public_key())
+    certificate = issuer.enlist(make_device_subject(issuer.settings.federation, name), key.public_key())
     file = Path(f"{name}.kit")
-    file.write_bytes(issuer.kit(certificate, key, task))
+    file.write_bytes(issuer.make_kit(certificate, key, task))
     return file
 
 
@@ -43,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_a_kit_sets_everything(authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = kit(authority, "cam1", task_spec("digits"))
+    file = kit(authority, "cam1", load_task("digits"))
     assert "there is no photos" in refused(capsys, file, "--folder", "d", "--data", "photos")
     assert not (tmp_path / "d").exists()
     (tmp_path / "photos").mkdir()
@@ -58,9 +58,9 @@ def test_a_kit_sets_everything(authority: Authority, tmp_path: Path, capsys: pyt
     found = resolve(AgentSettings, "agent", config, {})
     assert (found.id, found.federation, found.broker) == ("cam1", "shop", "127.0.0.1:8883")
     assert (found.data, found.home) == (tmp_path / "photos", tmp_path / "d/home")
-    assert task_spec(found.task) == task_spec("digits")
+    assert load_task(found.task) == load_task("digits")
     assert found.identity is not None
-    assert found.at(found.broker).cert_file == str(tmp_path / "d/identity/own.crt")
+    assert found.make_broker_settings(found.broker).cert_file == str(tmp_path / "d/identity/own.crt")
     assert (tmp_path / "d/identity/own.key").stat().st_mode & 0o777 == 0o600
 
 
@@ -97,7 +97,7 @@ def test_what_the_agent_lacks_is_said(authority: Authority, capsys: pytest.Captu
 def test_a_kit_comes_through_a_pipe(authority: Authority, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedge", "enrol", "-", "--folder", "d"]
     subprocess.run(command, input=kit(authority, "cam1").read_bytes(), check=True)
-    assert subject_of(load_certificate(tmp_path / "d/identity/own.crt")) == Subject("shop", Role.DEVICE, "cam1")
+    assert find_subject(load_certificate(tmp_path / "d/identity/own.crt")) == Subject("shop", Role.DEVICE, "cam1")
 
 
 def test_a_damaged_kit_leaves_nothing_behind(

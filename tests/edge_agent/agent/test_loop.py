@@ -20,19 +20,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.methods.parts.grouping import arm
-from coordinator.selection.ccmab import transfer_time
+from coordinator.methods.parts.grouping import make_arm
+from coordinator.selection.ccmab import estimate_transfer
 from coordinator.store.records import Device
-from edge_agent.agent.carrier import SPARE_DISK_BYTES, Works
+from edge_agent.agent.carrier import SPARE_DISK_BYTES, OrderExecutor
 from edge_agent.agent.context import Limits
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import UNANSWERED, Agent
 from edge_agent.device.device import CACHED_MODELS, Fetch
-from edge_agent.device.worker import Finished
+from edge_agent.device.worker import FinishedOrder
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.privacy.egress import PRESETS, Rules
-from fedge.steps.contract import Action, Reveals, installed_steps, read_result
+from fedge.steps.contract import Action, Reveals, decode_result, load_installed_steps
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial, Tried
 from fedge.steps.sgd import Sgd
@@ -54,7 +54,7 @@ from fedge.wire.messages import (
     Presence,
     Want,
     Why,
-    encode,
+    encode_message,
 )
 from tests.chaos.network import Network
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
@@ -87,7 +87,11 @@ class Events:
 
 
 def make_agent(
-    broker: LocalBroker | Network, home: Path, worker: Works | Callable[[], Works], events: Events, **options: Any
+    broker: LocalBroker | Network,
+    home: Path,
+    worker: OrderExecutor | Callable[[], OrderExecutor],
+    events: Events,
+    **options: Any,
 ) -> Agent:
     return Agent(
         Identity(ME, "test", TASK, n_shared=3),
@@ -125,7 +129,7 @@ class Blocking(EchoWorker):
         self.go = threading.Event()
         self.thread = ""
 
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> FinishedOrder:
         self.thread = threading.current_thread().name
         self.started.set()
         while not self.go.wait(0.01):
@@ -135,13 +139,13 @@ class Blocking(EchoWorker):
 
 
 class Raising(EchoWorker):
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> FinishedOrder:
         raise ZeroDivisionError("a network of the user's own")
 
 
 class Diverging(EchoWorker):
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
-        return Finished(Tried(delta=float("nan")))
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> FinishedOrder:
+        return FinishedOrder(Tried(delta=float("nan")))
 
 
 # ------------------------------------------------------------------------------------------------ the main way
@@ -153,7 +157,7 @@ async def test_from_order_to_acknowledgement(broker: LocalBroker, tmp_path: Path
     async with Peer(broker, tmp_path) as peer, running(agent):
         await peer.presence(Presence.ONLINE)
         status = peer.statuses[-1]
-        assert (status.device_id, status.n_samples, status.task_fingerprint) == (ME, 3, TASK.fingerprint())
+        assert (status.device_id, status.n_samples, status.task_fingerprint) == (ME, 3, TASK.compute_fingerprint())
         await peer.until(lambda: bool(peer.contexts))
         assert peer.contexts[0].n_samples == 3
 
@@ -270,9 +274,9 @@ async def test_a_device_behind_a_slow_link_tells_a_lower_rate(one_broker: LocalB
                     if model is small:
                         assert [context.link_mbit_s for context in peer.contexts] == [None] * len(peer.contexts)
                 await peer.until(lambda: peer.contexts[-1].link_mbit_s is not None)
-                found = arm(Device(ME, 3, peer.contexts[-1]), Sgd(), large)
+                found = make_arm(Device(ME, 3, peer.contexts[-1]), Sgd(), large)
                 rates.append(found.link_mbit_s or 0.0)
-                assert 0 < transfer_time(found) == pytest.approx(2 * 8e-6 * large.size_bytes / rates[-1])
+                assert 0 < estimate_transfer(found) == pytest.approx(2 * 8e-6 * large.size_bytes / rates[-1])
     fast, slow = rates
     assert slow < 8e-6 * 1e5 < fast
 
@@ -372,7 +376,7 @@ async def test_a_finished_report_survives_the_death_of_its_agent(one_broker: Loc
         peer.reports.clear()
         async with running(make_agent(one_broker, tmp_path / "home", second, Events())):
             assert await peer.report_of(order) == report
-            result = read_result(report, action)
+            result = decode_result(report, action)
             assert isinstance(result, Trained)
             await peer.fetch_update(ME, result.update)
         assert (first.done, second.done) == ([order.id], [])
@@ -495,18 +499,26 @@ async def test_an_order_whose_model_nobody_has_gives_way_to_the_next(
         ("orders", msgspec.msgpack.encode((1, {"type": "order"})), "version"),
         ("orders", msgspec.msgpack.encode((3, {"type": "order"})), "version"),
         ("orders", msgspec.msgpack.encode((2, {"type": "order", "id": "../../etc"})), "malformed"),
-        ("orders", encode(Ack(order_id="a", device_id=ME, accepted=True)), "unexpected-type"),
-        ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), device="pi-2")), "foreign-id"),
+        ("orders", encode_message(Ack(order_id="a", device_id=ME, accepted=True)), "unexpected-type"),
+        (
+            "orders",
+            encode_message(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), device="pi-2")),
+            "foreign-id",
+        ),
         *(
-            ("orders", encode(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=left_s)), "malformed")
+            (
+                "orders",
+                encode_message(order_of(train(BlobRef(digest="0" * 64, size_bytes=1)), in_s=left_s)),
+                "malformed",
+            )
             for left_s in (-1.0, 0.0, 86401.0, 4e12)
         ),
         ("acks", b"\x93", "malformed"),
-        ("acks", encode(Ack(order_id="never", device_id=ME, accepted=True)), "unknown-order"),
-        ("acks", encode(Ack(order_id="never", device_id="pi-2", accepted=True)), "foreign-id"),
+        ("acks", encode_message(Ack(order_id="never", device_id=ME, accepted=True)), "unknown-order"),
+        ("acks", encode_message(Ack(order_id="never", device_id="pi-2", accepted=True)), "foreign-id"),
         ("wants", b"{}", "malformed"),
-        ("wants", encode(Want(device_id="pi-2", digest="0" * 64, ranges=((0, 1),))), "foreign-id"),
-        ("wants", encode(Want(device_id=ME, digest="0" * 64, ranges=((0, 1),))), "unknown-blob"),
+        ("wants", encode_message(Want(device_id="pi-2", digest="0" * 64, ranges=((0, 1),))), "foreign-id"),
+        ("wants", encode_message(Want(device_id=ME, digest="0" * 64, ranges=((0, 1),))), "unknown-blob"),
     ],
 )
 async def test_bad_input_is_refused_by_name_and_changes_nothing(
@@ -516,7 +528,7 @@ async def test_bad_input_is_refused_by_name_and_changes_nothing(
     agent = make_agent(one_broker, tmp_path / "home", worker, events)
     async with Peer(one_broker, tmp_path) as peer, running(agent):
         await peer.presence(Presence.ONLINE)
-        topic = peer.topics.coordinator_wants(ME) if leaf == "wants" else peer.topics.agent(ME, leaf)
+        topic = peer.topics.make_wants_topic(ME) if leaf == "wants" else peer.topics.make_agent_topic(ME, leaf)
         await peer.transport.publish(topic, payload)
         refusal = await events.until("refused")
         assert (refusal["name"], refusal["topic"]) == (name, topic)
@@ -536,7 +548,7 @@ async def test_a_flood_of_bad_messages_is_few_lines_and_each_is_counted(
     async with Peer(one_broker, tmp_path) as peer, running(agent):
         await peer.presence(Presence.ONLINE)
         for _ in range(flood):
-            await peer.transport.publish(peer.topics.agent(ME, "orders"), b"nonsense")
+            await peer.transport.publish(peer.topics.make_agent_topic(ME, "orders"), b"nonsense")
         order = order_of(train(peer.model()))
         await peer.send(order)
         await peer.report_of(order)
@@ -560,7 +572,7 @@ async def test_a_private_file_is_served_to_nobody(one_broker: LocalBroker, tmp_p
         await peer.report_of(order)
         assert (tmp_path / "home" / "models" / model.digest).exists()
         want = Want(device_id=ME, digest=model.digest, ranges=((0, 10),))
-        await peer.transport.publish(peer.topics.coordinator_wants(ME), encode(want))
+        await peer.transport.publish(peer.topics.make_wants_topic(ME), encode_message(want))
         assert (await events.until("refused"))["name"] == "unknown-blob"
 
 
@@ -657,7 +669,7 @@ class Installing(EchoWorker):
         super().__init__()
         self._bundles = home / "bundles"
 
-    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> Finished:
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> FinishedOrder:
         (self._bundles / str(4 + len(self.done))).mkdir(parents=True)
         return super().execute(order, fetch, stop=stop, action=action)
 
@@ -668,7 +680,7 @@ async def test_the_status_tells_the_steps_and_the_highest_release(one_broker: Lo
         await peer.presence(Presence.ONLINE)
         capabilities = peer.statuses[-1].capabilities
         assert capabilities is not None
-        assert capabilities.steps == {name: step.VERSION for name, step in installed_steps().items()}
+        assert capabilities.steps == {name: step.VERSION for name, step in load_installed_steps().items()}
         assert peer.statuses[-1].release == 0
         for n, release in enumerate((4, 5)):
             await peer.send(order_of(train(peer.model()), f"r.{n}.s.pi"))
@@ -752,7 +764,7 @@ async def test_an_order_that_would_fill_the_disk_is_declined_and_the_next_is_don
     ],
 )
 def test_limits(limits: Limits, now: dict[str, float], excuse: tuple[Why, str] | None) -> None:
-    found = limits.excuse(Context(device_id=ME, **now))
+    found = limits.find_refusal(Context(device_id=ME, **now))
     assert (found and (found.why, found.reason)) == excuse
 
 
@@ -813,9 +825,9 @@ async def test_a_disk_that_takes_no_more_ends_an_agent_that_speaks_again(
         agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
         task = asyncio.create_task(agent.run())
         await peer.presence(Presence.ONLINE)
-        twin = msgspec.structs.replace(agent._status(Presence.ONLINE), incarnation="twin")
-        monkeypatch.setattr(agent, "_feed", full)
-        await peer.transport.publish(peer.topics.agent(ME, "status"), encode(twin), retain=True)
+        twin = msgspec.structs.replace(agent._make_status(Presence.ONLINE), incarnation="twin")
+        monkeypatch.setattr(agent, "_handle_event", full)
+        await peer.transport.publish(peer.topics.make_agent_topic(ME, "status"), encode_message(twin), retain=True)
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(StoreError):
                 await task

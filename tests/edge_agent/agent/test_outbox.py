@@ -14,8 +14,8 @@ import pytest
 from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.session import MAX_ACKED
 from fedge.errors import ConfigError, StoreError
-from fedge.system.files import digest_of
-from fedge.wire.messages import Ack, BlobRef, Order, Outcome, Report, Why, encode
+from fedge.system.files import compute_digest
+from fedge.wire.messages import Ack, BlobRef, Order, Outcome, Report, Why, encode_message
 
 DEVICE = "pi-1"
 
@@ -38,7 +38,7 @@ def order(order_id: str = "a", left_s: float = 100.0) -> Order:
 def report(order_id: str = "a", blob: bytes | None = None) -> Report:
     if blob is None:
         return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DECLINED, why=Why.HOT)
-    update = BlobRef(digest=digest_of(blob), size_bytes=len(blob))
+    update = BlobRef(digest=compute_digest(blob), size_bytes=len(blob))
     return Report(order_id=order_id, device_id=DEVICE, seconds=1.0, outcome=Outcome.DONE, body=b"x", blobs=(update,))
 
 
@@ -50,7 +50,7 @@ def ack(order_id: str = "a", accepted: bool = True, reason: str = "") -> Ack:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that stands still unless a test sets it."""
     now = [1000.0]
-    monkeypatch.setattr("edge_agent.agent.outbox.uptime_s", lambda: now[0])
+    monkeypatch.setattr("edge_agent.agent.outbox.get_uptime_s", lambda: now[0])
     return now
 
 
@@ -60,26 +60,26 @@ def files(folder: Path) -> set[str]:
 
 def test_everything_written_is_there_after_a_restart(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a"))
-        outbox.persist(order("b", left_s=7))
-        outbox.put_blob(digest_of(b"update"), b"update")
-        outbox.keep(report("a", b"update"))
+        outbox.save_order(order("a"))
+        outbox.save_order(order("b", left_s=7))
+        outbox.put_blob(compute_digest(b"update"), b"update")
+        outbox.save_report(report("a", b"update"))
     with Outbox(tmp_path) as outbox:
-        assert outbox.orders() == [order("a"), order("b", left_s=7)]
-        assert outbox.reports() == [report("a", b"update")]
-        path = outbox.blob(digest_of(b"update"))
+        assert outbox.load_orders() == [order("a"), order("b", left_s=7)]
+        assert outbox.load_reports() == [report("a", b"update")]
+        path = outbox.find_blob(compute_digest(b"update"))
         assert path is not None
         assert path.read_bytes() == b"update"
 
 
 def test_an_acknowledged_order_leaves_only_its_verdict(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a"))
-        outbox.put_blob(digest_of(b"update"), b"update")
-        outbox.keep(report("a", b"update"))
+        outbox.save_order(order("a"))
+        outbox.put_blob(compute_digest(b"update"), b"update")
+        outbox.save_report(report("a", b"update"))
         outbox.acknowledge(ack("a", accepted=False, reason="layout: wrong shape"), remember=MAX_ACKED)
         assert files(tmp_path) == {"acked"}
-        assert outbox.blob(digest_of(b"update")) is None
+        assert outbox.find_blob(compute_digest(b"update")) is None
     with Outbox(tmp_path) as outbox:
         assert [(v.order_id, v.accepted, v.reason) for v in outbox.verdicts] == [("a", False, "layout: wrong shape")]
 
@@ -93,18 +93,18 @@ def test_only_the_last_verdicts_are_remembered(tmp_path: Path) -> None:
 
 def test_a_new_deadline_replaces_the_old_one(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a", left_s=1))
-        outbox.persist(order("a", left_s=2))
-        assert outbox.orders() == [order("a", left_s=2)]
+        outbox.save_order(order("a", left_s=1))
+        outbox.save_order(order("a", left_s=2))
+        assert outbox.load_orders() == [order("a", left_s=2)]
 
 
 def test_what_is_left_is_counted_while_no_agent_runs(tmp_path: Path, clock: list[float]) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a", left_s=100))
+        outbox.save_order(order("a", left_s=100))
     for now, left in ((1040.0, 60), (1040.0, 60), (1099.0, 1), (1200.0, 0), (9e9, 0)):
         clock[0] = now
         with Outbox(tmp_path) as outbox:
-            assert outbox.orders() == [order("a", left_s=left)]
+            assert outbox.load_orders() == [order("a", left_s=left)]
 
 
 @pytest.mark.parametrize("boots", [("first", "second", "third"), ("", "", "")])
@@ -113,37 +113,37 @@ def test_while_the_machine_was_off_half_of_it_passed(
 ) -> None:
     """Nobody knows how long it was off; a device that is switched on again and again must not keep it for ever."""
     for name, left in zip(boots, (100, 50, 25), strict=True):
-        monkeypatch.setattr("edge_agent.agent.outbox.boot", lambda name=name: name)
+        monkeypatch.setattr("edge_agent.agent.outbox.read_boot_id", lambda name=name: name)
         clock[0] = 3.0  # the clock of each boot begins anew
         with Outbox(tmp_path) as outbox:
             if left == 100:
-                outbox.persist(order("a", left_s=100))
-            assert [round(o.left_s) for o in outbox.orders()] == [left if name else left // 2]
+                outbox.save_order(order("a", left_s=100))
+            assert [round(o.left_s) for o in outbox.load_orders()] == [left if name else left // 2]
 
 
 def test_a_blob_lives_as_long_as_a_report_names_it(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
         for name in ("a", "b"):
-            outbox.persist(order(name))
-            outbox.put_blob(digest_of(b"same update"), b"same update")
-            outbox.keep(report(name, b"same update"))
-        outbox.discard("a")
-        assert outbox.blob(digest_of(b"same update")) is not None
-        outbox.discard("b")
-        assert outbox.blob(digest_of(b"same update")) is None
+            outbox.save_order(order(name))
+            outbox.put_blob(compute_digest(b"same update"), b"same update")
+            outbox.save_report(report(name, b"same update"))
+        outbox.remove_order("a")
+        assert outbox.find_blob(compute_digest(b"same update")) is not None
+        outbox.remove_order("b")
+        assert outbox.find_blob(compute_digest(b"same update")) is None
 
 
 def test_a_blob_whose_report_is_still_being_written_is_not_swept_away(tmp_path: Path) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a"))
-        outbox.persist(order("b"))
-        outbox.put_blob(digest_of(b"update"), b"update")
-        outbox.keep(report("a", b"update"))
-        outbox.put_blob(digest_of(b"update"), b"update")  # of order b, equal bytes, not yet reported
+        outbox.save_order(order("a"))
+        outbox.save_order(order("b"))
+        outbox.put_blob(compute_digest(b"update"), b"update")
+        outbox.save_report(report("a", b"update"))
+        outbox.put_blob(compute_digest(b"update"), b"update")  # of order b, equal bytes, not yet reported
         outbox.acknowledge(ack("a"), remember=MAX_ACKED)
-        outbox.keep(report("b", b"update"))
+        outbox.save_report(report("b", b"update"))
     with Outbox(tmp_path) as outbox:
-        assert outbox.reports() == [report("b", b"update")]
+        assert outbox.load_reports() == [report("b", b"update")]
 
 
 def test_one_agent_at_a_time(tmp_path: Path) -> None:
@@ -152,32 +152,32 @@ def test_one_agent_at_a_time(tmp_path: Path) -> None:
     Outbox(tmp_path).close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, encode(order("other")), encode(ack("a"))])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, encode_message(order("other")), encode_message(ack("a"))])
 def test_a_damaged_order_is_dropped_so_that_the_coordinator_repeats_it(tmp_path: Path, damage: bytes) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a"))
-        outbox.keep(report("a"))
-        outbox.persist(order("b"))
+        outbox.save_order(order("a"))
+        outbox.save_report(report("a"))
+        outbox.save_order(order("b"))
     (tmp_path / "orders" / "a").write_bytes(damage)
     with Outbox(tmp_path) as outbox:
-        assert outbox.orders() == [order("b")]
-        assert outbox.reports() == []
+        assert outbox.load_orders() == [order("b")]
+        assert outbox.load_reports() == []
 
 
 @pytest.mark.parametrize("lost", ["report", "blob"])
 def test_a_report_that_lost_a_part_is_made_again(tmp_path: Path, lost: str) -> None:
     with Outbox(tmp_path) as outbox:
-        outbox.persist(order("a"))
-        digest = digest_of(b"update")
+        outbox.save_order(order("a"))
+        digest = compute_digest(b"update")
         outbox.put_blob(digest, b"update")
-        outbox.keep(report("a", b"update"))
+        outbox.save_report(report("a", b"update"))
     if lost == "report":
         (tmp_path / "reports" / "a").write_bytes(b"\x00")
     else:
         (tmp_path / "blobs" / digest).unlink()
     with Outbox(tmp_path) as outbox:
-        assert outbox.orders() == [order("a")]
-        assert outbox.reports() == []
+        assert outbox.load_orders() == [order("a")]
+        assert outbox.load_reports() == []
         assert files(tmp_path) == {"orders/a"}
 
 
@@ -192,9 +192,9 @@ def test_what_is_damaged_beside_the_orders_keeps_no_agent_from_its_work(tmp_path
     for damage in ("bytes", "folder"):
         home = tmp_path / damage
         with Outbox(home) as outbox:
-            outbox.persist(order("a"))
+            outbox.save_order(order("a"))
             outbox.acknowledge(ack("b"), remember=MAX_ACKED)
-            outbox.persist(order("c"))
+            outbox.save_order(order("c"))
         for file in ("version", "acked", "orders/c"):
             (home / file).unlink()
             if damage == "bytes":
@@ -202,7 +202,7 @@ def test_what_is_damaged_beside_the_orders_keeps_no_agent_from_its_work(tmp_path
             else:
                 (home / file / "lost+found").mkdir(parents=True)
         with Outbox(home) as outbox:
-            assert outbox.orders() == [order("a")]
+            assert outbox.load_orders() == [order("a")]
             assert outbox.verdicts == []
             outbox.acknowledge(ack("a"), remember=MAX_ACKED)
         assert (home / "version").read_text() == "2"
@@ -227,19 +227,19 @@ DIES = """
     from pathlib import Path
     import edge_agent.agent.outbox
     from edge_agent.agent.outbox import Outbox
-    from fedge.system.files import digest_of
+    from fedge.system.files import compute_digest
     from tests.edge_agent.agent.test_outbox import ack, order, report
 
-    edge_agent.agent.outbox.uptime_s = lambda: 1000.0
+    edge_agent.agent.outbox.get_uptime_s = lambda: 1000.0
     STEPS = [
-        ("persist a", lambda o: o.persist(order("a"))),
-        ("put a", lambda o: o.put_blob(digest_of(b"update"), b"update")),
-        ("keep a", lambda o: o.keep(report("a", b"update"))),
-        ("persist b", lambda o: o.persist(order("b"))),
-        ("move b", lambda o: o.persist(order("b", left_s=200))),
+        ("persist a", lambda o: o.save_order(order("a"))),
+        ("put a", lambda o: o.put_blob(compute_digest(b"update"), b"update")),
+        ("keep a", lambda o: o.save_report(report("a", b"update"))),
+        ("persist b", lambda o: o.save_order(order("b"))),
+        ("move b", lambda o: o.save_order(order("b", left_s=200))),
         ("ack a", lambda o: o.acknowledge(ack("a"), remember=8)),
-        ("keep b", lambda o: o.keep(report("b"))),
-        ("discard b", lambda o: o.discard("b")),
+        ("keep b", lambda o: o.save_report(report("b"))),
+        ("discard b", lambda o: o.remove_order("b")),
     ]
     WRITES = {"open", "os.rename", "os.remove", "os.mkdir"}
 
@@ -274,8 +274,8 @@ DIES = """
         with Outbox(folder) as outbox:
             left = {
                 "done": done,
-                "orders": {o.id: round(o.left_s) for o in outbox.orders()},
-                "reports": [r.order_id for r in outbox.reports()],
+                "orders": {o.id: round(o.left_s) for o in outbox.load_orders()},
+                "reports": [r.order_id for r in outbox.load_reports()],
                 "acked": [v.order_id for v in outbox.verdicts],
                 "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),
             }
@@ -296,7 +296,7 @@ def test_killed_at_any_file_operation_it_holds_either_the_old_or_the_new_state(t
         cwd=Path(__file__).parents[3],
     )
     deaths = json.loads(program.stdout)
-    blob = f"blobs/{digest_of(b'update')}"
+    blob = f"blobs/{compute_digest(b'update')}"
     a, both = {"a": 100.0}, {"a": 100.0, "b": 100.0}
     moved = {"a": 100.0, "b": 200.0}
     # (steps known to be done) -> the only two states allowed: before and after the step that was cut.

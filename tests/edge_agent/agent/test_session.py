@@ -18,13 +18,13 @@ from edge_agent.agent.session import (
     MAX_ORDERS,
     Acknowledge,
     Action,
-    Discard,
-    Happened,
-    Keep,
-    Persist,
+    LocalEvent,
     Phase,
     Publish,
+    RemoveOrder,
     Run,
+    SaveOrder,
+    SaveReport,
     Session,
     Stop,
 )
@@ -82,10 +82,10 @@ def session() -> Iterator[Session]:
 
 
 def refused(session: Session, event: object, now: float) -> str:
-    before = (session.orders, session.next_wakeup())
+    before = (session.orders, session.find_next_wakeup())
     with pytest.raises(ProtocolError) as caught:
         session.handle(event, now)  # type: ignore[arg-type]
-    assert (session.orders, session.next_wakeup()) == before
+    assert (session.orders, session.find_next_wakeup()) == before
     return caught.value.name
 
 
@@ -93,14 +93,14 @@ def refused(session: Session, event: object, now: float) -> str:
 
 
 def test_an_order_is_durable_before_it_runs_and_its_report_before_it_is_published(session: Session) -> None:
-    assert session.handle(order(), 0) == [Persist(order()), Run(order())]
-    assert session.phase("a") is Phase.RUNNING
-    assert session.handle(report(), 1) == [Keep(report()), Publish(report())]
-    assert session.phase("a") is Phase.REPORTED
+    assert session.handle(order(), 0) == [SaveOrder(order()), Run(order())]
+    assert session.get_phase("a") is Phase.RUNNING
+    assert session.handle(report(), 1) == [SaveReport(report()), Publish(report())]
+    assert session.get_phase("a") is Phase.REPORTED
     assert session.handle(ack(), 2) == [Acknowledge(ack())]
-    assert session.phase("a") is Phase.ACKED
+    assert session.get_phase("a") is Phase.ACKED
     assert session.orders == ()
-    assert session.next_wakeup() is None
+    assert session.find_next_wakeup() is None
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -118,7 +118,7 @@ def test_copies_of_a_running_order_do_nothing_and_of_a_reported_one_repeat_the_r
     assert session.handle(order(), 1) == []
     session.handle(report(), 2)
     assert session.handle(order(left_s=97), 3) == [Publish(report())]
-    assert session.handle(order(), 1000) == [Persist(order()), Publish(report())], "also after its end"
+    assert session.handle(order(), 1000) == [SaveOrder(order()), Publish(report())], "also after its end"
 
 
 def test_a_report_is_repeated_more_and_more_slowly(session: Session) -> None:
@@ -126,27 +126,27 @@ def test_a_report_is_repeated_more_and_more_slowly(session: Session) -> None:
     session.handle(report(), 0)
     gaps, now = [], 0.0
     for _ in range(7):
-        due = session.next_wakeup()
+        due = session.find_next_wakeup()
         assert due is not None
-        assert session.handle(Happened.TICK, due - 0.01) == []
-        assert session.handle(Happened.TICK, due) == [Publish(report())]
+        assert session.handle(LocalEvent.TICK, due - 0.01) == []
+        assert session.handle(LocalEvent.TICK, due) == [Publish(report())]
         gaps.append(due - now)
         now = due
     assert gaps == [2, 4, 8, 16, 30, 30, 30]
     assert (FIRST_RESEND_S, LAST_RESEND_S) == (2, 30)
-    assert session.handle(Happened.CONNECTED, now + 1) == [Publish(report())]
-    assert session.next_wakeup() == now + 1 + FIRST_RESEND_S
+    assert session.handle(LocalEvent.CONNECTED, now + 1) == [Publish(report())]
+    assert session.find_next_wakeup() == now + 1 + FIRST_RESEND_S
 
 
 # ----------------------------------------------------------------------------------------------------- several
 
 
 def test_one_runs_and_the_others_wait_in_the_order_of_arrival(session: Session) -> None:
-    assert session.handle(order("b"), 0) == [Persist(order("b")), Run(order("b"))]
-    assert session.handle(order("c"), 0) == [Persist(order("c"))]
-    assert session.handle(order("a"), 0) == [Persist(order("a"))]
+    assert session.handle(order("b"), 0) == [SaveOrder(order("b")), Run(order("b"))]
+    assert session.handle(order("c"), 0) == [SaveOrder(order("c"))]
+    assert session.handle(order("a"), 0) == [SaveOrder(order("a"))]
     assert session.handle(report("b"), 1) == [
-        Keep(report("b")),
+        SaveReport(report("b")),
         Publish(report("b")),
         Run(order("c")),
     ]
@@ -159,7 +159,7 @@ def test_a_full_house_refuses_until_a_stale_report_can_go(session: Session) -> N
     session.handle(report("o0"), 2)
     assert refused(session, order("new", left_s=900), 3) == "queue-full"
     actions = session.handle(order("new", left_s=900), 100)
-    assert actions == [Discard("o0", "evicted"), Persist(order("new", left_s=900))]
+    assert actions == [RemoveOrder("o0", "evicted"), SaveOrder(order("new", left_s=900))]
 
 
 def test_only_the_last_acknowledged_ids_are_remembered(session: Session) -> None:
@@ -167,8 +167,8 @@ def test_only_the_last_acknowledged_ids_are_remembered(session: Session) -> None
         session.handle(order(f"o{n}"), 0)
         session.handle(report(f"o{n}"), 0)
         session.handle(ack(f"o{n}"), 0)
-    assert session.phase("o0") is Phase.UNKNOWN
-    assert session.phase("o1") is Phase.ACKED
+    assert session.get_phase("o0") is Phase.UNKNOWN
+    assert session.get_phase("o1") is Phase.ACKED
     check_invariants(session)
 
 
@@ -178,26 +178,26 @@ def test_only_the_last_acknowledged_ids_are_remembered(session: Session) -> None
 def test_a_waiting_order_expires_and_a_running_one_is_stopped(session: Session) -> None:
     session.handle(order("a", left_s=10), 0)
     session.handle(order("b", left_s=10), 0)
-    assert session.next_wakeup() == 10
-    assert session.handle(Happened.TICK, 10) == [Stop("a"), Discard("b", "expired")]
-    assert session.phase("a") is Phase.STOPPING
-    assert session.handle(Happened.TICK, 11) == []
-    assert session.handle(Happened.STOPPED, 12) == [Discard("a", "expired")]
-    assert session.phase("a") is Phase.UNKNOWN
+    assert session.find_next_wakeup() == 10
+    assert session.handle(LocalEvent.TICK, 10) == [Stop("a"), RemoveOrder("b", "expired")]
+    assert session.get_phase("a") is Phase.STOPPING
+    assert session.handle(LocalEvent.TICK, 11) == []
+    assert session.handle(LocalEvent.STOPPED, 12) == [RemoveOrder("a", "expired")]
+    assert session.get_phase("a") is Phase.UNKNOWN
 
 
 def test_work_that_finished_while_it_was_asked_to_stop_is_reported_all_the_same(session: Session) -> None:
     session.handle(order(left_s=10), 0)
-    session.handle(Happened.TICK, 10)
-    assert session.handle(report(), 10.1) == [Keep(report()), Publish(report())]
+    session.handle(LocalEvent.TICK, 10)
+    assert session.handle(report(), 10.1) == [SaveReport(report()), Publish(report())]
 
 
 def test_a_later_deadline_is_durable_and_saves_an_order_that_was_being_stopped(session: Session) -> None:
     session.handle(order(left_s=10), 0)
-    session.handle(Happened.TICK, 10)
+    session.handle(LocalEvent.TICK, 10)
     extended = order(left_s=60)
-    assert session.handle(extended, 11) == [Persist(extended)]
-    assert session.handle(Happened.STOPPED, 12) == [Run(extended)]
+    assert session.handle(extended, 11) == [SaveOrder(extended)]
+    assert session.handle(LocalEvent.STOPPED, 12) == [Run(extended)]
 
 
 def test_an_earlier_deadline_changes_nothing(session: Session) -> None:
@@ -210,13 +210,13 @@ def test_an_earlier_deadline_changes_nothing(session: Session) -> None:
 def test_the_time_that_is_left_counts_from_receipt(session: Session, now: float, late: bool) -> None:
     session.handle(order("busy", left_s=1000), 0)
     session.handle(order(left_s=100), 50)
-    assert session.handle(Happened.TICK, now) == ([Discard("a", "expired")] if late else [])
+    assert session.handle(LocalEvent.TICK, now) == ([RemoveOrder("a", "expired")] if late else [])
 
 
 def test_copies_that_take_another_time_on_their_way_are_not_written(session: Session) -> None:
     session.handle(order(left_s=60), 0)
     assert session.handle(order(left_s=58), 2 + LATER_S) == []
-    assert session.handle(order(left_s=58), 3.5) == [Persist(order(left_s=58))]
+    assert session.handle(order(left_s=58), 3.5) == [SaveOrder(order(left_s=58))]
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -237,20 +237,20 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(session: Sessi
 def test_closing_stops_the_work_and_keeps_the_order_for_the_next_start(session: Session) -> None:
     session.handle(order("a"), 0)
     session.handle(order("b"), 0)
-    assert session.handle(Happened.CLOSING, 1) == [Stop("a")]
-    assert session.handle(Happened.STOPPED, 2) == []
-    assert session.phase("a") is Phase.QUEUED
+    assert session.handle(LocalEvent.CLOSING, 1) == [Stop("a")]
+    assert session.handle(LocalEvent.STOPPED, 2) == []
+    assert session.get_phase("a") is Phase.QUEUED
     restarted = Session(DEVICE, orders=session.orders)
-    assert restarted.handle(Happened.TICK, 3) == [Run(order("a"))]
+    assert restarted.handle(LocalEvent.TICK, 3) == [Run(order("a"))]
 
 
 def test_a_restart_publishes_reports_again_and_runs_what_was_open() -> None:
     restarted = Session(
         DEVICE, orders=[order("a"), order("b"), order("late", left_s=5)], reports=[report("a")], acked=["z"]
     )
-    assert restarted.handle(Happened.CONNECTED, 10) == [
+    assert restarted.handle(LocalEvent.CONNECTED, 10) == [
         Publish(report("a")),
-        Discard("late", "expired"),
+        RemoveOrder("late", "expired"),
         Run(order("b")),
     ]
     assert restarted.handle(order("z"), 11) == []
@@ -270,15 +270,15 @@ class Disk:
 
     def apply(self, action: Action, now: float) -> None:
         match action:
-            case Persist(order):
+            case SaveOrder(order):
                 self.orders[order.id] = order, now + order.left_s
-            case Keep(report):
+            case SaveReport(report):
                 self.reports[report.order_id] = report
             case Acknowledge(ack):
                 self.acked = [*self.acked, ack.order_id][-MAX_ACKED:]
                 self.orders.pop(ack.order_id)
                 self.reports.pop(ack.order_id)
-            case Discard(order_id, _):
+            case RemoveOrder(order_id, _):
                 self.orders.pop(order_id)
                 self.reports.pop(order_id, None)
 
@@ -322,7 +322,7 @@ class AnyHistory(RuleBasedStateMachine):
                     assert self.disk.reports[report.order_id] == report, "published before it was kept"
                     assert report.order_id not in self.verdicts, "published again though it was acknowledged"
                     assert self.published.setdefault(report.order_id, report) == report, "two reports of one order"
-                case Discard(order_id, "evicted"):
+                case RemoveOrder(order_id, "evicted"):
                     self.published.pop(order_id, None)
         if survive is not None:
             self.session, self.running, self.stopping = self.disk.restart(self.now), None, False
@@ -354,7 +354,7 @@ class AnyHistory(RuleBasedStateMachine):
     def work_stops(self, survive: int | None) -> None:
         assert self.running is not None
         self.running = None
-        self.feed(Happened.STOPPED, survive)
+        self.feed(LocalEvent.STOPPED, survive)
 
     @rule(order_id=ids, accepted=st.booleans(), survive=survival)
     def ack_arrives(self, order_id: str, accepted: bool, survive: int | None) -> None:
@@ -366,38 +366,38 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 40.0]), survive=survival)
     def time_passes(self, seconds: float, survive: int | None) -> None:
         self.now += seconds
-        self.feed(Happened.TICK, survive)
+        self.feed(LocalEvent.TICK, survive)
 
     @rule(survive=survival)
     def reconnects(self, survive: int | None) -> None:
-        self.feed(Happened.CONNECTED, survive)
+        self.feed(LocalEvent.CONNECTED, survive)
 
     @rule()
     def is_killed(self) -> None:
         self.perform([], survive=0)
-        self.feed(Happened.TICK)
+        self.feed(LocalEvent.TICK)
 
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "session"):
             assert {o.id for o in self.session.orders} == self.disk.orders.keys()
-            phases = {self.session.phase(o.id) for o in self.session.orders}
+            phases = {self.session.get_phase(o.id) for o in self.session.orders}
             assert (self.running is None) == phases.isdisjoint({Phase.RUNNING, Phase.STOPPING})
 
     def teardown(self) -> None:
         """Left alone with a patient coordinator, everything that is still wanted gets its verdict."""
         if not hasattr(self, "session"):
             return
-        self.feed(Happened.TICK)
+        self.feed(LocalEvent.TICK)
         for _ in range(3 * MAX_ORDERS):
             check_invariants(self.session)
             if self.running is not None:
                 self.work_finishes(None)
             for order_id in list(self.disk.reports):
-                self.feed(Happened.CONNECTED)
+                self.feed(LocalEvent.CONNECTED)
                 self.ack_arrives(order_id, accepted=True, survive=None)
         assert self.session.orders == ()
-        assert self.session.next_wakeup() is None
+        assert self.session.find_next_wakeup() is None
 
 
 AnyHistory.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -19,18 +19,18 @@ import pytest
 
 from edge_agent.agent import workplace
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.agent.workplace import Workplace, samples
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.agent.workplace import WorkerProcess, load_samples
+from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import StoreError
 from fedge.settings import Secret
-from fedge.steps.contract import Action, Failed, known_steps
+from fedge.steps.contract import Action, Failed, load_known_steps
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.steps.training.train_dp import Privacy, TrainDp
 from fedge.system.files import BlobFolder
 from fedge.system.stopping import StoppedError, never
-from fedge.tasks import device_data
+from fedge.tasks import read_device_data
 from fedge.wire.messages import Order, Why
 from tests.support.orders import Blobs, order
 
@@ -75,7 +75,7 @@ def run(device, action):
         raise StoreError("no space left")
     if action.how == "raises":
         raise ZeroDivisionError("a network of the user's")
-    return Drawn(n=float(device.rng(1).random()), pid=os.getpid())
+    return Drawn(n=float(device.make_rng(1).random()), pid=os.getpid())
 """
 
 
@@ -93,23 +93,23 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
     )  # fmt: skip
 
 
-def working(settings: AgentSettings) -> Workplace:
-    return Workplace(settings, samples(settings, settings.spec()).digest())
+def working(settings: AgentSettings) -> WorkerProcess:
+    return WorkerProcess(settings, load_samples(settings, settings.make_spec()).compute_digest())
 
 
 @pytest.fixture
-def place(settings: AgentSettings) -> Iterator[Workplace]:
+def place(settings: AgentSettings) -> Iterator[WorkerProcess]:
     place = working(settings)
     yield place
     place.close()
 
 
 def draw(settings: AgentSettings, how: str = "", number: int = 1) -> tuple[Order, Action]:
-    action = known_steps(["their_steps:Draw"])["draw"](how=how)  # type: ignore[call-arg]
-    return order(action, number, task=settings.spec()), action
+    action = load_known_steps(["their_steps:Draw"])["draw"](how=how)  # type: ignore[call-arg]
+    return order(action, number, task=settings.make_spec()), action
 
 
-def done(place: Workplace, order: Order, action: Action, stop: Callable[[], bool] = never) -> Finished:
+def done(place: WorkerProcess, order: Order, action: Action, stop: Callable[[], bool] = never) -> FinishedOrder:
     return place.execute(order, Blobs(), stop=stop, action=action)
 
 
@@ -135,13 +135,13 @@ def until(condition: Callable[[], bool]) -> None:
 def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentSettings) -> None:
     settings = msgspec.structs.replace(settings, inference_only=False)
     place = working(settings)
-    blobs = Blobs(settings.spec())
+    blobs = Blobs(settings.make_spec())
     ref = blobs.model(3)
     BlobFolder(settings.home / "models").put(blobs[ref.digest])
     action = Train(starts=(Start(model=ref),), sgd=Sgd(steps=3))
-    asked = order(action, task=settings.spec())
-    data = device_data(settings.spec(), settings.data, seed=0)
-    here = Worker("d", settings.spec(), data, settings.home / "other").execute(asked, blobs)
+    asked = order(action, task=settings.make_spec())
+    data = read_device_data(settings.make_spec(), settings.data, seed=0)
+    here = Worker("d", settings.make_spec(), data, settings.home / "other").execute(asked, blobs)
     there = done(place, asked, action)
     assert isinstance(here.result, Trained)
     assert (there.result, there.blobs) == (here.result, here.blobs)
@@ -153,14 +153,14 @@ def test_what_an_order_has_spent_is_told_in_the_agents_log(
     settings: AgentSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = msgspec.structs.replace(settings, inference_only=False)
-    blobs = Blobs(settings.spec())
+    blobs = Blobs(settings.make_spec())
     ref = blobs.model(3)
     BlobFolder(settings.home / "models").put(blobs[ref.digest])
     privacy = Privacy(clip_norm=1.0, delta=1e-5, participations=1, noise_multiplier=1.0)
     action = TrainDp(starts=(Start(model=ref),), sgd=Sgd(steps=2), privacy=privacy)
     with contextlib.closing(working(settings)) as place, caplog.at_level("INFO", "fedge.agent"):
-        done(place, order(action, task=settings.spec()), action)
-    spent = Ledger(settings.home).spent(1e-5)
+        done(place, order(action, task=settings.make_spec()), action)
+    spent = Ledger(settings.home).compute_spent(1e-5)
     assert f"event=privacy_spent round=1 epsilon={spent:.3f} in_all={spent:.3f} delta=1e-05" in caplog.text
 
 
@@ -169,8 +169,8 @@ def test_reading_the_samples_is_no_part_of_the_time_that_is_told(
 ) -> None:
     """It takes longer the more samples are marked."""
     (settings.data.parent / "sitecustomize.py").write_text(
-        "import time\nfrom fedge import npz\nreal = npz.load\n"
-        "npz.load = lambda *given: (time.sleep(1.5), real(*given))[1]\n"
+        "import time\nfrom fedge.data import npz\nreal = npz.load_arrays\n"
+        "npz.load_arrays = lambda *given: (time.sleep(1.5), real(*given))[1]\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(settings.data.parent), prepend=os.pathsep)
     place = working(settings)
@@ -193,7 +193,7 @@ def test_a_process_serves_the_next_order_and_goes_after_a_while(settings: AgentS
 
 
 def test_where_memory_is_short_it_goes_at_once(
-    place: Workplace, settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+    place: WorkerProcess, settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workplace, "ENOUGH_BYTES", 1 << 60)
     done(place, *draw(settings))
@@ -203,14 +203,14 @@ def test_where_memory_is_short_it_goes_at_once(
 def test_memory_is_free_up_to_the_limit_of_the_group(tmp_path: Path) -> None:
     for name, text in (("current", "300"), ("stat", "anon 200\ninactive_file 80"), ("max", "1000")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert workplace.left_in(tmp_path) == 780
+    assert workplace.read_free_bytes(tmp_path) == 780
     (tmp_path / "memory.max").write_text("max\n")
     with pytest.raises(ValueError, match="max"):
-        workplace.left_in(tmp_path)
-    assert 0 < workplace.free_bytes() <= psutil.virtual_memory().total
+        workplace.read_free_bytes(tmp_path)
+    assert 0 < workplace.measure_free_bytes() <= psutil.virtual_memory().total
 
 
-def test_what_is_killed_in_the_middle_is_done_again(place: Workplace, settings: AgentSettings) -> None:
+def test_what_is_killed_in_the_middle_is_done_again(place: WorkerProcess, settings: AgentSettings) -> None:
     def kill() -> None:
         until((settings.home / "begun").exists)
         children()[0].kill()
@@ -233,7 +233,7 @@ def test_what_is_killed_in_the_middle_is_done_again(place: Workplace, settings: 
     ],
 )
 def test_an_order_that_brings_its_process_down_fails(
-    place: Workplace, settings: AgentSettings, how: str, why: Why, reason: str
+    place: WorkerProcess, settings: AgentSettings, how: str, why: Why, reason: str
 ) -> None:
     result = done(place, *draw(settings, how)).result
     assert isinstance(result, Failed)
@@ -241,7 +241,9 @@ def test_an_order_that_brings_its_process_down_fails(
     assert reason in result.reason
 
 
-def test_a_process_that_lives_reads_samples_anew_when_they_change(place: Workplace, settings: AgentSettings) -> None:
+def test_a_process_that_lives_reads_samples_anew_when_they_change(
+    place: WorkerProcess, settings: AgentSettings
+) -> None:
     before = done(place, *draw(settings)).result
     (child,) = children()
     old = settings.data.read_bytes()
@@ -255,18 +257,18 @@ def test_a_process_that_lives_reads_samples_anew_when_they_change(place: Workpla
     assert children() == [child]
 
 
-def test_a_broken_disk_ends_the_agent(place: Workplace, settings: AgentSettings) -> None:
+def test_a_broken_disk_ends_the_agent(place: WorkerProcess, settings: AgentSettings) -> None:
     with pytest.raises(StoreError, match="no space left"):
         done(place, *draw(settings, "full"))
 
 
-def test_stopping_ends_it_at_once(place: Workplace, settings: AgentSettings) -> None:
+def test_stopping_ends_it_at_once(place: WorkerProcess, settings: AgentSettings) -> None:
     with pytest.raises(StoppedError):
         done(place, *draw(settings, "slow"), stop=(settings.home / "begun").exists)
     assert not children()
 
 
-def test_what_a_stopped_order_has_begun_to_write_is_removed(place: Workplace, settings: AgentSettings) -> None:
+def test_what_a_stopped_order_has_begun_to_write_is_removed(place: WorkerProcess, settings: AgentSettings) -> None:
     begun = settings.home / "bundles" / ".unfinished-1"
     with pytest.raises(StoppedError):
         done(place, *draw(settings, "fills"), stop=begun.exists)
@@ -285,9 +287,9 @@ class Slow(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Slow())
 """
 SLOW_SAMPLES = """
-from fedge import npz
-real = npz.load
-npz.load = lambda *given: (wait(), real(*given))[1]
+from fedge.data import npz
+real = npz.load_arrays
+npz.load_arrays = lambda *given: (wait(), real(*given))[1]
 """
 
 
@@ -313,7 +315,7 @@ def test_a_process_that_loads_for_longer_than_an_order_lasts_does_the_next(
         assert done(place, *draw(settings)).result.pid == child.pid  # type: ignore[attr-defined]
 
 
-def test_data_that_cannot_be_read_any_more_fail_the_order(place: Workplace, settings: AgentSettings) -> None:
+def test_data_that_cannot_be_read_any_more_fail_the_order(place: WorkerProcess, settings: AgentSettings) -> None:
     settings.data.unlink()
     result = done(place, *draw(settings)).result
     assert isinstance(result, Failed)

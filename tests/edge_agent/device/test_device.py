@@ -17,18 +17,26 @@ import numpy as np
 import pytest
 
 from deploy import load
-from deploy.commands.install import install_in
-from deploy.updates.slots import owned
-from edge_agent.device.device import PERSONAL, FailedError, Kept, decoded, overlay, prune_bundles, remembering
-from edge_agent.device.files import Files, newest
-from fedge.bundle.manifest import read
+from deploy.commands.install import install_bundle
+from deploy.updates.slots import lock_slots
+from edge_agent.device.device import (
+    PERSONAL,
+    FailedError,
+    KeptTensors,
+    cache_models,
+    decode_kept,
+    overlay_tensors,
+    prune_bundles,
+)
+from edge_agent.device.files import Files, read_newest
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.models import build
-from fedge.steps.contract import Failed, installed_steps
+from fedge.steps.contract import Failed, load_installed_steps
 from fedge.steps.mixture.install import Install, Installed
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.system.files import highest_release
+from fedge.system.files import find_highest_release
 from fedge.tensors.layout import BASE, HEAD, flatten, unflatten
 from tests.deploy.bundles import source, variant
 from tests.deploy.serve_process import ask, process
@@ -65,8 +73,13 @@ def test_rounds_are_numbers_and_not_names(tmp_path: Path) -> None:
         Files(tmp_path, "r", number).write("a", str(number).encode())
     folder = tmp_path / "kept" / "r" / "a"
     assert sorted(path.name for path in folder.iterdir()) == ["10", "9"]
-    assert [newest(folder), newest(folder, 10), newest(folder, 9), newest(folder, 8)] == [b"10", b"10", b"9", None]
-    assert newest(tmp_path / "nowhere") is None
+    assert [read_newest(folder), read_newest(folder, 10), read_newest(folder, 9), read_newest(folder, 8)] == [
+        b"10",
+        b"10",
+        b"9",
+        None,
+    ]
+    assert read_newest(tmp_path / "nowhere") is None
 
 
 def test_names_do_not_mix_and_a_new_run_ends_the_older_ones(tmp_path: Path) -> None:
@@ -145,38 +158,38 @@ def test_killed_at_any_moment_the_order_finds_what_it_found(tmp_path: Path, wher
 def test_what_a_step_kept_is_its_own(tmp_path: Path) -> None:
     head = layers_of(INITIAL, HEAD)
     first = device(tmp_path, INSTALL, number=1)
-    assert first.kept("install", LAYOUT.select(HEAD)) is None
-    first.keep(head)
+    assert first.load_kept("install", LAYOUT.select(HEAD)) is None
+    first.save_kept(head)
     later = device(tmp_path, INSTALL, number=2)
-    found = later.kept("install", LAYOUT.select(HEAD))
+    found = later.load_kept("install", LAYOUT.select(HEAD))
     assert found is not None
     assert found.layout == head.layout
     assert found.model.params.tobytes() == head.model.params.tobytes()
-    assert later.kept("install", LAYOUT.select(HEAD), before=1) is None
+    assert later.load_kept("install", LAYOUT.select(HEAD), before=1) is None
     with pytest.raises(FailedError, match="step install kept something here, the order speaks of train"):
-        later.kept("train", LAYOUT.select(HEAD))
+        later.load_kept("train", LAYOUT.select(HEAD))
     with pytest.raises(ProtocolError, match="layout"):
-        later.kept("install", LAYOUT.select(BASE))
+        later.load_kept("install", LAYOUT.select(BASE))
 
 
 def test_what_was_kept_by_a_step_that_is_gone_cannot_be_used() -> None:
     with pytest.raises(FailedError, match="is not installed any more"):
-        overlay({}, "train", INITIAL, layers_of(INITIAL, HEAD), LAYOUT)
+        overlay_tensors({}, "train", INITIAL, layers_of(INITIAL, HEAD), LAYOUT)
 
 
 def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path) -> None:
-    own, served = worker(tmp_path), build.initial(TASK, 5)[1]
-    assert own.personal(served) is served
+    own, served = worker(tmp_path), build.make_initial_model(TASK, 5)[1]
+    assert own.make_personal_model(served) is served
     blobs = Blobs()
     for run, number in (("one", 9), ("two", 1)):
         train = Train(
             starts=(Start(model=blobs.model(1, HEAD)),), sgd=Sgd(steps=2), personal=HEAD, initial=blobs.model(0)
         )
         own.execute(order(train, number, run=run), blobs)
-        kept = own.device(order(INSTALL, number, run=run), blobs).kept("train", LAYOUT.select(HEAD))
+        kept = own.make_device(order(INSTALL, number, run=run), blobs).load_kept("train", LAYOUT.select(HEAD))
         assert kept is not None
-        own_tensors = kept.tensors()
-        mine = unflatten(own.personal(served), LAYOUT)
+        own_tensors = kept.get_tensors()
+        mine = unflatten(own.make_personal_model(served), LAYOUT)
         for name, tensor in unflatten(served, LAYOUT).items():
             np.testing.assert_array_equal(mine[name], own_tensors.get(name, tensor))
 
@@ -184,10 +197,10 @@ def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path)
 @pytest.mark.parametrize("data", [b"", b"no", b"\x80"])
 def test_a_damaged_file_is_a_store_error(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(StoreError, match="cannot be read"):
-        decoded(data, Kept)
+        decode_kept(data, KeptTensors)
     Files(tmp_path, "r", 1).write(PERSONAL, data)
     with pytest.raises(StoreError):
-        worker(tmp_path).personal(INITIAL)
+        worker(tmp_path).make_personal_model(INITIAL)
 
 
 # ------------------------------------------------------------------------------------------------------- releases
@@ -214,7 +227,7 @@ def test_releases_rise_above_what_has_ever_answered(tmp_path: Path) -> None:
     """The runtime took release 7 from a rollout, and went back since."""
     (tmp_path / "slots.json").write_text(json.dumps({"highest_release": 7}))
     assert install(tmp_path).release == 8
-    assert highest_release(tmp_path) == 8
+    assert find_highest_release(tmp_path) == 8
 
 
 def test_a_repeated_order_writes_the_same_release(tmp_path: Path) -> None:
@@ -227,9 +240,9 @@ def test_a_repeated_order_writes_the_same_release(tmp_path: Path) -> None:
 def test_a_release_is_taken_before_its_bundle_is_written(tmp_path: Path) -> None:
     """A kill -9 between the two leaves no hole: the order that is done again has the number already."""
     here = device(tmp_path, INSTALL)
-    assert here.release() == 1
+    assert here.reserve_release() == 1
     assert install(tmp_path).release == 1
-    assert device(tmp_path, INSTALL).release() == 1
+    assert device(tmp_path, INSTALL).reserve_release() == 1
 
 
 def test_an_order_that_fails_writes_no_bundle(tmp_path: Path) -> None:
@@ -246,23 +259,23 @@ def test_a_model_is_decoded_once_where_it_is_remembered(tmp_path: Path) -> None:
     blobs = Blobs()
     ref = blobs.model(1)
     here = device(tmp_path, INSTALL, blobs)
-    with remembering():
-        assert here.model(ref) is here.model(ref)
-    assert here.model(ref) is not here.model(ref)
+    with cache_models():
+        assert here.fetch_model(ref) is here.fetch_model(ref)
+    assert here.fetch_model(ref) is not here.fetch_model(ref)
 
 
 def test_a_part_of_a_model_has_the_layout_that_is_asked_for(tmp_path: Path) -> None:
     blobs = Blobs()
     here, base = device(tmp_path, INSTALL, blobs), LAYOUT.without(HEAD)
     expected = flatten(part_of(INITIAL, BASE), base)
-    np.testing.assert_array_equal(here.model(blobs.model(0, HEAD), base).params, expected.params)
+    np.testing.assert_array_equal(here.fetch_model(blobs.model(0, HEAD), base).params, expected.params)
     with pytest.raises(ProtocolError, match="layout"):
-        here.model(blobs.model(0, HEAD))
+        here.fetch_model(blobs.model(0, HEAD))
 
 
 def test_random_numbers_are_those_of_the_order(tmp_path: Path) -> None:
     def drawn(seed: int, *stream: int) -> float:
-        return float(device(tmp_path, INSTALL, seed=seed).rng(*stream).random())
+        return float(device(tmp_path, INSTALL, seed=seed).make_rng(*stream).random())
 
     assert drawn(3) == drawn(3) == np.random.default_rng(3).random()
     assert drawn(3, 1) == drawn(3, 1) == np.random.default_rng([3, 1]).random()
@@ -279,10 +292,10 @@ def test_what_is_sent_is_named_by_its_content(tmp_path: Path) -> None:
 
 def test_a_step_finds_the_task_and_the_data(tmp_path: Path) -> None:
     own = worker(tmp_path)
-    here = own.device(order(INSTALL, seed=9), Blobs())
+    here = own.make_device(order(INSTALL, seed=9), Blobs())
     assert (here.task, here.data, here.seed, here.home) == (TASK, own.data, 9, tmp_path)
     assert here.layout == LAYOUT
-    assert set(here.steps) == set(installed_steps())
+    assert set(here.steps) == set(load_installed_steps())
 
 
 def test_a_selector_that_means_nothing_is_the_orders_fault(tmp_path: Path) -> None:
@@ -300,14 +313,14 @@ def released(home: Path) -> list[int]:
 def test_of_its_bundles_the_last_three_stay_and_what_answers_and_the_one_before(tmp_path: Path) -> None:
     for release in range(1, 8):
         variant(tmp_path / "bundles" / str(release), release=release)
-    with owned(tmp_path) as slots:
-        install_in(tmp_path, slots, read(tmp_path / "bundles" / "1"))
+    with lock_slots(tmp_path) as slots:
+        install_bundle(tmp_path, slots, read_bundle(tmp_path / "bundles" / "1"))
         slots.stage(*source(tmp_path / "bundles" / "3"))
         slots.switch()  # on trial
     prune_bundles(tmp_path)
     assert released(tmp_path) == [1, 3, 5, 6, 7]
-    assert highest_release(tmp_path) == 7
-    with owned(tmp_path) as slots:
+    assert find_highest_release(tmp_path) == 7
+    with lock_slots(tmp_path) as slots:
         slots.confirm()
         slots.stage(*source(tmp_path / "bundles" / "7"))
     prune_bundles(tmp_path)
@@ -332,7 +345,7 @@ def test_killed_while_it_prunes_it_leaves_no_half_of_a_bundle(tmp_path: Path, mo
             prune_bundles(tmp_path)
     assert released(tmp_path) == [2, 3, 4]
     prune_bundles(tmp_path)
-    assert all(read(tmp_path / "bundles" / str(release)) for release in released(tmp_path))
+    assert all(read_bundle(tmp_path / "bundles" / str(release)) for release in released(tmp_path))
 
 
 @pytest.mark.process
@@ -350,6 +363,6 @@ async def test_a_bundle_that_is_served_by_its_folder_stays(tmp_path: Path) -> No
 def test_what_an_order_keeps_is_kept_once(tmp_path: Path) -> None:
     """A second call would replace what the first has kept."""
     own = device(tmp_path, INSTALL)
-    own.keep(layers_of(INITIAL, HEAD))
+    own.save_kept(layers_of(INITIAL, HEAD))
     with pytest.raises(FailedError, match="keeps tensors once in an order"):
-        own.keep(layers_of(INITIAL, BASE))
+        own.save_kept(layers_of(INITIAL, BASE))

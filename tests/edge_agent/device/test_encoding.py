@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.device.device import Device, Unpacked
-from edge_agent.device.encoding import in_one_process, send_update
-from edge_agent.device.room import Room
+from edge_agent.device.device import Device, UnpackedModel
+from edge_agent.device.encoding import send_update, share_memory
+from edge_agent.device.room import UpdateStore
 from edge_agent.device.worker import Worker
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
@@ -17,14 +17,14 @@ from fedge.models import build
 from fedge.steps.contract import Action
 from fedge.steps.descriptions.describe_labels import DescribeLabels
 from fedge.steps.masked.mask_keys import MaskKeys
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, Model, Selector
 from fedge.wire.messages import BlobRef
 from tests.support.orders import Blobs, device_data, order
 
 TASK = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(6,), model="tests.support.networks:normed")
-LAYOUT, _ = build.initial(TASK, 0)
+LAYOUT, _ = build.make_initial_model(TASK, 0)
 
 
 def update() -> Model:
@@ -41,7 +41,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def device(number: int = 1) -> Device:
     own = Worker("d", TASK, device_data(), Path("home"))
-    return own.device(order(DescribeLabels(), number, task=TASK), Blobs())
+    return own.make_device(order(DescribeLabels(), number, task=TASK), Blobs())
 
 
 def there(what: Model, part: Layout, codec_: Codec = Codec.FLOAT32) -> tuple[BlobRef, bytes]:
@@ -54,10 +54,10 @@ def there(what: Model, part: Layout, codec_: Codec = Codec.FLOAT32) -> tuple[Blo
     return ref, data
 
 
-def here(what: Model, part: Layout = LAYOUT, number: int = 1) -> tuple[BlobRef, Unpacked]:
+def here(what: Model, part: Layout = LAYOUT, number: int = 1) -> tuple[BlobRef, UnpackedModel]:
     """As it stays in the process."""
     own = device(number)
-    with in_one_process(Room()):
+    with share_memory(UpdateStore()):
         ref = send_update(own, what, part, Codec.FLOAT32)
     assert own.blobs == {}
     return ref, own.unpacked[ref.digest]
@@ -67,12 +67,12 @@ def here(what: Model, part: Layout = LAYOUT, number: int = 1) -> tuple[BlobRef, 
 def test_what_stays_is_what_the_bytes_hold_and_counts_as_many(personal: Selector) -> None:
     part = LAYOUT.without(personal)
     ref, data = there(update(), part)
-    assert (ref.digest, ref.size_bytes) == (digest_of(data), len(data))
+    assert (ref.digest, ref.size_bytes) == (compute_digest(data), len(data))
     kept, unpacked = here(update(), part)
     assert kept.size_bytes == ref.size_bytes
     expected = codecs.decode(data, Codec.FLOAT32, part)
     assert unpacked.layout == part
-    assert unpacked.norms == pytest.approx(codecs.norms_of(expected))
+    assert unpacked.norms == pytest.approx(codecs.compute_norms(expected))
     for name in ("params", "buffers", "counters"):
         np.testing.assert_array_equal(getattr(unpacked.model, name), getattr(expected, name))
         assert not getattr(unpacked.model, name).flags.writeable
@@ -80,7 +80,7 @@ def test_what_stays_is_what_the_bytes_hold_and_counts_as_many(personal: Selector
 
 @pytest.mark.parametrize("codec_", [c for c in Codec if c is not Codec.FLOAT32])
 def test_codecs_that_round_or_pack_are_carried_out(codec_: Codec) -> None:
-    with in_one_process(Room()):
+    with share_memory(UpdateStore()):
         found = there(update(), LAYOUT, codec_)
     assert found == there(update(), LAYOUT, codec_)
     assert found[0].codec is codec_
@@ -99,7 +99,7 @@ def scaled(by: float) -> Model:
 def test_two_updates_of_one_order_are_two() -> None:
     """As those of SCAFFOLD: the change of the model and that of the control variate."""
     own = device()
-    with in_one_process(Room()):
+    with share_memory(UpdateStore()):
         refs = [send_update(own, scaled(by), LAYOUT, Codec.FLOAT32) for by in (1, -3)]
     kept = [own.unpacked[ref.digest].model.params for ref in refs]
     np.testing.assert_array_equal(kept[1], -3 * kept[0])
@@ -107,9 +107,9 @@ def test_two_updates_of_one_order_are_two() -> None:
 
 def test_an_update_that_was_taken_back_gives_its_name_to_no_other() -> None:
     own = device()
-    with in_one_process(Room()):
+    with share_memory(UpdateStore()):
         first, second = (send_update(own, scaled(by), LAYOUT, Codec.FLOAT32) for by in (1, 2))
-        own.take_back(first)
+        own.take_update(first)
         third = send_update(own, scaled(3), LAYOUT, Codec.FLOAT32)
     np.testing.assert_array_equal(own.unpacked[second.digest].model.params, scaled(2).params)
     np.testing.assert_array_equal(own.unpacked[third.digest].model.params, scaled(3).params)
@@ -129,7 +129,7 @@ def sent(
     home: Path, number: int, what: Model, label: str = "step", action: Action | None = None
 ) -> tuple[bytes, np.ndarray]:
     """The bytes of an update in a round, and its numbers as the server reads them."""
-    own = Worker("d", TASK, device_data(), home).device(
+    own = Worker("d", TASK, device_data(), home).make_device(
         order(action or DescribeLabels(), number, task=TASK, label=label), Blobs()
     )
     send_update(own, what, LAYOUT, Codec.TOP)
@@ -170,7 +170,7 @@ def test_orders_of_one_round_go_on_from_each_other(tmp_path: Path) -> None:
 
 def test_two_updates_of_one_order_leave_out_for_themselves(tmp_path: Path) -> None:
     def both(number: int) -> list[bytes]:
-        own = Worker("d", TASK, device_data(), tmp_path / "both").device(
+        own = Worker("d", TASK, device_data(), tmp_path / "both").make_device(
             order(DescribeLabels(), number, task=TASK, label="step"), Blobs()
         )
         return [own.blobs[send_update(own, scaled(by), LAYOUT, Codec.TOP).digest] for by in (1, -3)]

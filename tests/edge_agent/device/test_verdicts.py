@@ -24,14 +24,14 @@ from edge_agent.agent.outbox import Outbox
 from edge_agent.device.verdicts import ACKED, Verdict, was_accepted
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
-from fedge.steps.contract import installed_steps
+from fedge.steps.contract import load_installed_steps
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Ack
 from tests.support.asking import Asked, Asking
 from tests.support.broker import settings
 from tests.support.orders import LAYOUT, TASK, Blobs, device_data, order, worker
 
-STEPS = {**installed_steps(), Asking.STEP: Asking}
+STEPS = {**load_installed_steps(), Asking.STEP: Asking}
 WAIT_S = 300.0
 ASKING = Asking()
 
@@ -88,8 +88,8 @@ def test_a_refusal_is_no_report(tmp_path: Path) -> None:
 
 
 def test_a_step_that_does_not_ask_writes_nothing(tmp_path: Path) -> None:
-    device = worker(tmp_path).device(order(Asking()), Blobs())
-    device.note_report()
+    device = worker(tmp_path).make_device(order(Asking()), Blobs())
+    device.record_report()
     assert not (tmp_path / "kept").exists()
 
 
@@ -131,7 +131,7 @@ async def test_over_mqtt_and_by_an_agent_that_was_started_again(one_broker: Loca
         )
         async with MqttFleet(settings(one_broker), store, assignment, lambda _event, _fields: None) as fleet:
             async with running(one_broker, home, make_worker), asyncio.timeout(WAIT_S):
-                await fleet.begin(1, 1)
+                await fleet.start_round(1, 1)
                 assert await told(fleet, "a") is None
                 assert await told(fleet, "b", Asking(unwanted=True)) is None
             async with running(one_broker, home, make_worker), asyncio.timeout(WAIT_S):

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from edge_agent.device.device import Device, FailedError
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.worker import FinishedOrder, Worker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.steps.contract import Action, Declined, Failed, Result, Reveals, Unsupported, installed_steps
+from fedge.steps.contract import Action, Declined, Failed, Result, Reveals, Unsupported, load_installed_steps
 from fedge.steps.descriptions.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.descriptions.route import Route
 from fedge.system.stopping import StoppedError
@@ -54,7 +54,7 @@ def half(own_module: Callable[..., ModuleType]) -> ModuleType:
     return own_module("steps_of_a_user", run=lambda device, action: Counted(n=action.times * device.data.n_train))
 
 
-def done(home: Path, action: Action, own: Worker | None = None, **fields: object) -> Finished:
+def done(home: Path, action: Action, own: Worker | None = None, **fields: object) -> FinishedOrder:
     return (own or worker(home)).execute(msgspec.structs.replace(order(action), **fields), Blobs(), action=None)
 
 
@@ -215,13 +215,13 @@ def test_a_step_that_needs_no_torch_loads_none() -> None:
         "from fedge.wire.messages import Order\n"
         "from fedge.data.task import TaskSpec\n"
         "from fedge.tasks.data import DeviceData\n"
-        "from fedge.steps.contract import body_of\n"
+        "from fedge.steps.contract import encode_body\n"
         "from fedge.wire.messages import BlobRef\n"
         "from fedge.steps.descriptions.route import Route\n"
         "task = TaskSpec(name='t', classes=('a', 'b'), input_shape=(2,), model='mlp')\n"
-        "data = DeviceData.unlabelled(np.zeros((3, 2), np.float32))\n"
+        "data = DeviceData.from_inputs(np.zeros((3, 2), np.float32))\n"
         "own = Worker('d', task, data, pathlib.Path('unused'), trains=False)\n"
-        "body = body_of(Route(gate=BlobRef(digest='0' * 64, size_bytes=1)))\n"
+        "body = encode_body(Route(gate=BlobRef(digest='0' * 64, size_bytes=1)))\n"
         "order = Order(id='a', device_id='d', run='r', round=1, label='l', seed=0, task_fingerprint='',\n"
         "              left_s=60.0, step='route', body=body)\n"
         "print(type(own.execute(order, lambda _: b'no graph').result).__name__)\n"
@@ -232,6 +232,6 @@ def test_a_step_that_needs_no_torch_loads_none() -> None:
 
 
 def test_steps_are_those_that_are_installed_unless_said_otherwise(tmp_path: Path) -> None:
-    data = DeviceData.unlabelled(np.zeros((3, 6), np.float32))
+    data = DeviceData.from_inputs(np.zeros((3, 6), np.float32))
     own = Worker("d", TASK, data, tmp_path)
-    assert set(own.device(order(Route(gate=Blobs().model(0))), Blobs()).steps) == set(installed_steps())
+    assert set(own.make_device(order(Route(gate=Blobs().model(0))), Blobs()).steps) == set(load_installed_steps())

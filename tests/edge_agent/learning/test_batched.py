@@ -13,7 +13,7 @@ from torch import nn
 
 from edge_agent.device.worker import Worker
 from edge_agent.learning import batched, frame
-from edge_agent.learning.batched import Job, execute
+from edge_agent.learning.batched import Job, execute_jobs
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models.training import can_stack
@@ -22,7 +22,7 @@ from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.layout import HEAD, Codec, Model, unflatten
@@ -112,11 +112,11 @@ class Federation:
         self.workers = [Worker(f"d{k}", task, data_of(task, *size), home / str(k)) for k, size in enumerate(sizes)]
 
     def model(self, seed, scale=1.0) -> BlobRef:
-        layout, model = build.initial(self.task, seed)
+        layout, model = build.make_initial_model(self.task, seed)
         scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
         data = codecs.encode(unflatten(scaled, layout), Codec.FLOAT32)
-        self.blobs[digest_of(data)] = data
-        return BlobRef(digest=digest_of(data), size_bytes=len(data))
+        self.blobs[compute_digest(data)] = data
+        return BlobRef(digest=compute_digest(data), size_bytes=len(data))
 
     def jobs(self, action) -> list[Job]:
         return [self.job(number, action) for number in range(len(self.workers))]
@@ -129,7 +129,7 @@ class Federation:
         return Train(**{"starts": (Start(model=self.model(1)),), "sgd": SGD, "codec": Codec.FLOAT32} | changes)
 
     def update(self, outcome) -> np.ndarray:
-        layout, _ = build.initial(self.task, 1)
+        layout, _ = build.make_initial_model(self.task, 1)
         return codecs.decode(outcome.blobs[outcome.result.update.digest], outcome.result.update.codec, layout).params
 
 
@@ -151,10 +151,10 @@ def alone(monkeypatch):
 def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone, class_means):
     here = Federation(MLP, tmp_path)
     action = here.train(class_means=class_means)
-    found = execute(here.jobs(action))
+    found = execute_jobs(here.jobs(action))
     assert alone == ["d6"]  # it has nothing to train on and says so itself
     for job, outcome in zip(here.jobs(action), found, strict=True):
-        own = job.alone()
+        own = job.run()
         if job.worker.id == "d6":
             assert outcome == own
             assert isinstance(own.result, Declined)
@@ -169,8 +169,8 @@ def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alo
 
 def test_what_is_not_asked_for_is_not_measured(tmp_path, alone):
     here = Federation(MLP, tmp_path)
-    asked = execute(here.jobs(here.train()))
-    found = execute([here.job(k, here.train(measure=k % 2 == 0)) for k in range(6)])
+    asked = execute_jobs(here.jobs(here.train()))
+    found = execute_jobs([here.job(k, here.train(measure=k % 2 == 0)) for k in range(6)])
     assert alone == ["d6"]
     for k in range(6):
         measured = (found[k].result.loss_before, found[k].result.loss_after, found[k].result.gradient_norm)
@@ -181,12 +181,12 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, alone):
 
 def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, monkeypatch):
     here = Federation(MLP, tmp_path)
-    whole = execute(here.jobs(here.train()))
-    assert execute(here.jobs(here.train())) == whole
+    whole = execute_jobs(here.jobs(here.train()))
+    assert execute_jobs(here.jobs(here.train())) == whole
     with monkeypatch.context() as few:
         few.setattr(frame, "MOST_MODELS", 2)
-        halves = execute(here.jobs(here.train()))
-    turned = execute(here.jobs(here.train())[::-1])[::-1]
+        halves = execute_jobs(here.jobs(here.train()))
+    turned = execute_jobs(here.jobs(here.train())[::-1])[::-1]
     for number in range(6):
         for other in (halves, turned):
             assert here.update(other[number]) == pytest.approx(here.update(whole[number]), rel=1e-3, abs=1e-6)
@@ -199,18 +199,18 @@ def test_different_starts_and_trainings_do_not_mix(tmp_path):
         here.job(k, here.train(starts=(Start(model=starts[k % 4]),), sgd=Sgd(steps=3 + k % 2, batch_size=8)))
         for k in range(6)
     ]
-    for job, outcome in zip(jobs, execute(jobs), strict=True):
-        assert here.update(outcome) == pytest.approx(here.update(job.alone()), rel=1e-3, abs=1e-5)
+    for job, outcome in zip(jobs, execute_jobs(jobs), strict=True):
+        assert here.update(outcome) == pytest.approx(here.update(job.run()), rel=1e-3, abs=1e-5)
 
 
 def test_epochs_are_passes_over_each_devices_own_samples(tmp_path, alone):
     here = Federation(MLP, tmp_path)
-    found = execute(here.jobs(here.train(sgd=Sgd(epochs=2, batch_size=8))))
+    found = execute_jobs(here.jobs(here.train(sgd=Sgd(epochs=2, batch_size=8))))
     assert alone == ["d6"]
     for number, job in enumerate(here.jobs(here.train())[:6]):
         n = job.worker.data.n_shared
         steps = math.ceil(2 * n / min(8, n))
-        own = here.job(number, here.train(sgd=Sgd(steps=steps, batch_size=8))).alone()
+        own = here.job(number, here.train(sgd=Sgd(steps=steps, batch_size=8))).run()
         assert here.update(found[number]) == pytest.approx(here.update(own), rel=1e-3, abs=1e-5)
 
 
@@ -218,19 +218,19 @@ def test_the_best_of_several_starts_is_chosen_by_each(tmp_path):
     here = Federation(MLP, tmp_path)
     action = here.train(starts=tuple(Start(model=here.model(seed), cluster=seed) for seed in range(5)))
     jobs = here.jobs(action)
-    chosen = [outcome.result.cluster for outcome in execute(jobs)[:6]]
-    assert chosen == [job.alone().result.cluster for job in jobs[:6]]
+    chosen = [outcome.result.cluster for outcome in execute_jobs(jobs)[:6]]
+    assert chosen == [job.run().result.cluster for job in jobs[:6]]
     assert len(set(chosen)) > 1
 
 
 def test_one_that_diverges_or_has_no_model_harms_no_other(tmp_path):
     here = Federation(MLP, tmp_path)
-    good = execute(here.jobs(here.train()))
+    good = execute_jobs(here.jobs(here.train()))
     wild = here.train(starts=(Start(model=here.model(2, scale=1e30)),))
     here.blobs["0" * 64] = b"nonsense"
     broken = here.train(starts=(Start(model=BlobRef(digest="0" * 64, size_bytes=8)),))
     jobs = [here.job(k, wild if k == 0 else broken if k == 2 else here.train()) for k in range(6)]
-    found = execute(jobs)
+    found = execute_jobs(jobs)
     assert isinstance(found[0].result, Failed)
     assert "malformed" in found[2].result.reason
     for number in (1, 3, 4, 5):
@@ -242,9 +242,9 @@ def test_one_that_diverges_leaves_the_others_side_by_side(tmp_path, alone, measu
     here = Federation(MLP, tmp_path)
     wild = here.train(starts=(Start(model=here.model(2, scale=1e30)),), measure=measure)
     jobs = [here.job(k, wild if k == 0 else here.train(measure=measure)) for k in range(6)]
-    found = execute(jobs)
+    found = execute_jobs(jobs)
     assert alone == []
-    assert found[0] == jobs[0].alone()
+    assert found[0] == jobs[0].run()
     assert found[0].result.why is Why.NOT_FINITE
     assert all(isinstance(found[k].result, Trained) for k in range(1, 6))
 
@@ -253,29 +253,29 @@ def test_one_that_diverges_leaves_the_others_side_by_side(tmp_path, alone, measu
 def test_a_network_that_raises_is_a_failure_of_that_device_alone(tmp_path, caplog, model):
     here, fine = Federation(task_of(model), tmp_path), Federation(task_of(model), tmp_path)
     here.workers[0].data.x_train[0] = 5000.0
-    outcomes = execute(here.jobs(here.train()))
+    outcomes = execute_jobs(here.jobs(here.train()))
     assert outcomes[0].result == Failed(why=Why.ERROR, reason="RuntimeError: out of paper")
     assert "event=work_failed device=d0" in caplog.text
     assert "Traceback" in caplog.text
-    assert outcomes[1:] == execute(fine.jobs(fine.train())[1:])
-    assert here.jobs(here.train())[0].alone() == outcomes[0]
+    assert outcomes[1:] == execute_jobs(fine.jobs(fine.train())[1:])
+    assert here.jobs(here.train())[0].run() == outcomes[0]
 
 
 def test_a_stack_that_raises_is_a_failure_of_one_device_alone(tmp_path, caplog):
     here, fine = Federation(MLP, tmp_path), Federation(MLP, tmp_path)
     here.workers[0].data.y_train[0] = 9  # a worker that is made with it refuses it
-    outcomes = execute(here.jobs(here.train()))
+    outcomes = execute_jobs(here.jobs(here.train()))
     assert isinstance(outcomes[0].result, Failed)
-    for mine, expected in zip(outcomes[1:6], execute(fine.jobs(fine.train()))[1:6], strict=True):
+    for mine, expected in zip(outcomes[1:6], execute_jobs(fine.jobs(fine.train()))[1:6], strict=True):
         assert here.update(mine) == pytest.approx(fine.update(expected), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [16, 1])
 def test_batch_normalisation_learns_from_one_sample_with_the_statistics_that_it_has(tmp_path, batch_size):
     here = Federation(task_of("batch_norm"), tmp_path, ((1, 1), (40, 9)))
-    layout, first = build.initial(here.task, 1)
+    layout, first = build.make_initial_model(here.task, 1)
     sgd = Sgd(steps=7, batch_size=batch_size)
-    for outcome, still in zip(execute(here.jobs(here.train(sgd=sgd))), (True, batch_size == 1), strict=True):
+    for outcome, still in zip(execute_jobs(here.jobs(here.train(sgd=sgd))), (True, batch_size == 1), strict=True):
         update = codecs.decode(outcome.blobs[outcome.result.update.digest], Codec.FLOAT32, layout)
         assert np.abs(update.params).max() > 0
         assert (update.buffers == first.buffers).all() == still
@@ -287,11 +287,11 @@ def test_networks_that_cannot_or_should_not_be_stacked_are_trained_by_their_work
     here = Federation(task_of(model), tmp_path, sizes)
     jobs = here.jobs(here.train())
     assert not can_stack(here.workers[0].network)
-    found = execute(jobs)
+    found = execute_jobs(jobs)
     assert sorted(alone) == [job.worker.id for job in jobs]
-    with batched.one_thread():
-        assert found == [job.alone() for job in jobs]  # to the last bit, also from threads
-    assert execute(jobs[::-1]) == found[::-1]
+    with batched.use_one_thread():
+        assert found == [job.run() for job in jobs]  # to the last bit, also from threads
+    assert execute_jobs(jobs[::-1]) == found[::-1]
 
 
 def test_other_orders_and_devices_without_torch_are_among_them(tmp_path):
@@ -304,22 +304,22 @@ def test_other_orders_and_devices_without_torch_are_among_them(tmp_path):
         here.job(5, here.train()),
         here.job(2, here.train(personal=HEAD)),
     ]
-    cold = Worker("x", MLP, DeviceData.unlabelled(np.zeros((3, 6), np.float32)), tmp_path, trains=False)
+    cold = Worker("x", MLP, DeviceData.from_inputs(np.zeros((3, 6), np.float32)), tmp_path, trains=False)
     jobs.append(replace(jobs[0], worker=cold))
-    found = execute(jobs)
+    found = execute_jobs(jobs)
     assert [type(outcome.result).__name__ for outcome in found] == [
         "Trained", "Profiled", "Tried", "Trained", "Failed", "Declined",
     ]  # fmt: skip
-    assert found[1] == jobs[1].alone()
-    assert execute([]) == []
+    assert found[1] == jobs[1].run()
+    assert execute_jobs([]) == []
 
 
 def test_generators_and_threads_of_the_process_are_left_as_they_were(tmp_path):
     here = Federation(task_of("dropout"), tmp_path)
     torch.manual_seed(3)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    execute(here.jobs(here.train()))
-    execute(Federation(CNN, tmp_path).jobs(Federation(CNN, tmp_path).train())[:0])
+    execute_jobs(here.jobs(here.train()))
+    execute_jobs(Federation(CNN, tmp_path).jobs(Federation(CNN, tmp_path).train())[:0])
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
 

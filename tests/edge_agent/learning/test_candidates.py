@@ -8,7 +8,7 @@ import pytest
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning import candidates
 from fedge.errors import StoreError
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.descriptions.mean_features import MeanFeatures
 from fedge.tensors.layout import to_bytes, unflatten
 from fedge.wire.messages import Role
@@ -18,41 +18,42 @@ from tests.support.orders import LAYOUT, TASK, Blobs, device
 
 def kept(home: Path, roles: tuple[Role, ...] = tuple(Role), number: int = 1) -> Device:
     here = device(home, MeanFeatures(model=Blobs().model(0)), number=number)
-    models = {role: initial(TASK, seed)[1] for seed, role in enumerate(roles)}
+    models = {role: make_initial_model(TASK, seed)[1] for seed, role in enumerate(roles)}
     plan = candidates.Plan(private_start="initial", private_steps=None, local_steps=4)
     packed = {
-        name: to_bytes(unflatten(model, LAYOUT)) for name, model in (models | {"initial": initial(TASK, 9)[1]}).items()
+        name: to_bytes(unflatten(model, LAYOUT))
+        for name, model in (models | {"initial": make_initial_model(TASK, 9)[1]}).items()
     }
-    candidates.keep(here, candidates.Fitted(models=packed, plan=plan, private_steps=3))
+    candidates.save_fitted(here, candidates.FittedModels(models=packed, plan=plan, private_steps=3))
     return here
 
 
 def test_what_was_kept_is_there_for_later_orders(tmp_path: Path) -> None:
     kept(tmp_path)
     later = device(tmp_path, MeanFeatures(model=Blobs().model(0)), number=5)
-    found = candidates.fitted_on(later)
+    found = candidates.load_fitted(later)
     assert found.roles == tuple(Role)
     assert (found.plan.private_start, found.private_steps, found.plan.local_steps) == ("initial", 3, 4)
     for seed, role in enumerate(Role):
-        np.testing.assert_array_equal(found.model(later, role).params, initial(TASK, seed)[1].params)
+        np.testing.assert_array_equal(found.decode_model(later, role).params, make_initial_model(TASK, seed)[1].params)
 
 
 def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_path: Path) -> None:
     here = kept(tmp_path, (Role.PRIVATE, Role.GLOBAL, Role.LOCAL))
-    found = candidates.pooled_candidates(here, CALIBRATION, WITH_LOCAL)
+    found = candidates.make_pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     assert found.roles == (Role.PRIVATE, Role.GLOBAL, Role.LOCAL)
     assert found.log_q.shape == (3, 15, 3)
     assert found.log_p.shape == found.energies.shape == (15, 3)
-    assert candidates.pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
+    assert candidates.make_pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
     only = {Role.GLOBAL: CALIBRATION[Role.GLOBAL]}
-    assert candidates.pooled_candidates(here, only, WITH_LOCAL).roles == (Role.GLOBAL,)
+    assert candidates.make_pooled_candidates(here, only, WITH_LOCAL).roles == (Role.GLOBAL,)
     with pytest.raises(FailedError, match="the order names expert, this device has private, global, local"):
-        candidates.pooled_candidates(here, CALIBRATION, {Role.EXPERT: 1.0})
+        candidates.make_pooled_candidates(here, CALIBRATION, {Role.EXPERT: 1.0})
 
 
 def test_the_log_probabilities_are_calibrated_ones(tmp_path: Path) -> None:
     here = kept(tmp_path)
-    found = candidates.pooled_candidates(here, CALIBRATION, WITH_LOCAL)
+    found = candidates.make_pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     np.testing.assert_allclose(np.exp(found.log_q).sum(axis=2), 1)
     y = here.data.y_val
     for k in range(4):
@@ -63,7 +64,7 @@ def test_the_log_probabilities_are_calibrated_ones(tmp_path: Path) -> None:
 def test_without_any_or_with_a_damaged_file_it_is_said(tmp_path: Path) -> None:
     here = device(tmp_path, MeanFeatures(model=Blobs().model(0)))
     with pytest.raises(FailedError, match="no candidates: fit_candidates was not done here"):
-        candidates.fitted_on(here)
+        candidates.load_fitted(here)
     here.files.write(candidates.CANDIDATES, b"no")
     with pytest.raises(StoreError, match="cannot be read"):
-        candidates.fitted_on(here)
+        candidates.load_fitted(here)

@@ -56,7 +56,7 @@ class TrainBoth(Train, frozen=True, kw_only=True):
         return {**super().uploads(result, layout), result.control: layout}
 
     @staticmethod
-    def kept(personal: Selector, layout: Layout) -> Layout:
+    def select_kept(personal: Selector, layout: Layout) -> Layout:
         """The device's control variate."""
         return layout
 
@@ -89,17 +89,17 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def scaffold(device: Device, action: TrainBoth, start: Model, mine: Layers | None) -> Learned:
-    c = device.model(action.control)
+    c = device.fetch_model(action.control)
     own = np.zeros_like(c.params) if mine is None else mine.model.params
     device.network.load(start)
     correction = torch.from_numpy(c.params - own)
     fit(device.network, [device], Recipe(action.sgd, optimizer=lambda _: Corrected(action.sgd, correction)))
     trained = device.network.dump()
-    steps = action.sgd.steps_for(device.data.n_shared)
+    steps = action.sgd.count_steps(device.data.n_shared)
     now = own - c.params + (start.params - trained.params) / np.float32(steps * action.sgd.learning_rate)
     change = Model(now - own, trained.buffers, trained.counters)
     sent = send_update(device, change, device.layout, action.codec)
-    return Learned(trained, Model(now, trained.buffers, trained.counters), told={"control": sent})
+    return Learned(trained, Model(now, trained.buffers, trained.counters), report={"control": sent})
 
 
 def test_a_step_keeps_and_sends_more_and_moves_by_an_optimiser_of_its_own(tmp_path: Path, half: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_step_keeps_and_sends_more_and_moves_by_an_optimiser_of_its_own(tmp_pa
             starts=(Start(model=blobs.model(number)),),
             sgd=SGD,
             codec=Codec.FLOAT32,
-            control=blobs.put(Layers(LAYOUT, control).tensors()),
+            control=blobs.put(Layers(LAYOUT, control).get_tensors()),
         )
         finished = own.execute(order(action, number), blobs, action=action)
         assert isinstance(finished.result, TrainedBoth), finished.result
@@ -184,7 +184,7 @@ def test_devices_side_by_side_follow_the_recipe_that_each_follows_alone(tmp_path
 
     def devices() -> list[Device]:
         sizes = (30, 41)
-        return [worker(tmp_path / str(n), device_data(n)).device(order(action, n), blobs) for n in sizes]
+        return [worker(tmp_path / str(n), device_data(n)).make_device(order(action, n), blobs) for n in sizes]
 
     alone, together = devices(), devices()
     for device in alone:
@@ -198,5 +198,5 @@ def test_devices_side_by_side_follow_the_recipe_that_each_follows_alone(tmp_path
 
 
 def test_a_head_that_learns_first_has_a_phase_of_its_own() -> None:
-    assert Recipe(Sgd(steps=5)).phases(10) == (("all", 5),)
-    assert Recipe(Sgd(epochs=2, batch_size=4), head_steps=3).phases(10) == (("head", 3), ("base", 5))
+    assert Recipe(Sgd(steps=5)).list_phases(10) == (("all", 5),)
+    assert Recipe(Sgd(epochs=2, batch_size=4), head_steps=3).list_phases(10) == (("head", 3), ("base", 5))

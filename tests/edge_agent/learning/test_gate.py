@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edge_agent.learning.gate import train_gate
-from fedge.bundle.formula import log_mixture, n_gate_features
+from fedge.bundle.formula import compute_log_mixture, count_gate_features
 from tests.support.tables import scores_of
 
 
@@ -18,7 +18,7 @@ def halves(n=40):
 def loss(x, log_p, scores, gate):
     r = scores_of(gate, x)
     log_q = np.stack([np.log(np.stack([np.exp(c), 1 - np.exp(c)], axis=1)) for c in log_p.T])
-    return -log_mixture(log_q, scores + r)[:, 0].mean()
+    return -compute_log_mixture(log_q, scores + r)[:, 0].mean()
 
 
 def test_learns_which_candidate_to_trust_where_and_lowers_its_loss():
@@ -63,9 +63,9 @@ def test_candidates_that_are_not_finite_are_left_out():
 
 
 def test_large_images_are_pooled():
-    assert n_gate_features((3, 32, 32)) == 3 * 64
-    assert n_gate_features((1, 8, 8)) == 64
-    assert n_gate_features((6,)) == 6
+    assert count_gate_features((3, 32, 32)) == 3 * 64
+    assert count_gate_features((1, 8, 8)) == 64
+    assert count_gate_features((6,)) == 6
 
 
 def test_the_gate_of_64_inputs_and_four_candidates_is_small():

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edge_agent.learning import mixture as mx
-from fedge.bundle.formula import calibrated, log_mixture, raw_energies, standardised
+from fedge.bundle.formula import calibrate_logits, compute_log_mixture, compute_raw_energies, standardise
 from fedge.steps.mixture.fit_weights import Calibration
 from fedge.wire.messages import Role
 
-FLAT = mx.log_prior(np.zeros(3, np.int64))
+FLAT = mx.compute_log_prior(np.zeros(3, np.int64))
 
 
 def cal(temperature=1.0, kappa=0.0):
@@ -24,7 +24,7 @@ def cal(temperature=1.0, kappa=0.0):
 
 
 def test_prior_worked_numbers():
-    prior = mx.log_prior(np.array([8, 2, 0]))
+    prior = mx.compute_log_prior(np.array([8, 2, 0]))
     assert np.exp(prior) == pytest.approx([0.739130, 0.217391, 0.043478], abs=1e-6)
     logits = np.array([[1.0, 2.0, 2.5]])
     for (temperature, kappa), expected in {
@@ -32,38 +32,38 @@ def test_prior_worked_numbers():
         (1, 1): (0.484702, 0.387517, 0.127781),
         (2, 1): (0.621331, 0.301295, 0.077374),
     }.items():
-        p = np.exp(calibrated(logits, prior, cal(temperature, kappa)))[0]
+        p = np.exp(calibrate_logits(logits, prior, cal(temperature, kappa)))[0]
         assert p == pytest.approx(expected, abs=1e-6)
 
 
 @given(arrays(np.float64, (4, 3), elements=st.floats(-20, 20)), st.floats(0.5, 3), st.floats(0, 2), st.floats(-50, 50))
 def test_equal_counts_mean_no_prior_and_a_common_offset_changes_no_q(logits, temperature, kappa, offset):
-    even = mx.log_prior(np.array([7, 7, 7]))
-    without = calibrated(logits, even, cal(temperature))
-    assert calibrated(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
-    assert calibrated(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
-    one, other = raw_energies(logits[None]), raw_energies(logits[None] + offset)
-    standard = standardised(one, *mx.energy_statistics(one))
-    assert standardised(other, *mx.energy_statistics(other)) == pytest.approx(standard, abs=1e-6)
+    even = mx.compute_log_prior(np.array([7, 7, 7]))
+    without = calibrate_logits(logits, even, cal(temperature))
+    assert calibrate_logits(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
+    assert calibrate_logits(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
+    one, other = compute_raw_energies(logits[None]), compute_raw_energies(logits[None] + offset)
+    standard = standardise(one, *mx.compute_energy_statistics(one))
+    assert standardise(other, *mx.compute_energy_statistics(other)) == pytest.approx(standard, abs=1e-6)
 
 
 def test_grid_has_temperature_outermost_and_kappas_by_role():
     rng = np.random.default_rng(0)
-    logits, y, prior = rng.normal(size=(5, 3)), np.array([0, 1, 2, 0, 0]), mx.log_prior(np.array([3, 1, 1]))
+    logits, y, prior = rng.normal(size=(5, 3)), np.array([0, 1, 2, 0, 0]), mx.compute_log_prior(np.array([3, 1, 1]))
     for role, kappas in {Role.GLOBAL: (0, 0.5, 1, 1.5), Role.LOCAL: (0, 0.3, 0.6, 1)}.items():
-        losses = mx.grid_losses(logits, y, prior, role)
+        losses = mx.compute_grid_losses(logits, y, prior, role)
         assert len(losses) == 16
-        assert losses[4 + 2] == pytest.approx(mx.total_loss(logits, y, prior, cal(1.4, kappas[2])))
-        assert losses[3] == pytest.approx(mx.total_loss(logits, y, prior, cal(1.0, kappas[3])))
+        assert losses[4 + 2] == pytest.approx(mx.compute_total_loss(logits, y, prior, cal(1.4, kappas[2])))
+        assert losses[3] == pytest.approx(mx.compute_total_loss(logits, y, prior, cal(1.0, kappas[3])))
 
 
 def test_no_validation_samples_cost_nothing():
-    assert mx.grid_losses(np.zeros((0, 3)), np.zeros(0, np.int64), FLAT, Role.GLOBAL) == (0.0,) * 16
+    assert mx.compute_grid_losses(np.zeros((0, 3)), np.zeros(0, np.int64), FLAT, Role.GLOBAL) == (0.0,) * 16
 
 
 def test_a_candidate_that_is_not_finite_costs_what_guessing_costs():
     logits = np.array([[np.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert mx.total_loss(logits, np.array([1, 1]), FLAT, cal()) == pytest.approx(2 * np.log(3))
+    assert mx.compute_total_loss(logits, np.array([1, 1]), FLAT, cal()) == pytest.approx(2 * np.log(3))
 
 
 # ------------------------------------------------------------------------------------------------------- weights
@@ -75,16 +75,16 @@ HALF = np.array([0.5, 0.5])
 
 @pytest.mark.parametrize(("a", "expected"), [(0.001, 0.631400), (5, 0.508261), (20, 0.502163)])
 def test_weights_worked_numbers(a, expected):
-    assert mx.em_weights(FIRST, HALF, a)[0] == pytest.approx(expected, abs=1e-6)
+    assert mx.fit_em_weights(FIRST, HALF, a)[0] == pytest.approx(expected, abs=1e-6)
 
 
 def test_pooled_weights_worked_numbers():
     u = HALF
     for _ in range(2):
-        u = (3 * mx.em_weights(FIRST, u, 10.0) + 2 * mx.em_weights(SECOND, u, 10.0)) / 5
+        u = (3 * mx.fit_em_weights(FIRST, u, 10.0) + 2 * mx.fit_em_weights(SECOND, u, 10.0)) / 5
     assert u == pytest.approx([0.464488, 0.535512], abs=1e-6)
-    assert mx.em_weights(FIRST, u, 20.0)[0] == pytest.approx(0.467192, abs=1e-6)
-    assert mx.em_weights(SECOND, u, 20.0)[0] == pytest.approx(0.438917, abs=1e-6)
+    assert mx.fit_em_weights(FIRST, u, 20.0)[0] == pytest.approx(0.467192, abs=1e-6)
+    assert mx.fit_em_weights(SECOND, u, 20.0)[0] == pytest.approx(0.438917, abs=1e-6)
 
 
 losses = arrays(np.float64, st.tuples(st.integers(1, 6), st.just(3)), elements=st.floats(-800, 0))
@@ -97,52 +97,52 @@ def objective(log_p, weights, u, a):
 
 @given(losses, shares, st.floats(0.1, 100))
 def test_weights_sum_to_one_keep_their_floor_and_improve_the_objective(log_p, u, a):
-    weights = mx.em_weights(log_p, u, a)
+    weights = mx.fit_em_weights(log_p, u, a)
     assert weights.sum() == pytest.approx(1)
     assert (weights >= a * u / (len(log_p) + a) - 1e-12).all()
     assert objective(log_p, weights, u, a) >= objective(log_p, u, u, a) - 1e-6
-    assert mx.em_weights(log_p, u, 1e12) == pytest.approx(u, abs=1e-6)
+    assert mx.fit_em_weights(log_p, u, 1e12) == pytest.approx(u, abs=1e-6)
     order = [2, 0, 1]
-    assert mx.em_weights(log_p[:, order], u[order], a) == pytest.approx(weights[order], abs=1e-9)
+    assert mx.fit_em_weights(log_p[:, order], u[order], a) == pytest.approx(weights[order], abs=1e-9)
 
 
 def test_no_validation_samples_give_the_pooled_weights():
-    assert mx.em_weights(np.zeros((0, 2)), np.array([0.3, 0.7]), 20.0) == pytest.approx([0.3, 0.7])
+    assert mx.fit_em_weights(np.zeros((0, 2)), np.array([0.3, 0.7]), 20.0) == pytest.approx([0.3, 0.7])
 
 
 def test_a_missing_candidates_share_is_spread_in_proportion():
     pooled = {Role.PRIVATE: 0.5, Role.GLOBAL: 0.2, Role.EXPERT: 0.3}
-    assert mx.spread(pooled, [Role.GLOBAL, Role.EXPERT]) == pytest.approx([0.4, 0.6])
-    assert mx.spread({Role.PRIVATE: 1.0, Role.GLOBAL: 0.0}, [Role.GLOBAL]) == pytest.approx([1.0])
+    assert mx.distribute_weights(pooled, [Role.GLOBAL, Role.EXPERT]) == pytest.approx([0.4, 0.6])
+    assert mx.distribute_weights({Role.PRIVATE: 1.0, Role.GLOBAL: 0.0}, [Role.GLOBAL]) == pytest.approx([1.0])
     with pytest.raises(ValueError, match="none of the candidates"):
-        mx.spread(pooled, [])
+        mx.distribute_weights(pooled, [])
 
 
 # -------------------------------------------------------------------------------------------------------- fusion
 
 
 def q_of(logits, temperature=1.0, kappa=0.0, prior=FLAT):
-    return np.stack([calibrated(row, prior, cal(temperature, kappa)) for row in logits])
+    return np.stack([calibrate_logits(row, prior, cal(temperature, kappa)) for row in logits])
 
 
 def test_fusion_worked_numbers():
     by_sample = np.array([[[2, 0, 0], [0, 3, 0]], [[0.5, 0.4, 0], [0, 0, 6]]])
     logits = by_sample.transpose(1, 0, 2)
-    raw = raw_energies(logits)
-    mean, std = mx.energy_statistics(raw)
+    raw = compute_raw_energies(logits)
+    mean, std = mx.compute_energy_statistics(raw)
     assert mean == pytest.approx([1.830186, 4.549934], abs=1e-6)
     assert std == pytest.approx([0.409359, 1.455011], abs=1e-6)
-    energies = standardised(raw, mean, std)
+    energies = standardise(raw, mean, std)
     assert np.abs(energies) == pytest.approx(np.ones((2, 2)))
     for beta, expected in {0: (0.443606, 0.421183, 0.135211), 1: (0.627915, 0.215625, 0.156460)}.items():
-        log_p = log_mixture(q_of(logits, 1.4), np.log([0.6, 0.4]) + beta * energies)
+        log_p = compute_log_mixture(q_of(logits, 1.4), np.log([0.6, 0.4]) + beta * energies)
         assert np.exp(log_p[0]) == pytest.approx(expected, abs=1e-6)
 
 
 @given(arrays(np.float64, (3, 2, 3), elements=st.floats(-30, 30)), shares, st.integers(0, 2))
 def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
     log_q = q_of(logits)
-    log_p = log_mixture(log_q, np.tile(np.log(weights), (2, 1)))
+    log_p = compute_log_mixture(log_q, np.tile(np.log(weights), (2, 1)))
     assert np.exp(log_p).sum(axis=1) == pytest.approx(1)
     for k in range(3):
         assert (-log_p[:, label] <= -log_q[k, :, label] - np.log(weights[k]) + 1e-9).all()
@@ -155,7 +155,7 @@ def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
 )
 def test_equal_candidates_predict_as_one(logits, weights, scores):
     log_q = q_of(np.stack([logits] * 3))
-    assert log_mixture(log_q, np.log(weights) + scores) == pytest.approx(log_q[0], abs=1e-9)
+    assert compute_log_mixture(log_q, np.log(weights) + scores) == pytest.approx(log_q[0], abs=1e-9)
 
 
 # -------------------------------------------------------------------------------------------------- steps, guard
@@ -177,29 +177,29 @@ def test_steps(log_likelihoods, steps):
 
 def test_representative_worked_numbers():
     validation, training = np.array([0, 15, 7, 17, 0, 0]), np.array([53, 32, 19, 25, 44, 0])
-    assert mx.class_distance(validation, training) == pytest.approx(0.5607, abs=1e-4)
-    assert not mx.representative(validation, training)
-    assert mx.class_distance(np.array([5, 5]), np.array([6, 4])) == pytest.approx(0.1)
-    assert mx.representative(np.array([5, 5]), np.array([6, 4]))
-    assert mx.representative(np.array([10, 0]), np.array([6, 4]))  # 0.4 is still near
-    assert not mx.representative(np.array([0, 0]), np.array([6, 4]))
+    assert mx.compute_class_distance(validation, training) == pytest.approx(0.5607, abs=1e-4)
+    assert not mx.is_representative(validation, training)
+    assert mx.compute_class_distance(np.array([5, 5]), np.array([6, 4])) == pytest.approx(0.1)
+    assert mx.is_representative(np.array([5, 5]), np.array([6, 4]))
+    assert mx.is_representative(np.array([10, 0]), np.array([6, 4]))  # 0.4 is still near
+    assert not mx.is_representative(np.array([0, 0]), np.array([6, 4]))
 
 
 def test_a_distance_of_exactly_two_fifths_is_representative_however_its_shares_are_rounded():
     validation, training = np.array([0, 1, 4]), np.array([2, 0, 3])  # half of 0.4 + 0.2 + 0.2: in floats above 0.4
-    assert mx.class_distance(validation, training) == Fraction(2, 5)
-    assert mx.representative(validation, training)
-    assert mx.representative(training, validation)
-    assert not mx.representative(1000 * validation + [1, 0, 0], 1000 * training + [2, 0, 0])
+    assert mx.compute_class_distance(validation, training) == Fraction(2, 5)
+    assert mx.is_representative(validation, training)
+    assert mx.is_representative(training, validation)
+    assert not mx.is_representative(1000 * validation + [1, 0, 0], 1000 * training + [2, 0, 0])
 
 
 def test_guard_worked_numbers():
-    assert mx.guard((-20, 8), [(-40, 3), (-12, 11), (-14, 12)]) == 1
-    assert mx.guard((-20, 8), [(-40, 3), (-16, 11), (-12, 9)]) is None
-    assert mx.guard((-20, 8), [(-15, 20)]) is None  # 5 nats are not more than 5 nats
-    assert mx.guard((-20, 8), [(-14.9, 10)]) == 0
+    assert mx.choose_alternative((-20, 8), [(-40, 3), (-12, 11), (-14, 12)]) == 1
+    assert mx.choose_alternative((-20, 8), [(-40, 3), (-16, 11), (-12, 9)]) is None
+    assert mx.choose_alternative((-20, 8), [(-15, 20)]) is None  # 5 nats are not more than 5 nats
+    assert mx.choose_alternative((-20, 8), [(-14.9, 10)]) == 0
 
 
 def test_ties_go_to_the_first():
-    assert mx.first_best([1.0, 1.0 + 1e-10, 0.5]) == 0
-    assert mx.first_best([1.0, 1.0 + 1e-8]) == 1
+    assert mx.find_best([1.0, 1.0 + 1e-10, 0.5]) == 0
+    assert mx.find_best([1.0, 1.0 + 1e-8]) == 1

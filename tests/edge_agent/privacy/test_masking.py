@@ -17,34 +17,34 @@ from tests.support.orders import Blobs, order, worker
 
 
 def session(own: Worker, number: int = 1, name: str = "train", run: str = "r") -> Session:
-    return Session(own.device(order(MaskKeys(session=name), number, run=run), Blobs()), name)
+    return Session(own.make_device(order(MaskKeys(session=name), number, run=run), Blobs()), name)
 
 
 def test_keys_are_made_once_for_each_sum(tmp_path: Path) -> None:
     own = worker(tmp_path)
-    first = session(own).begin()
-    assert session(own).begin() == first == session(worker(tmp_path)).read(Keys)
+    first = session(own).start()
+    assert session(own).start() == first == session(worker(tmp_path)).load(Keys)
     assert len({first.encryption, first.masking, first.signing}) == 3
-    assert session(own, name="other").begin() != first
-    assert session(own, number=2).begin() != first
+    assert session(own, name="other").start() != first
+    assert session(own, number=2).start() != first
 
 
 def test_with_the_next_round_the_means_to_open_the_last_one_go(tmp_path: Path) -> None:
     own = worker(tmp_path)
-    session(own).begin()
-    session(own).keep(Masked("action", b"statement", {}, b"result", b"vector"))
-    session(own, name="other").begin()
-    assert session(own).read(Keys) is not None
-    session(own, number=2).begin()
-    assert session(own).read(Keys) is session(own).read(Masked) is session(own, name="other").read(Keys) is None
+    session(own).start()
+    session(own).save(Masked("action", b"statement", {}, b"result", b"vector"))
+    session(own, name="other").start()
+    assert session(own).load(Keys) is not None
+    session(own, number=2).start()
+    assert session(own).load(Keys) is session(own).load(Masked) is session(own, name="other").load(Keys) is None
 
 
 @pytest.mark.parametrize("later", [{"number": 2}, {"run": "next"}], ids=["round", "run"])
 def test_a_session_of_which_kill_9_leaves_a_part_signs_nothing(tmp_path: Path, monkeypatch, later) -> None:
     """It might have lost which sum it has confirmed."""
     own = worker(tmp_path)
-    session(own).begin()
-    session(own).keep(Confirmed(b"statement", (0, 1)))
+    session(own).start()
+    session(own).save(Confirmed(b"statement", (0, 1)))
 
     def killed(folder: Path, **_: object) -> None:
         for file in folder.rglob("confirmed"):
@@ -54,34 +54,34 @@ def test_a_session_of_which_kill_9_leaves_a_part_signs_nothing(tmp_path: Path, m
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            session(own, **later).begin()
-    assert session(own).read(Confirmed) is None
+            session(own, **later).start()
+    assert session(own).load(Confirmed) is None
     with pytest.raises(FailedError, match="that never began"):
         _ = session(own).signing
-    session(own, **later).begin()
+    session(own, **later).start()
     assert not (tmp_path / "masking" / "r" / "1.train").exists(), "the repeated order deletes the rest"
 
 
 def test_sums_are_remembered_for_a_run_and_no_longer(tmp_path: Path) -> None:
     own = worker(tmp_path)
-    session(own).begin()
-    session(own).note(["a", "b"])
-    session(own, number=2).begin()
-    session(own, number=2).note(["b", "c"])
-    session(own, number=2).note(["a", "b"])
-    assert session(worker(tmp_path), number=3).sums() == Sums().including("ab").including("bc")
-    session(own, run="next").begin()
-    assert session(own).sums() == Sums()
+    session(own).start()
+    session(own).record_sum(["a", "b"])
+    session(own, number=2).start()
+    session(own, number=2).record_sum(["b", "c"])
+    session(own, number=2).record_sum(["a", "b"])
+    assert session(worker(tmp_path), number=3).load_sums() == Sums().with_sum("ab").with_sum("bc")
+    session(own, run="next").start()
+    assert session(own).load_sums() == Sums()
 
 
 def test_a_damaged_file_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
     own = worker(tmp_path)
-    session(own).begin()
-    session(own).note(["a", "b"])
+    session(own).start()
+    session(own).record_sum(["a", "b"])
     for file in (tmp_path / "masking").rglob("*"):
         if file.is_file():
             file.write_bytes(b"\xc1")
     with pytest.raises(StoreError, match="cannot be read"):
-        session(own).sums()
+        session(own).load_sums()
     with pytest.raises(StoreError, match="cannot be read"):
-        session(own).begin()
+        session(own).start()

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from fedge.bundle.calibration import BETAS, KAPPAS, TEMPERATURES, grid
+from fedge.bundle.calibration import BETAS, KAPPAS, TEMPERATURES, make_grid
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
 from fedge.steps.mixture.fit_energy import EnergyFitted
 from fedge.steps.mixture.fit_weights import Calibration
@@ -12,7 +12,7 @@ from fedge.wire.messages import Role
 
 @pytest.mark.parametrize("role", Role)
 def test_a_point_is_found_by_its_place_temperature_outermost(role: Role) -> None:
-    points = grid(role)
+    points = make_grid(role)
     assert points[0] == Calibration(temperature=1.0, kappa=0.0)
     assert [p.kappa for p in points[:4]] == list(KAPPAS[role])
     assert [p.temperature for p in points[::4]] == list(TEMPERATURES)
@@ -20,7 +20,7 @@ def test_a_point_is_found_by_its_place_temperature_outermost(role: Role) -> None
 
 
 def test_a_report_has_room_for_each_point() -> None:
-    fitted = CandidatesFitted(losses={role: (0.0,) * len(grid(role)) for role in Role}, n_validation=1)
+    fitted = CandidatesFitted(losses={role: (0.0,) * len(make_grid(role)) for role in Role}, n_validation=1)
     energy = EnergyFitted(pooled_losses=(0.0,), beta_losses=((0.0,) * len(BETAS),), n_validation=1)
     for report in (fitted, energy):
         assert msgspec.convert(msgspec.to_builtins(report), type=type(report)) == report

@@ -12,23 +12,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deploy
-from edge_agent.learning.gate import TORCH, _selected, train_gate
+from edge_agent.learning.gate import TORCH, _select_top, train_gate
 from export import GateWeights, Guard
-from export.graph import gate_tensors
+from export.graph import make_gate_tensors
 from fedge.bundle.formula import (
     ZERO_WEIGHT,
-    calibrated,
-    counted,
-    counted_energy,
+    calibrate_logits,
+    clip_energies,
+    compute_counted_energy,
+    compute_gate_features,
+    compute_gate_scores,
+    compute_log_mixture,
+    compute_log_weights,
+    find_guard,
+    flatten_prior,
     fuse,
-    gate_features,
-    gate_scores,
-    guarding,
-    log_mixture,
-    log_weights,
-    mixed,
-    prepared,
-    shifted,
+    mix,
+    prepare_formula,
 )
 from tests.support import oracle
 from tests.support.tables import by_formula, inputs, mixture_of, scores_of, write
@@ -36,7 +36,7 @@ from tests.support.tables import by_formula, inputs, mixture_of, scores_of, writ
 
 def formula_of(mixture):
     """In float32, as a runtime has it."""
-    return prepared(gate_tensors(mixture), mixture.experts, mixture.top)
+    return prepare_formula(make_gate_tensors(mixture), mixture.experts, mixture.top)
 
 
 def random_mixture(rng, logits, *, guard=None, top=2, gate=None, beta=0.5):
@@ -78,7 +78,7 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
     p, weights, energies = by_formula(mixture, np.float32(logits), r - gate.out_bias)
 
     how = formula_of(mixture)
-    runtime = fuse(how, list(np.float32(logits)), gate_scores(how, inputs(n)))
+    runtime = fuse(how, list(np.float32(logits)), compute_gate_scores(how, inputs(n)))
     write(tmp_path / "bundle", logits, mixture)
     predicted = deploy.load(tmp_path / "bundle").predict(inputs(n))
     graph = [predicted.probabilities, predicted.weights, predicted.energies]
@@ -86,17 +86,19 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
         for found, wanted, tolerance in zip(form, (p, weights, energies), (1e-5, 1e-5, 1e-3), strict=True):
             np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=1e-5)
 
-    scores = log_weights(np.array([c.weight for c in mixture.candidates])) + counted(how, energies)
-    log_q = np.stack([calibrated(row, mixture.log_prior, c) for row, c in zip(logits, mixture.candidates, strict=True)])
+    scores = compute_log_weights(np.array([c.weight for c in mixture.candidates])) + clip_energies(how, energies)
+    log_q = np.stack(
+        [calibrate_logits(row, mixture.log_prior, c) for row, c in zip(logits, mixture.candidates, strict=True)]
+    )
     experts = torch.tensor(mixture.experts if len(mixture.experts) > top else ())
-    selected = _selected(torch.from_numpy(scores + r), experts, top).float()
+    selected = _select_top(torch.from_numpy(scores + r), experts, top).float()
     np.testing.assert_allclose(torch.softmax(selected, dim=1), weights, atol=1e-4)
     log_p = log_q[:, np.arange(n), y].T
-    trained = mixed(torch.from_numpy(log_p).float(), selected, TORCH)
+    trained = mix(torch.from_numpy(log_p).float(), selected, TORCH)
     if guard is None:
         np.testing.assert_allclose(trained, np.log(p[np.arange(n), y]), atol=1e-3)
         if not len(experts):
-            np.testing.assert_allclose(np.exp(log_mixture(log_q, scores + r)), p, atol=1e-5)
+            np.testing.assert_allclose(np.exp(compute_log_mixture(log_q, scores + r)), p, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -196,8 +198,8 @@ def test_a_candidate_that_is_not_finite_is_dropped_and_none_left_means_uniform()
     logits = np.array([[[np.nan, 0, 0], [np.inf, 0, 0]], [[2.0, 0, 0], [0, -np.inf, 0]]])
     p, alpha, _ = by_formula(mixture_of(logits, weights=[0.9, 0.1]), logits)
     assert alpha == pytest.approx(np.array([[0, 1], [0, 0]]))
-    log_q = np.stack([calibrated(row, np.zeros(3), Guard(0)) for row in logits])
-    for found in (p, np.exp(log_mixture(log_q, np.log([[0.9, 0.1]] * 2)))):
+    log_q = np.stack([calibrate_logits(row, np.zeros(3), Guard(0)) for row in logits])
+    for found in (p, np.exp(compute_log_mixture(log_q, np.log([[0.9, 0.1]] * 2)))):
         assert found[0] == pytest.approx(np.exp(log_q[1, 0]))
         assert found[1] == pytest.approx([1 / 3] * 3)
 
@@ -229,13 +231,13 @@ def test_the_gate_is_trained_through_this_formula():
     """The loss that torch descends, at the gate where it ends."""
     rng = np.random.default_rng(0)
     x, y, logits = rng.normal(size=(30, 4)), rng.integers(0, 3, 30), rng.normal(size=(3, 30, 3)) * 2
-    log_q = calibrated(logits, np.zeros(3), Guard(0))
+    log_q = calibrate_logits(logits, np.zeros(3), Guard(0))
     log_p, scores = log_q[:, np.arange(30), y].T, np.tile(np.log([0.5, 0.3, 0.2]), (30, 1))
     gate = train_gate(x, log_p, scores, seed=1, experts=(0, 1, 2), top=3)
     reached = scores + scores_of(gate, x)
-    found = mixed(torch.from_numpy(log_p).float(), torch.from_numpy(reached).float(), TORCH)
-    assert found.numpy() == pytest.approx(log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
-    assert found.mean() > log_mixture(log_q, scores)[np.arange(30), y].mean()
+    found = mix(torch.from_numpy(log_p).float(), torch.from_numpy(reached).float(), TORCH)
+    assert found.numpy() == pytest.approx(compute_log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
+    assert found.mean() > compute_log_mixture(log_q, scores)[np.arange(30), y].mean()
 
 
 # ---------------------------------------------------------------------------------------------- gate, parts, shift
@@ -243,19 +245,19 @@ def test_the_gate_is_trained_through_this_formula():
 
 def test_gate_features_are_means_of_complete_windows():
     x = np.arange(2 * 1 * 18 * 9.0).reshape(2, 1, 18, 9)
-    found = gate_features(x)  # windows of 3 x 2: six rows, and four columns, whose last is in no window
+    found = compute_gate_features(x)  # windows of 3 x 2: six rows, and four columns, whose last is in no window
     assert found.shape == (2, 24)
     assert found[0, :2].tolist() == [9.5, 11.5]
     assert found[1, -1] == x[1, 0, 15:, 6:8].mean()
     small = np.arange(40.0).reshape(2, 1, 5, 4)
-    np.testing.assert_array_equal(gate_features(small), small.reshape(2, 20))
+    np.testing.assert_array_equal(compute_gate_features(small), small.reshape(2, 20))
 
 
 @pytest.mark.parametrize(("shape", "kernel"), [((2, 20, 28), (3, 4)), ((1, 8, 8), (1, 1)), ((6,), (1, 1))])
 def test_gate_scores_are_those_of_the_specification(shape, kernel):
     rng = np.random.default_rng(1)
     x = rng.random((7, *shape), dtype=np.float32)
-    gate = GateWeights(*(rng.normal(size=s) for s in ((16, gate_features(x).shape[1]), (16,), (3, 16), (3,))))
+    gate = GateWeights(*(rng.normal(size=s) for s in ((16, compute_gate_features(x).shape[1]), (16,), (3, 16), (3,))))
     held = {f"gate.{name}": torch.from_numpy(value) for name, value in {
         "hidden.weight": gate.hidden_weight, "hidden.bias": gate.hidden_bias,
         "out.weight": gate.out_weight, "out.bias": gate.out_bias,
@@ -263,12 +265,12 @@ def test_gate_scores_are_those_of_the_specification(shape, kernel):
     wanted = oracle.gate_scores(held, torch.from_numpy(x).double(), kernel)
     np.testing.assert_allclose(scores_of(gate, x), wanted, atol=1e-12)
     mixture = mixture_of(np.zeros((3, 1, 2)), gate=gate, weights=[1.0] * 3)
-    np.testing.assert_allclose(gate_scores(formula_of(mixture), x), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(compute_gate_scores(formula_of(mixture), x), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
 def test_the_candidate_of_the_guard_is_known(guard):
-    assert guarding(formula_of(mixture_of(np.zeros((5, 1, 2)), guard=guard))) == (2 if guard else -1)
+    assert find_guard(formula_of(mixture_of(np.zeros((5, 1, 2)), guard=guard))) == (2 if guard else -1)
 
 
 def test_what_a_single_energy_counts():
@@ -277,17 +279,17 @@ def test_what_a_single_energy_counts():
     logits = rng.normal(size=(3, 20, 4)) * 5
     mixture = mixture_of(logits, mean=[1, 2, 3], std=[0.2, 1, 2], beta=0.7, energy_clip=2.0)
     how, values = formula_of(mixture), logits.astype(np.float32)
-    whole = counted(how, fuse(how, list(values), np.zeros((20, 3), np.float32))[2])
-    one_by_one = [[counted_energy(how, k, values[k, i]) for k in range(3)] for i in range(20)]
+    whole = clip_energies(how, fuse(how, list(values), np.zeros((20, 3), np.float32))[2])
+    one_by_one = [[compute_counted_energy(how, k, values[k, i]) for k in range(3)] for i in range(20)]
     np.testing.assert_allclose(one_by_one, whole, rtol=1e-4, atol=1e-4)
     for strange in (np.nan, np.inf, -np.inf):
-        assert np.isnan(counted_energy(how, 0, np.array([1, strange, 2, 3], np.float32)))
+        assert np.isnan(compute_counted_energy(how, 0, np.array([1, strange, 2, 3], np.float32)))
 
 
 def test_a_shift_leaves_candidates_without_weight_out():
     mixture = mixture_of(np.zeros((3, 1, 2)), weights=[0.9, 0.1, 0.0], kappa=[1, 1, 1], log_prior=np.log([0.9, 0.1]))
-    numbers = gate_tensors(mixture)
-    changed = shifted(numbers)
+    numbers = make_gate_tensors(mixture)
+    changed = flatten_prior(numbers)
     assert changed["gate.out.bias"].tolist() == [0, 0, np.float32(ZERO_WEIGHT)]
     assert not changed["prior"].any()
     assert not changed["gate.out.weight"].any()

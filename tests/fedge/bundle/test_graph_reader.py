@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from fedge.bundle.graph_reader import largest_int8, unbounded
+from fedge.bundle.graph_reader import explain_unbounded, find_largest_int8
 from tests.deploy.bundles import GOLDEN
 
 pytestmark = pytest.mark.torch_free
@@ -33,8 +33,8 @@ PLAIN = node("Add", field(1, "axis"))
 
 
 def test_our_own_graph_ends():
-    assert unbounded(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == ""
-    assert unbounded(model(field(7, PLAIN, PLAIN))) == ""
+    assert explain_unbounded(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == ""
+    assert explain_unbounded(model(field(7, PLAIN, PLAIN))) == ""
 
 
 def test_largest_int8_of_each_form_of_a_tensor():
@@ -42,31 +42,32 @@ def test_largest_int8_of_each_form_of_a_tensor():
     int8, float32 = key(2, 0) + b"\x03", key(2, 0) + b"\x01"
     minus_100 = b"\x9c" + b"\xff" * 8 + b"\x01"
     raw = field(5, int8, field(9, b"\x05\xc0\x00"))  # 5, -64, 0
-    assert largest_int8(model(field(7, PLAIN, raw))) == 64
-    assert largest_int8(model(field(7, raw, field(5, int8, field(5, b"\x05", minus_100))))) == 100
-    assert largest_int8(model(field(7, raw, field(5, int8, key(5, 0) + b"\x07", key(5, 0) + minus_100)))) == 100
-    assert largest_int8(model(field(7, field(5, float32, field(9, b"\x80"))))) == 0
-    assert largest_int8(model(field(7, field(5, int8, field(9, b"\x80"))))) == 128
-    assert largest_int8(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == 0
+    assert find_largest_int8(model(field(7, PLAIN, raw))) == 64
+    assert find_largest_int8(model(field(7, raw, field(5, int8, field(5, b"\x05", minus_100))))) == 100
+    assert find_largest_int8(model(field(7, raw, field(5, int8, key(5, 0) + b"\x07", key(5, 0) + minus_100)))) == 100
+    assert find_largest_int8(model(field(7, field(5, float32, field(9, b"\x80"))))) == 0
+    assert find_largest_int8(model(field(7, field(5, int8, field(9, b"\x80"))))) == 128
+    assert find_largest_int8(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == 0
 
 
 @pytest.mark.parametrize("inner", [6, 11])
 def test_a_graph_within_the_graph_may_loop(inner):
     assert (
-        unbounded(model(field(7, PLAIN, node("Loop", field(inner, PLAIN))))) == "its node Loop has a graph of its own"
+        explain_unbounded(model(field(7, PLAIN, node("Loop", field(inner, PLAIN)))))
+        == "its node Loop has a graph of its own"
     )
 
 
 def test_a_function_may_hide_one():
-    assert unbounded(model(field(7, PLAIN), field(25, PLAIN))) == "it has functions of its own"
+    assert explain_unbounded(model(field(7, PLAIN), field(25, PLAIN))) == "it has functions of its own"
 
 
 def test_what_is_cut_off_or_no_message_is_refused():
     graph = bytes(model(field(7, PLAIN)))
     for n in range(1, len(graph)):
         with pytest.raises(ValueError, match="cut off") if n != 2 else contextlib.nullcontext():
-            unbounded(memoryview(graph[:n]))
+            explain_unbounded(memoryview(graph[:n]))
     with pytest.raises(ValueError, match="wire type"):
-        unbounded(memoryview(b"\x0f"))
+        explain_unbounded(memoryview(b"\x0f"))
     with pytest.raises(ValueError, match="cut off"):
-        unbounded(memoryview(b"\xff" * 20))
+        explain_unbounded(memoryview(b"\xff" * 20))

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from fedge.commands import broker as module
-from fedge.commands.broker import LocalBroker, broker, choose, free_port, mosquitto_config
+from fedge.commands.broker import LocalBroker, broker, choose_broker, find_free_port, make_mosquitto_config
 from fedge.errors import ConfigError, TransportError
-from fedge.membership.broker_configuration import for_everybody
+from fedge.membership.broker_configuration import format_open_listener
 from tests.support.broker import BROKERS, transport
 
 WAIT_S = 300.0
@@ -54,18 +54,18 @@ def no_mosquitto(tmp_path, monkeypatch):
 def test_auto_is_what_is_installed(no_mosquitto):
     program = no_mosquitto / "mosquitto"
     program.symlink_to(sys.executable)
-    assert choose("auto") == "mosquitto"
+    assert choose_broker("auto") == "mosquitto"
     program.unlink()
-    assert choose("auto") == "amqtt"
-    assert choose("amqtt") == "amqtt"
+    assert choose_broker("auto") == "amqtt"
+    assert choose_broker("amqtt") == "amqtt"
     with pytest.raises(ConfigError, match="apt install mosquitto"):
-        choose("mosquitto")
+        choose_broker("mosquitto")
     with pytest.raises(ConfigError, match="choose one of auto, mosquitto, amqtt"):
-        choose("rabbit")
+        choose_broker("rabbit")
 
 
 def test_configuration_has_our_limits():
-    lines = mosquitto_config(for_everybody("127.0.0.1", 1884)).splitlines()
+    lines = make_mosquitto_config(format_open_listener("127.0.0.1", 1884)).splitlines()
     assert "listener 1884 127.0.0.1" in lines
     assert "max_packet_size 2097152" in lines
     assert "persistence false" in lines
@@ -161,7 +161,7 @@ async def test_command_tells_machines_where_it_listens(tmp_path):
         child.send_signal(signal.SIGTERM)
         assert await child.wait() == 0
     assert (told["event"], told["host"]) == ("listening", "127.0.0.1")
-    assert told["kind"] == choose("auto")
+    assert told["kind"] == choose_broker("auto")
 
 
 def test_help_has_examples():
@@ -171,7 +171,7 @@ def test_help_has_examples():
 
 
 def test_free_port_can_be_used_and_is_none_that_the_system_gives_away():
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
     with socket.socket() as other:
@@ -181,7 +181,7 @@ def test_free_port_can_be_used_and_is_none_that_the_system_gives_away():
 
 def test_free_port_of_an_address_that_is_not_here_is_refused():
     with pytest.raises(OSError, match="Cannot assign requested address"):
-        free_port("192.0.2.1")
+        find_free_port("192.0.2.1")
 
 
 @pytest.mark.broker

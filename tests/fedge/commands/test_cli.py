@@ -42,7 +42,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
             return command
 
     monkeypatch.setattr(
-        cli, "_installed", lambda: {name: Point(name=name, value="x:y", group=cli.ENTRY_POINTS) for name in found}
+        cli, "_find_commands", lambda: {name: Point(name=name, value="x:y", group=cli.ENTRY_POINTS) for name in found}
     )
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield found
@@ -250,7 +250,7 @@ def test_others_can_add_commands(commands: dict[str, object], capsys: pytest.Cap
 
 
 def test_entry_points_are_those_of_the_table() -> None:
-    assert set(cli.COMMANDS) == set(cli._installed())
+    assert set(cli.COMMANDS) == set(cli._find_commands())
 
 
 WAITING = """
@@ -266,7 +266,7 @@ def wait():
         finally:
             print("stopped", flush=True)
     asyncio.run(main())
-cli._load = lambda *_: wait
+cli._load_command = lambda *_: wait
 sys.exit(cli.main(["demo"]))
 """
 

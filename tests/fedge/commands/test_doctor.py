@@ -16,30 +16,30 @@ import pytest
 from click.testing import CliRunner
 
 import fedge
-from fedge.commands.broker import LocalBroker, mosquitto_path
+from fedge.commands.broker import LocalBroker, find_mosquitto
 from fedge.commands.doctor import (
     DoctorSettings,
     Finding,
-    compare,
+    compare_beacon,
+    diagnose_broker,
+    diagnose_certificates,
+    diagnose_home,
     doctor,
-    of_the_broker,
-    of_the_certificates,
-    of_the_home,
-    providers_here,
+    find_providers,
 )
 from fedge.identity.names import Role, Subject
 from fedge.membership import broker_configuration
-from fedge.membership.signed_messages import Plain, Signed, speaker
+from fedge.membership.signed_messages import Plain, Signed, make_speaker
 from fedge.settings import Secret
 from fedge.wire.connection.broker import BrokerSettings
-from fedge.wire.messages import Beacon, encode
+from fedge.wire.messages import Beacon, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 from tests.support.broker import OwnBroker
 from tests.support.identities import Authority, TlsBroker
 from tests.support.proxies import ProxyServer
 
-needs_mosquitto = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+needs_mosquitto = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
 
 def bad(findings: Iterator[Finding]) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
 
 
 def test_the_processor_runs_a_graph() -> None:
-    works, _, wheels = providers_here()
+    works, _, wheels = find_providers()
     assert "CPUExecutionProvider" in works
     assert wheels
 
@@ -83,12 +83,12 @@ def test_a_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
         pytest.skip("nothing can be mounted here")
     try:
         (tmp_path / "full").write_bytes(bytes(120_000))
-        found = bad(of_the_home(tmp_path))
+        found = bad(diagnose_home(tmp_path))
         assert [text for text in found if "more files" in text]
         assert [text for text in found if "MB are free" in text]
         assert found[-1] == f"{tmp_path} cannot be written: No space left on device"
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
-        assert bad(of_the_home(tmp_path))[-1] == f"{tmp_path} cannot be written: Read-only file system"
+        assert bad(diagnose_home(tmp_path))[-1] == f"{tmp_path} cannot be written: Read-only file system"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -103,20 +103,20 @@ def test_certificates(tmp_path: Path) -> None:
         files = {key: str(path) for key, path in authority.client(name).items()}
         return DoctorSettings(**{"federation": "f", "id": name} | files | more)  # type: ignore[arg-type]
 
-    assert bad(of_the_certificates(settings("cam1"))) == []
-    (wrong,) = bad(of_the_certificates(settings("cam1", id="cam2")))
+    assert bad(diagnose_certificates(settings("cam1"))) == []
+    (wrong,) = bad(diagnose_certificates(settings("cam1", id="cam2")))
     assert wrong.endswith("names cam1, not cam2")
-    (other,) = bad(of_the_certificates(settings("cam1", federation="g")))
+    (other,) = bad(diagnose_certificates(settings("cam1", federation="g")))
     assert other.endswith("is of device cam1 of f, not of g")
     own = Path(authority.client("cam1")["ca_file"])  # type: ignore[arg-type]
     stranger = Authority(tmp_path / "b")
     own.write_bytes(Path(stranger.client("x")["ca_file"]).read_bytes())  # type: ignore[arg-type]
-    assert "is not of the authority" in bad(of_the_certificates(settings("cam1")))[0]
+    assert "is not of the authority" in bad(diagnose_certificates(settings("cam1")))[0]
     authority.ago = dt.timedelta(days=400)
-    assert "expired on" in bad(of_the_certificates(settings("cam3")))[0]
+    assert "expired on" in bad(diagnose_certificates(settings("cam3")))[0]
     authority.ago = dt.timedelta(days=-2)
-    assert "which is to come" in bad(of_the_certificates(settings("cam4")))[0]
-    assert "holds no certificates" in bad(of_the_certificates(settings("cam1", ca_file="nowhere")))[0]
+    assert "which is to come" in bad(diagnose_certificates(settings("cam4")))[0]
+    assert "holds no certificates" in bad(diagnose_certificates(settings("cam1", ca_file="nowhere")))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- broker
@@ -128,13 +128,13 @@ def said(running: LocalBroker, **more: object) -> Finding:
 
 def told(running: LocalBroker, **more: object) -> list[Finding]:
     where = {"broker": f"{running.host}:{running.port}", "federation": "f", "id": "cam1"}
-    return [*of_the_broker(DoctorSettings(**where | more))]  # type: ignore[arg-type]
+    return [*diagnose_broker(DoctorSettings(**where | more))]  # type: ignore[arg-type]
 
 
 def test_nobody_or_nobody_of_ours_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent = f"127.0.0.1:{server.getsockname()[1]}"
-    (gone,) = bad(of_the_broker(DoctorSettings(broker=silent)))
+    (gone,) = bad(diagnose_broker(DoctorSettings(broker=silent)))
     assert gone == f"{silent} cannot be reached: Connection refused"
 
 
@@ -188,18 +188,18 @@ def found(*findings: Finding) -> list[tuple[str, str]]:
     ],
 )
 def test_the_clock_beside_the_coordinators(age_s: float, expected: tuple[str, str]) -> None:
-    assert found(*compare(Beacon(at=1e9, fedge_version=fedge.__version__), 1e9 + age_s)) == [expected]
+    assert found(*compare_beacon(Beacon(at=1e9, fedge_version=fedge.__version__), 1e9 + age_s)) == [expected]
 
 
 def test_the_version_beside_the_coordinators() -> None:
-    *_, version = compare(Beacon(at=1e9, fedge_version="0.9.0"), 1e9)
+    *_, version = compare_beacon(Beacon(at=1e9, fedge_version="0.9.0"), 1e9)
     assert version.found == f"the coordinator has fedge 0.9.0, this machine {fedge.__version__}"
     assert version.state == "warning"
 
 
 async def shine(broker: BrokerSettings, speaks: Plain | Signed, at: float) -> None:
     async with Transport(broker, "coordinator") as transport:
-        payload = encode(Beacon(at=at, fedge_version=fedge.__version__))
+        payload = encode_message(Beacon(at=at, fedge_version=fedge.__version__))
         await transport.publish(BEACON, speaks.seal(BEACON, payload), retain=True)
 
 
@@ -219,16 +219,16 @@ async def test_a_coordinator_whose_word_is_signed(tmp_path: Path, monkeypatch: p
     authority = Authority(tmp_path / "authority", "f")
     files = {key: str(path) for key, path in authority.client("cam1").items()}
     own = {key: str(path) for key, path in authority.client("coordinator").items()}
-    rules = broker_configuration.access_list
+    rules = broker_configuration.format_access_list
     async with TlsBroker(authority, tmp_path / "broker") as broker:
         ours = BrokerSettings(broker.host, broker.port, **own)  # type: ignore[arg-type]
-        speaks = speaker(ours, Subject("f", Role.COORDINATOR, "coordinator"), tmp_path)
+        speaks = make_speaker(ours, Subject("f", Role.COORDINATOR, "coordinator"), tmp_path)
         await shine(ours, speaks, time.time())
         assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "ok")]
         await shine(ours, Plain(), time.time())
         assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "bad")]
     monkeypatch.setattr(
-        broker_configuration, "access_list", lambda *names: rules(*names).replace(f"pattern read {BEACON}\n", "")
+        broker_configuration, "format_access_list", lambda *names: rules(*names).replace(f"pattern read {BEACON}\n", "")
     )
     async with TlsBroker(authority, tmp_path / "older") as broker:
         _, refused = await asyncio.to_thread(told, broker, **files)
@@ -242,11 +242,11 @@ async def test_a_port_for_websockets_is_named(tmp_path: Path) -> None:
     lines = "listener {other} 127.0.0.1", "allow_anonymous true", "listener {port}", "protocol websockets"
     async with OwnBroker(tmp_path, *lines) as broker:
         (found,) = await asyncio.to_thread(
-            lambda: list(of_the_broker(DoctorSettings(broker=f"localhost:{broker.port}")))
+            lambda: list(diagnose_broker(DoctorSettings(broker=f"localhost:{broker.port}")))
         )
         assert found.found.endswith(f"speaks MQTT over WebSockets: give the address ws://localhost:{broker.port}")
         (found, *_) = await asyncio.to_thread(
-            lambda: list(of_the_broker(DoctorSettings(broker=f"ws://localhost:{broker.port}")))
+            lambda: list(diagnose_broker(DoctorSettings(broker=f"ws://localhost:{broker.port}")))
         )
         assert found.state == "ok"
 
@@ -255,6 +255,6 @@ async def test_a_port_for_websockets_is_named(tmp_path: Path) -> None:
 async def test_a_proxy_that_forbids_it_is_named() -> None:
     async with ProxyServer("http", forbids=1883) as proxy:
         settings = DoctorSettings(broker="localhost", proxy=Secret(proxy.url))
-        (found,) = await asyncio.to_thread(lambda: list(of_the_broker(settings)))
+        (found,) = await asyncio.to_thread(lambda: list(diagnose_broker(settings)))
     assert found.found.startswith("localhost:1883 cannot be reached: the proxy at 127.0.0.1:")
     assert "--proxy" in found.do

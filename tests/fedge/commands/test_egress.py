@@ -15,9 +15,9 @@ from fedge.steps.contract import Reveals
 
 def noted(home: Path) -> Path:
     book = Ledger(home)
-    book.note("context", "", ["load"], 60)
-    book.note("context", "", ["load"], 61)
-    book.note("reports", "train r.3.train.cam1", ["update", "count", "of_a_newer_fedge"], 1234)
+    book.record("context", "", ["load"], 60)
+    book.record("context", "", ["load"], 61)
+    book.record("reports", "train r.3.train.cam1", ["update", "count", "of_a_newer_fedge"], 1234)
     book.close()
     return home
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedge.commands.broker import free_port
+from fedge.commands.broker import find_free_port
 from fedge.commands.cli import main
 from fedge.errors import ConfigError
-from fedge.tasks import device_data, task_spec
+from fedge.tasks import load_task, read_device_data
 
 
 def test_it_makes_a_project_by_the_folders_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,13 +42,13 @@ def test_its_task_keeps_marks_and_refuses_a_typo(tmp_path: Path, monkeypatch: py
         x, y = held["x"], held["y"]
     marks, source = np.arange(len(y)) % 3 == 0, tmp_path / "dev.npz"
     np.savez(source, x=x, y=y, sensitive=marks)
-    task = task_spec("marked_task:MarkedTask", source)
-    data = device_data(task, source, seed=0)
+    task = load_task("marked_task:MarkedTask", source)
+    data = read_device_data(task, source, seed=0)
     assert data.sensitive_val is not None
     assert data.sensitive.sum() + data.sensitive_val.sum() == marks.sum()
     np.savez(source, x=x, y=y, Sensitive=marks)
     with pytest.raises(ConfigError, match="did you mean sensitive"):
-        device_data(task, source, seed=0)
+        read_device_data(task, source, seed=0)
 
 
 @pytest.mark.process
@@ -57,7 +57,7 @@ def test_its_readme_runs_as_it_is_written(tmp_path: Path) -> None:
     fedge = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{fedge}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(["fedge", "new", "my-task"], cwd=tmp_path, env=environment, check=True)
-    folder, port = tmp_path / "my-task", str(free_port("127.0.0.1"))
+    folder, port = tmp_path / "my-task", str(find_free_port("127.0.0.1"))
     (folder / "settings.toml").write_text((folder / "settings.toml").read_text().replace("1883", port))
     blocks = (folder / "README.md").read_text().replace("1883", port).split("```console\n")[1:]
     script = "set -e\n" + "".join(block.partition("```")[0] for block in blocks)

@@ -37,14 +37,14 @@ def archive(folder: Path) -> Path:
 
 
 def test_names_and_labels(folder: Path, archive: Path) -> None:
-    assert images.names(folder) == NAMES
-    assert images.names(archive) == [f"train/{name}" for name in NAMES]
-    assert images.labels(images.names(archive), TASK.classes).tolist() == [0, 0, 1]
+    assert images.list_images(folder) == NAMES
+    assert images.list_images(archive) == [f"train/{name}" for name in NAMES]
+    assert images.get_labels(images.list_images(archive), TASK.classes).tolist() == [0, 0, 1]
 
 
 def test_pixels_come_in_the_order_of_the_names(folder: Path, archive: Path) -> None:
     for source in (folder, archive):
-        x = images.load(TASK, source, images.names(source)[::-1])
+        x = images.load_images(TASK, source, images.list_images(source)[::-1])
         assert x.shape == (3, 4, 4, 3)
         assert x[:, 0, 0, 0].tolist() == [100, 50, 0]
 
@@ -55,42 +55,42 @@ def test_sources_without_class_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source in (tmp_path, tmp_path / "empty", tmp_path / "file.txt", tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"folder"):
-            images.names(source)
+            images.list_images(source)
 
 
 def test_a_class_whose_name_is_no_text_is_refused(folder: Path) -> None:
     (folder / "dog").rename(folder / os.fsdecode(b"do\xe9"))
     with pytest.raises(ConfigError, match=r"'do\\udce9/1.jpeg' is not UTF-8; rename it"):
-        images.names(folder)
+        images.list_images(folder)
 
 
 def test_unknown_classes_and_broken_images_are_named(folder: Path, archive: Path) -> None:
     with pytest.raises(ConfigError, match=r"\['dog'\]"):
-        images.labels(NAMES, ("cat", "bird"))
+        images.get_labels(NAMES, ("cat", "bird"))
     (folder / NAMES[1]).write_bytes(b"broken")
     with pytest.raises(ConfigError, match=r"2\.JPG"):
-        images.load(TASK, folder, NAMES)
+        images.load_images(TASK, folder, NAMES)
 
 
 def test_marks(folder: Path) -> None:
-    assert images.sensitive_flags(folder, NAMES).tolist() == [False, False, False]
+    assert images.read_sensitive_flags(folder, NAMES).tolist() == [False, False, False]
     (folder / "sensitive.txt").write_text("dog/1.jpeg\n\n cat/1.png \n")
-    assert images.sensitive_flags(folder, NAMES).tolist() == [True, False, True]
+    assert images.read_sensitive_flags(folder, NAMES).tolist() == [True, False, True]
     (folder / "sensitive.txt").write_text("dog/1.jpg\n")
     with pytest.raises(ConfigError, match=r"dog/1\.jpg"):
-        images.sensitive_flags(folder, NAMES)
+        images.read_sensitive_flags(folder, NAMES)
 
 
 def test_marks_behind_a_link_to_nowhere_are_not_none(folder: Path) -> None:
     (folder / "sensitive.txt").symlink_to(folder / "unmounted" / "sensitive.txt")
     with pytest.raises(ConfigError, match="must name an image a line"):
-        images.sensitive_flags(folder, NAMES)
+        images.read_sensitive_flags(folder, NAMES)
 
 
 def test_split(folder: Path) -> None:
-    assert images.split_numbers(folder, NAMES) is None
+    assert images.read_split_numbers(folder, NAMES) is None
     (folder / "split.json").write_text(json.dumps({"val": ["dog/1.jpeg"], "test": ["cat/1.png"]}))
-    split = images.split_numbers(folder, NAMES)
+    split = images.read_split_numbers(folder, NAMES)
     assert split is not None
     assert split.tolist() == [2, 0, 1]
 
@@ -105,7 +105,7 @@ def test_split(folder: Path) -> None:
 def test_wrong_splits_are_named(folder: Path, content: str) -> None:
     (folder / "split.json").write_text(content)
     with pytest.raises(ConfigError, match=r"split\.json"):
-        images.split_numbers(folder, NAMES)
+        images.read_split_numbers(folder, NAMES)
 
 
 def test_all_images_that_cannot_be_read_are_named_at_once(folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_all_images_that_cannot_be_read_are_named_at_once(folder: Path) -> None:
     for name in broken:
         (folder / name).write_bytes(b"no image")
     with pytest.raises(ConfigError, match=f"2 of {len(NAMES)} images cannot be read: remove or replace") as caught:
-        images.load(TASK, folder, images.names(folder))
+        images.load_images(TASK, folder, images.list_images(folder))
     assert all(name in str(caught.value) for name in broken)
 
 

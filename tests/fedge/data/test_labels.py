@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from fedge.data.labels import class_numbers, whole_numbers
+from fedge.data.labels import require_class_numbers, require_whole_numbers
 from fedge.errors import ConfigError
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int32, np.uint64])
 def test_whole_numbers_of_any_type(dtype: type) -> None:
-    found = whole_numbers(np.array([0, 1, 1], dtype), 3, 1, "y")
+    found = require_whole_numbers(np.array([0, 1, 1], dtype), 3, 1, "y")
     assert (found.dtype, found.tolist()) == (np.int64, [0, 1, 1])
-    assert whole_numbers(np.zeros(0, dtype), 0, 1, "y").tolist() == []
+    assert require_whole_numbers(np.zeros(0, dtype), 0, 1, "y").tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def test_whole_numbers_of_any_type(dtype: type) -> None:
 )
 def test_nothing_is_guessed(values: np.ndarray, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        whole_numbers(values, 2, 1, "marks")
+        require_whole_numbers(values, 2, 1, "marks")
 
 
 def test_class_numbers_outside_the_tasks_classes() -> None:
-    assert class_numbers(np.array([0, 9]), 2, 10, "y").tolist() == [0, 9]
+    assert require_class_numbers(np.array([0, 9]), 2, 10, "y").tolist() == [0, 9]
     with pytest.raises(
         ConfigError, match=r"^y holds 1\.\.10, and class numbers are 0\.\.9 here, a place in the list of cl"
     ):
-        class_numbers(np.arange(1, 11), 10, 10, "y")
+        require_class_numbers(np.arange(1, 11), 10, 10, "y")
     with pytest.raises(ConfigError, match=r"^y holds -1\.\.1, and class numbers begin with 0, .*np\.unique"):
-        class_numbers(np.array([-1, 1]), 2, None, "y")
+        require_class_numbers(np.array([-1, 1]), 2, None, "y")

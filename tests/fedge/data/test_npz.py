@@ -29,7 +29,7 @@ def archive(path, **members):
 def test_the_named_arrays_that_are_there(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.arange(3), z=np.zeros(2))
 
-    found = npz.load(tmp_path / "a.npz", ("x", "y"))
+    found = npz.load_arrays(tmp_path / "a.npz", ("x", "y"))
 
     assert list(found) == ["x"]
     assert found["x"].tolist() == [0, 1, 2]
@@ -40,14 +40,14 @@ def test_a_header_that_claims_more_than_there_is(tmp_path, shape):
     path = archive(tmp_path / "a.npz", x=header(shape) + bytes(100))
 
     with pytest.raises(ConfigError, match=r"x claims \d+ bytes and holds 100"):
-        npz.load(path, ("x",))
+        npz.load_arrays(path, ("x",))
 
 
 def test_an_array_of_objects_says_so(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.arange(6.0).astype(object))
 
     with pytest.raises(ConfigError, match=r"x holds Python objects: \.astype\(float\)"):
-        npz.load(tmp_path / "a.npz", ("x",))
+        npz.load_arrays(tmp_path / "a.npz", ("x",))
 
 
 def test_zeros_that_were_packed_into_little(tmp_path, little_memory):
@@ -55,7 +55,7 @@ def test_zeros_that_were_packed_into_little(tmp_path, little_memory):
     assert path.stat().st_size < 10_000
 
     with pytest.raises(ConfigError, match="takes 4 MiB of memory, at most 0 MiB"):
-        npz.load(path, ("x",))
+        npz.load_arrays(path, ("x",))
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f4", "f8"])
@@ -66,13 +66,13 @@ def test_the_largest_file_that_is_read_leaves_room_for_what_is_made_of_it(tmp_pa
 import resource
 from pathlib import Path
 from fedge import npz
-from fedge.tasks import device_data
+from fedge.tasks import read_device_data
 from fedge.tasks.specs import BUILT_IN
 seen = []
 real = npz.require_room
 npz.require_room = lambda file, claimed: (seen.append(claimed), real(file, claimed))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-device_data(BUILT_IN["digits"], Path({str(tmp_path / "a.npz")!r}), seed=0).digest()
+read_device_data(BUILT_IN["digits"], Path({str(tmp_path / "a.npz")!r}), seed=0).compute_digest()
 taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 allowed = seen[0] / npz.MEMORY_SHARE
 assert taken < allowed, (taken, allowed)
@@ -86,14 +86,14 @@ assert taken < allowed, (taken, allowed)
 )
 def test_what_is_no_array(tmp_path, data):
     with pytest.raises(ConfigError, match=r"is not an \.npz file"):
-        npz.load(archive(tmp_path / "a.npz", x=data), ("x",))
+        npz.load_arrays(archive(tmp_path / "a.npz", x=data), ("x",))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"\x93NUMPY", header((1 << 38,))])
 def test_what_is_no_archive(tmp_path, data):
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(ConfigError, match=r"is not an \.npz file"):
-        npz.load(tmp_path / "a.npz", ("x",))
+        npz.load_arrays(tmp_path / "a.npz", ("x",))
 
 
 @pytest.mark.parametrize("shape", [(10**12, 1, 8, 8), (1 << 38,), (26,)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedge.data.preprocessing import apply, load_image
+from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
 
@@ -25,7 +25,7 @@ WINDOW = TaskSpec(name="window", classes=("a", "b"), input_shape=(3, 5), model="
 def test_scales_then_centres() -> None:
     raw = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
     expected = (np.arange(6) / 4 - 0.5) / 2
-    x = apply(GREY, raw)
+    x = preprocess(GREY, raw)
     assert x.dtype == np.float32
     assert x.shape == (1, 1, 2, 3)
     np.testing.assert_allclose(x.ravel(), expected, rtol=1e-6)
@@ -34,7 +34,7 @@ def test_scales_then_centres() -> None:
 def test_a_scale_that_single_precision_can_compute_is_computed_so_to_the_last_bit() -> None:
     raw = np.random.default_rng(0).random((5, 1, 2, 3)).astype(np.float32)
     wanted = (raw - np.float32(0.5 * 4.0)) / np.float32(4.0 * 2.0)
-    assert np.array_equal(apply(GREY, raw), wanted)
+    assert np.array_equal(preprocess(GREY, raw), wanted)
 
 
 @pytest.mark.parametrize("offset", [101349.0, -1e6, 1e9])
@@ -45,12 +45,12 @@ def test_an_offset_costs_nothing(offset: float) -> None:
         WINDOW, preprocessing=Preprocessing(mean=(offset, 0.0, offset), std=(1.0, 1000.0, 0.001))
     )
     x = centred + np.array([offset, 0, offset])[:, None]
-    np.testing.assert_allclose(apply(of_each, x), signal, atol=1e-3 if abs(offset) == 1e9 else 1e-5)
+    np.testing.assert_allclose(preprocess(of_each, x), signal, atol=1e-3 if abs(offset) == 1e9 else 1e-5)
     of_all = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=offset / 2, std=0.5, scale=2.0))
-    np.testing.assert_allclose(apply(of_all, signal + offset), signal, atol=1e-6)
+    np.testing.assert_allclose(preprocess(of_all, signal + offset), signal, atol=1e-6)
     in_single = (signal + 101349).astype(np.float32)  # what a client sends that has no more
     of_all = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=101349.05, std=1.0))
-    np.testing.assert_allclose(apply(of_all, in_single), signal - 0.05, atol=2**-8)
+    np.testing.assert_allclose(preprocess(of_all, in_single), signal - 0.05, atol=2**-8)
 
 
 def test_what_no_network_can_see_is_refused_with_its_place() -> None:
@@ -59,39 +59,39 @@ def test_what_no_network_can_see_is_refused_with_its_place() -> None:
     far = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=1e38, std=1e36))
     for task in (WINDOW, far):
         with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is more than single precision"):
-            apply(task, x)
+            preprocess(task, x)
     x[2, 1, 4] = 3e38
     narrow = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(std=0.1))
     with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is so far from the task's mean"):
-        apply(narrow, x)
+        preprocess(narrow, x)
 
 
 def test_accepts_channels_first_and_channels_last() -> None:
     first = np.random.default_rng(0).integers(0, 256, (5, 3, 2, 4), dtype=np.uint8)
-    assert np.array_equal(apply(COLOUR, first), apply(COLOUR, np.moveaxis(first, 1, -1)))
+    assert np.array_equal(preprocess(COLOUR, first), preprocess(COLOUR, np.moveaxis(first, 1, -1)))
 
 
 def test_windows_stay_as_they_are_and_the_input_is_not_modified() -> None:
     raw = np.ones((4, 3, 5), dtype=np.float32)
-    x = apply(WINDOW, raw)
+    x = preprocess(WINDOW, raw)
     x[:] = 7
     assert (raw == 1).all()
 
 
 def test_no_samples_are_fine() -> None:
-    assert apply(GREY, np.zeros((0, 2, 3), np.uint8)).shape == (0, 1, 2, 3)
+    assert preprocess(GREY, np.zeros((0, 2, 3), np.uint8)).shape == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 5, 3), (4, 3, 5, 1), (4,), ()])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="shape"):
-        apply(WINDOW, np.zeros(shape))
+        preprocess(WINDOW, np.zeros(shape))
 
 
 @pytest.mark.parametrize("dtype", ["U3", "O", "c16", "M8[s]"])
 def test_what_is_no_number_is_refused(dtype: str) -> None:
     with pytest.raises(ConfigError, match="numbers"):
-        apply(WINDOW, np.zeros((4, 3, 5), dtype=dtype))
+        preprocess(WINDOW, np.zeros((4, 3, 5), dtype=dtype))
 
 
 def image_file(path: Path, pixels: np.ndarray, **options: object) -> Path:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedge.data import tables
-from fedge.data.preprocessing import apply
+from fedge.data.preprocessing import preprocess
 from fedge.data.task import Column, Preprocessing, Schema, TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks import device_data, device_inputs, pool, task_spec, write_task
+from fedge.tasks import load_pool, load_task, read_device_data, read_device_inputs, write_task
 
 TOML = """
 target = "state"
@@ -59,7 +59,7 @@ def parquet(folder: Path, **columns: list[Any]) -> Path:
 
 
 def test_a_table_becomes_numbers_as_its_schema_says(schema: Schema, tmp_path: Path) -> None:
-    found = tables.read(schema, written(tmp_path))
+    found = tables.read_table(schema, written(tmp_path))
     assert found["x"].tolist() == [[12, 1, 0], [10, 0, 1], [8.5, 0, 1]]
     assert found["y"].tolist() == [0, 1, 1]
     assert found["sensitive"].tolist() == [False, True, False]
@@ -75,22 +75,22 @@ def test_parquet_gives_the_same_numbers_as_csv(schema: Schema, tmp_path: Path) -
         private=[False, True, False],
         owner=["ann", "bob", "ann"],
     )
-    found, wanted = tables.read(schema, file), tables.read(schema, written(tmp_path))
+    found, wanted = tables.read_table(schema, file), tables.read_table(schema, written(tmp_path))
     assert {name: array.tolist() for name, array in found.items()} == {n: a.tolist() for n, a in wanted.items()}
 
 
 def test_whole_numbers_that_a_table_holds_as_floats_name_classes_too(tmp_path: Path) -> None:
     schema = Schema(target="y", classes=("0", "1"), columns=(Column(name="a"),))
-    assert tables.read(schema, parquet(tmp_path, a=[1, 2], y=[1.0, 0.0]))["y"].tolist() == [1, 0]
+    assert tables.read_table(schema, parquet(tmp_path, a=[1, 2], y=[1.0, 0.0]))["y"].tolist() == [1, 0]
 
 
 def test_the_network_sees_each_column_scaled_by_the_schema_and_never_by_the_rows(tmp_path: Path) -> None:
     (tmp_path / "engines.toml").write_text(TOML)
-    task = task_spec(str(tmp_path / "engines.toml"))
+    task = load_task(str(tmp_path / "engines.toml"))
     assert task.classes == ("good", "bad")
-    x = tables.read(tables.schema_of(task), written(tmp_path))["x"]
-    assert apply(task, x).tolist() == [[1, 1, 0], [0, 0, 1], [-0.75, 0, 1]]
-    assert apply(task, x[:1]).tolist() == [[1, 1, 0]]
+    x = tables.read_table(tables.get_schema(task), written(tmp_path))["x"]
+    assert preprocess(task, x).tolist() == [[1, 1, 0], [0, 0, 1], [-0.75, 0, 1]]
+    assert preprocess(task, x[:1]).tolist() == [[1, 1, 0]]
 
 
 def test_an_offset_costs_nothing_and_what_no_network_can_see_is_refused(tmp_path: Path) -> None:
@@ -99,40 +99,40 @@ def test_an_offset_costs_nothing_and_what_no_network_can_see_is_refused(tmp_path
     task = TaskSpec(
         name="t", classes=("0", "1"), input_shape=(4,), model="mlp", preprocessing=Preprocessing(table=schema)
     )
-    found = tables.read(schema, written(tmp_path, "a,b,c,s\n101349.013,x,0.1,1\n101348.99,y,7,0\n"))
-    np.testing.assert_allclose(apply(task, found["x"]), [[1.3, 1, 0, 0.1], [-1, 0, 1, 7]], atol=1e-5)
+    found = tables.read_table(schema, written(tmp_path, "a,b,c,s\n101349.013,x,0.1,1\n101348.99,y,7,0\n"))
+    np.testing.assert_allclose(preprocess(task, found["x"]), [[1.3, 1, 0, 0.1], [-1, 0, 1, 7]], atol=1e-5)
     for cell, says in (
         ("3e38", "row 2: a is too large to compute with once it is sc"),
         ("1e39", "row 2: a is not a num"),
     ):
         with pytest.raises(ConfigError, match=says):
-            tables.read(schema, written(tmp_path, f"a,b,c,s\n1,x,0.1,1\n{cell},x,7,0\n"))
+            tables.read_table(schema, written(tmp_path, f"a,b,c,s\n1,x,0.1,1\n{cell},x,7,0\n"))
 
 
 def test_devices_read_marks_and_a_device_that_does_not_train_needs_no_target(tmp_path: Path) -> None:
     (tmp_path / "engines.toml").write_text(TOML)
-    task = task_spec(str(tmp_path / "engines.toml"))
-    data = device_data(task, written(tmp_path), seed=0)
-    assert (data.n_train + len(data.y_val), data.any_sensitive) == (3, True)
+    task = load_task(str(tmp_path / "engines.toml"))
+    data = read_device_data(task, written(tmp_path), seed=0)
+    assert (data.n_train + len(data.y_val), data.has_sensitive) == (3, True)
     rows = written(tmp_path, "load,fuel,private,owner\n12,gas,0,ann\n11,oil,1,bob\n")
-    assert device_inputs(task, rows).tolist() == [[1, 1, 0]]
+    assert read_device_inputs(task, rows).tolist() == [[1, 1, 0]]
     with pytest.raises(ConfigError, match="lacks state"):
-        device_data(task, rows, seed=0)
+        read_device_data(task, rows, seed=0)
 
 
 def test_a_simulation_deals_rows_out_by_person(tmp_path: Path) -> None:
     (tmp_path / "engines.toml").write_text(TOML)
-    found = pool(str(tmp_path / "engines.toml"), written(tmp_path))
+    found = load_pool(str(tmp_path / "engines.toml"), written(tmp_path))
     assert found.user is not None
     assert found.user.tolist() == [0, 1, 0]
 
 
 def test_a_schema_travels_in_the_task_and_other_tasks_keep_their_fingerprints(tmp_path: Path, schema: Schema) -> None:
-    task = task_spec(str(tmp_path / "engines.toml"))
+    task = load_task(str(tmp_path / "engines.toml"))
     write_task(task, tmp_path / "task.json")
-    assert task_spec(str(tmp_path / "task.json")) == task
-    assert task_spec("digits").fingerprint() == "1091a34b63fcb0b6"
-    assert b"table" not in msgspec.json.encode(task_spec("digits").preprocessing)
+    assert load_task(str(tmp_path / "task.json")) == task
+    assert load_task("digits").compute_fingerprint() == "1091a34b63fcb0b6"
+    assert b"table" not in msgspec.json.encode(load_task("digits").preprocessing)
     with pytest.raises(msgspec.ValidationError, match="3 numbers"):
         msgspec.convert(
             {"name": "t", "classes": ["a", "b"], "input_shape": [4], "model": "mlp",
@@ -165,46 +165,46 @@ def test_what_does_not_fit_is_refused_by_row_and_column(
     file = tmp_path / "rows.csv"
     file.write_bytes(CSV.replace(old, new).encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=told):
-        tables.read(schema, file)
+        tables.read_table(schema, file)
 
 
 def test_a_number_without_a_value_is_refused_unless_the_schema_has_one(tmp_path: Path) -> None:
     schema = Schema(target="y", classes=("0", "1"), columns=(Column(name="a"),))
     for missing in ("", "NA", "nan"):
         with pytest.raises(ConfigError, match="row 2: a is missing"):
-            tables.read(schema, written(tmp_path, f"a,y\n1,0\n{missing},1\n"))
+            tables.read_table(schema, written(tmp_path, f"a,y\n1,0\n{missing},1\n"))
 
 
 def test_a_category_may_be_called_as_a_missing_value_is(tmp_path: Path) -> None:
     columns = (Column(name="region", categories=("EU", "NA"), missing="EU"),)
     schema = Schema(target="y", classes=("0", "1"), columns=columns)
-    assert tables.read(schema, written(tmp_path, "region,y\nNA,0\n,1\n"))["x"].tolist() == [[0, 1], [1, 0]]
+    assert tables.read_table(schema, written(tmp_path, "region,y\nNA,0\n,1\n"))["x"].tolist() == [[0, 1], [1, 0]]
 
 
 def test_rows_are_numbered_over_batches(tmp_path: Path) -> None:
     schema = Schema(target="y", classes=("0", "1"), columns=(Column(name="a"),))
     lines = [f"{i},{i % 2}" for i in range(tables.BATCH + 10)]
-    found = tables.read(schema, written(tmp_path, "\n".join(["a,y", *lines])))
+    found = tables.read_table(schema, written(tmp_path, "\n".join(["a,y", *lines])))
     assert found["x"][:, 0].tolist() == list(range(tables.BATCH + 10))
     lines[tables.BATCH + 4] = "?,1"
     with pytest.raises(ConfigError, match=f"row {tables.BATCH + 5}: a is not a number"):
-        tables.read(schema, written(tmp_path, "\n".join(["a,y", *lines])))
+        tables.read_table(schema, written(tmp_path, "\n".join(["a,y", *lines])))
 
 
 @pytest.mark.parametrize("text", ["", "a,y\n", "\n"])
 def test_a_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
     schema = Schema(target="y", classes=("0", "1"), columns=(Column(name="a"),))
     with pytest.raises(ConfigError, match=r"rows|lacks"):
-        tables.read(schema, written(tmp_path, text))
+        tables.read_table(schema, written(tmp_path, text))
 
 
 @pytest.mark.usefixtures("little_memory")
 def test_a_table_that_is_too_large_is_refused(schema: Schema, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a quarter of it"):
-        tables.read(schema, written(tmp_path))
+        tables.read_table(schema, written(tmp_path))
     file = parquet(tmp_path, load=[1.0], fuel=["gas"], state=["good"], private=[0], owner=["a"])
     with pytest.raises(ConfigError, match="a quarter of it"):
-        tables.read(schema, file)
+        tables.read_table(schema, file)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ def test_a_schema_or_commas_that_are_missing_are_told(schema: Schema, tmp_path: 
         tables.read_schema(tmp_path / "engine.toml")
     (tmp_path / "rows.csv").write_text("a;b\n1;2\n")
     with pytest.raises(ConfigError, match="has ';' between its columns: save it with commas"):
-        tables.read(schema, tmp_path / "rows.csv")
+        tables.read_table(schema, tmp_path / "rows.csv")
 
 
 def test_a_table_needs_a_task_with_a_schema(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--task SCHEMA\.toml"):
-        device_data(task_spec("digits"), written(tmp_path), seed=0)
+        read_device_data(load_task("digits"), written(tmp_path), seed=0)
 
 
 def test_without_pyarrow_parquet_says_what_to_install(
@@ -247,7 +247,7 @@ def test_without_pyarrow_parquet_says_what_to_install(
     (tmp_path / "rows.parquet").touch()
     not_installed("pyarrow")
     with pytest.raises(ConfigError, match=r"\.\[tables\]"):
-        tables.read(schema, tmp_path / "rows.parquet")
+        tables.read_table(schema, tmp_path / "rows.parquet")
 
 
 @given(data=st.binary(max_size=200), at=st.integers(0, 2000), suffix=st.sampled_from(tables.SUFFIXES))
@@ -261,7 +261,7 @@ def test_any_bytes_are_a_table_or_refused(
     content[at % len(content) : at % len(content) + len(data) // 4] = data
     whole.write_bytes(content)
     try:
-        found = tables.read(schema, whole)
+        found = tables.read_table(schema, whole)
     except ConfigError:
         return
     assert np.isfinite(found["x"]).all()

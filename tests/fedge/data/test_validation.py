@@ -26,11 +26,11 @@ def test_what_is_saved_is_loaded_and_for_the_owner_alone(tmp_path, y):
 def test_marks_are_kept(tmp_path):
     Validation(np.ones((3, 3), np.float32), None, np.array([True, False, True])).save(tmp_path)
 
-    assert list(load_validation(tmp_path, TASK).told) == [False, True, False]
+    assert list(load_validation(tmp_path, TASK).reportable) == [False, True, False]
 
 
 def test_without_marks_all_may_be_told():
-    assert list(Validation(np.ones((2, 3), np.float32), None).told) == [True, True]
+    assert list(Validation(np.ones((2, 3), np.float32), None).reportable) == [True, True]
 
 
 @pytest.mark.parametrize(

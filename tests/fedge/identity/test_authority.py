@@ -8,8 +8,14 @@ import pytest
 from cryptography import x509
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.identity.authority import MAX_REVOCATIONS_FILE_BYTES, Authority, Key, trouble_with, verify
-from fedge.identity.names import CRL, Role, Subject, subject_of
+from fedge.identity.authority import (
+    MAX_REVOCATIONS_FILE_BYTES,
+    Authority,
+    Key,
+    explain_certificate_fault,
+    verify_signature,
+)
+from fedge.identity.names import CRL, Role, Subject, find_subject
 from tests.support import identities
 from tests.support.identities import DAY, now
 
@@ -27,9 +33,9 @@ def test_a_certificate_names_somebody_in_a_federation(authority: identities.Auth
     key = key_of(authority.issue("cam1"))
     assert key.subject == Subject("test", Role.DEVICE, "cam1")
     assert key.subject.uri == "urn:fedge:test:device:cam1"
-    subject, public = Authority(authority.file).who(key.der)
+    subject, public = Authority(authority.file).identify(key.der)
     assert subject == key.subject
-    verify(public, "a topic", b"bytes", key.sign("a topic", b"bytes"))
+    verify_signature(public, "a topic", b"bytes", key.sign("a topic", b"bytes"))
 
 
 @pytest.mark.parametrize(
@@ -44,14 +50,14 @@ def test_a_certificate_names_somebody_in_a_federation(authority: identities.Auth
 )
 def test_who_is_not_named_as_agreed_is_nobody(authority: identities.Authority, urn: str) -> None:
     files = authority.issue("cam1", urn=urn)
-    assert subject_of(x509.load_pem_x509_certificate(Path(files["cert_file"]).read_bytes())) is None
+    assert find_subject(x509.load_pem_x509_certificate(Path(files["cert_file"]).read_bytes())) is None
     with pytest.raises(ConfigError, match="names nobody of a federation"):
         key_of(files)
 
 
 def test_a_signature_is_of_one_context_and_of_these_bytes_alone(authority: identities.Authority) -> None:
     key, other = key_of(authority.issue("cam1")), key_of(authority.issue("cam2"))
-    _, public = Authority(authority.file).who(key.der)
+    _, public = Authority(authority.file).identify(key.der)
     signature = key.sign("reports", b"bytes")
     for context, data, signed in [
         ("acks", b"bytes", signature),
@@ -61,7 +67,7 @@ def test_a_signature_is_of_one_context_and_of_these_bytes_alone(authority: ident
         ("reports", b"bytes", other.sign("reports", b"bytes")),
     ]:
         with pytest.raises(ProtocolError, match="forged"):
-            verify(public, context, data, signed)
+            verify_signature(public, context, data, signed)
 
 
 def test_the_authority_vouches_for_its_own_within_their_dates(authority: identities.Authority, tmp_path: Path) -> None:
@@ -71,10 +77,10 @@ def test_the_authority_vouches_for_its_own_within_their_dates(authority: identit
     checked = Authority(authority.file)
     for key, says in ((foreign, "not issued by"), (old, "expired on"), (early, "is not valid before")):
         with pytest.raises(ProtocolError, match=says):
-            checked.who(key.der)
-        assert says in checked.trouble(key.certificate)
+            checked.identify(key.der)
+        assert says in checked.explain_invalid(key.certificate)
     with pytest.raises(ProtocolError, match="cannot be read"):
-        checked.who(b"x")
+        checked.identify(b"x")
 
 
 def test_who_is_revoked_is_nobody_any_more_and_an_older_list_changes_nothing(
@@ -84,20 +90,20 @@ def test_who_is_revoked_is_nobody_any_more_and_an_older_list_changes_nothing(
     before = (authority.folder / CRL).read_bytes()
     kept = tmp_path / "kept.pem"
     known = Authority(authority.file, kept)
-    known.who(one.der)
+    known.identify(one.der)
     authority.revoke("cam1")
-    assert known.learn((authority.folder / CRL).read_bytes())
-    assert not known.learn((authority.folder / CRL).read_bytes())
+    assert known.accept_revocations((authority.folder / CRL).read_bytes())
+    assert not known.accept_revocations((authority.folder / CRL).read_bytes())
     with pytest.raises(ProtocolError, match="revoked: the certificate of device cam1"):
-        known.who(one.der)
-    assert known.trouble(one.certificate) == "it was revoked"
-    assert known.who(two.der)[0].name == "cam2"
+        known.identify(one.der)
+    assert known.explain_invalid(one.certificate) == "it was revoked"
+    assert known.identify(two.der)[0].name == "cam2"
     with pytest.raises(ProtocolError, match="replayed"):
-        known.learn(before)
+        known.accept_revocations(before)
     (authority.folder / CRL).write_bytes(before)  # beside ca_file lies an older one than was heard of
     for restarted in (Authority(authority.file, kept),):
         with pytest.raises(ProtocolError, match="revoked"):
-            restarted.who(one.der)
+            restarted.identify(one.der)
 
 
 def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities.Authority, tmp_path: Path) -> None:
@@ -105,7 +111,7 @@ def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities
     foreign = identities.Authority(tmp_path / "other", "test").crl(1000)
     for data, name in ((foreign, "forged"), (b"x", "malformed"), (b"x" * 200_000, "oversized")):
         with pytest.raises(ProtocolError) as refused:
-            known.learn(data)
+            known.accept_revocations(data)
         assert refused.value.name == name
     (authority.folder / CRL).write_bytes(foreign)
     with pytest.raises(ConfigError, match="not a list of certificates"):
@@ -117,9 +123,9 @@ def test_a_list_in_a_file_may_be_longer_than_one_on_the_wire(authority: identiti
     key = key_of(authority.issue("cam1"))
     authority.revoke("cam1")
     known = Authority(authority.file)
-    assert known.trouble(key.certificate) == "it was revoked"
+    assert known.explain_invalid(key.certificate) == "it was revoked"
     with pytest.raises(ProtocolError, match="oversized"):
-        Authority(identities.Authority(authority.folder / "other", "test").file).learn(known.revocations)
+        Authority(identities.Authority(authority.folder / "other", "test").file).accept_revocations(known.revocations)
     (authority.folder / CRL).write_bytes(b"x" * (MAX_REVOCATIONS_FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="oversized"):
         Authority(authority.file)
@@ -133,21 +139,23 @@ def test_no_bit_of_a_list_can_be_changed(authority: identities.Authority) -> Non
     genuine = known.revocations
     for i in range(len(genuine)):
         with contextlib.suppress(ProtocolError):  # some bits of its encoding say nothing
-            known.learn(genuine[:i] + bytes([genuine[i] ^ 4]) + genuine[i + 1 :])
+            known.accept_revocations(genuine[:i] + bytes([genuine[i] ^ 4]) + genuine[i + 1 :])
         with pytest.raises(ProtocolError, match="revoked"):
-            known.who(key.der)
+            known.identify(key.der)
 
 
 def test_what_is_wrong_with_a_certificate_of_any_kind_is_said_in_words(
     authority: identities.Authority, tmp_path: Path
 ) -> None:
     files = authority.issue("cam1", urn="urn:x:y", begin=now() - 2 * DAY, end=now() - DAY)
-    assert re.search(r"cert_file .*cam1.crt: expired on", trouble_with(files["cert_file"], files["ca_file"]))
+    assert re.search(
+        r"cert_file .*cam1.crt: expired on", explain_certificate_fault(files["cert_file"], files["ca_file"])
+    )
     fine = authority.issue("cam2", urn="urn:x:y")
-    assert trouble_with(fine["cert_file"], fine["ca_file"]) == ""
+    assert explain_certificate_fault(fine["cert_file"], fine["ca_file"]) == ""
     foreign = identities.Authority(tmp_path / "other", "test").file
-    assert "was not issued by the authority" in trouble_with(fine["cert_file"], str(foreign))
-    assert "missing" in trouble_with("missing", fine["ca_file"])
+    assert "was not issued by the authority" in explain_certificate_fault(fine["cert_file"], str(foreign))
+    assert "missing" in explain_certificate_fault("missing", fine["ca_file"])
 
 
 def test_files_that_cannot_be_used_are_named(authority: identities.Authority, tmp_path: Path) -> None:

@@ -29,20 +29,23 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def test_without_any_nobody_is_named() -> None:
-    assert Credentials().at("server") == BrokerSettings("server", 1883)
+    assert Credentials().make_broker_settings("server") == BrokerSettings("server", 1883)
 
 
 def test_all_of_it_reaches_the_transport(files: dict[str, str]) -> None:
     given = Credentials(
         username="me", password=Secret("pw"), ca_file=files["ca"], cert_file=files["one_crt"], key_file=files["one_key"]
     )
-    assert given.at("server:8883", keepalive_s=60) == BrokerSettings(
+    assert given.make_broker_settings("server:8883", keepalive_s=60) == BrokerSettings(
         "server", 8883, "me", "pw", files["ca"], files["one_crt"], files["one_key"], 60
     )
 
 
 def test_a_file_may_hold_certificate_and_key(files: dict[str, str]) -> None:
-    assert Credentials(ca_file=files["ca"], cert_file=files["one_both"]).at("server").cert_file == files["one_both"]
+    assert (
+        Credentials(ca_file=files["ca"], cert_file=files["one_both"]).make_broker_settings("server").cert_file
+        == files["one_both"]
+    )
 
 
 def test_an_identity_stands_for_the_three_files(files: dict[str, str], tmp_path: Path) -> None:
@@ -50,15 +53,15 @@ def test_an_identity_stands_for_the_three_files(files: dict[str, str], tmp_path:
     folder.mkdir()
     for name, file in {"ca.crt": "ca", "own.crt": "one_crt", "own.key": "one_key"}.items():
         (folder / name).write_bytes(Path(files[file]).read_bytes())
-    found = Credentials(identity=folder).at("server")
+    found = Credentials(identity=folder).make_broker_settings("server")
     assert [found.ca_file, found.cert_file, found.key_file] == [
         str(folder / name) for name in ("ca.crt", "own.crt", "own.key")
     ]
     with pytest.raises(ConfigError, match="give it, or them"):
-        Credentials(identity=folder, ca_file=files["ca"]).at("server")
+        Credentials(identity=folder, ca_file=files["ca"]).make_broker_settings("server")
     (folder / "own.key").unlink()
     with pytest.raises(ConfigError, match=r"own\.key are not a certificate with its private key: .*No such file"):
-        Credentials(identity=folder).at("server")
+        Credentials(identity=folder).make_broker_settings("server")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_what_cannot_be_used_is_named_before_anybody_connects(
     files: dict[str, str], given: dict[str, str], says: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        Credentials(**{name: files[file] for name, file in given.items()}).at("server")
+        Credentials(**{name: files[file] for name, file in given.items()}).make_broker_settings("server")
     assert re.search(says.format_map({name: re.escape(path) for name, path in files.items()}), str(refused.value))
 
 
@@ -92,12 +95,14 @@ def test_nobody_is_asked_for_a_passphrase(files: dict[str, str], tmp_path: Path)
     locked = tmp_path / "locked.key"
     locked.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"x")))
     with pytest.raises(ConfigError, match="encrypted"):
-        Credentials(ca_file=files["ca"], cert_file=files["one_crt"], key_file=str(locked)).at("server")
+        Credentials(ca_file=files["ca"], cert_file=files["one_crt"], key_file=str(locked)).make_broker_settings(
+            "server"
+        )
 
 
 def test_the_way_and_the_prefixes_reach_the_transport() -> None:
     given = Credentials(proxy=Secret("http://me:pw@proxy:3128"), topic_prefix="company/ai", client_prefix="acme-")
-    assert given.at("wss://server/ws") == BrokerSettings(
+    assert given.make_broker_settings("wss://server/ws") == BrokerSettings(
         "server",
         443,
         path="/ws",
@@ -111,7 +116,7 @@ def test_the_way_and_the_prefixes_reach_the_transport() -> None:
 
 def test_certificates_go_over_tls_alone(files: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"ws://server is without TLS: with certificates it is wss://"):
-        Credentials(ca_file=files["ca"]).at("ws://server")
+        Credentials(ca_file=files["ca"]).make_broker_settings("ws://server")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +133,10 @@ def test_certificates_go_over_tls_alone(files: dict[str, str]) -> None:
 )
 def test_a_wrong_prefix_or_proxy_is_named(name: str, value: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        resolve(Credentials, "status", None, {name: value}).at("server")
+        resolve(Credentials, "status", None, {name: value}).make_broker_settings("server")
     assert "pw" not in str(refused.value)
 
 
 def test_an_address_that_is_none() -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        Credentials().at("host:port")
+        Credentials().make_broker_settings("host:port")

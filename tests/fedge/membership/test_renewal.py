@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 
 from coordinator.provision.renewals import answer_requests
-from fedge.commands.broker import free_port
+from fedge.commands.broker import find_free_port
 from fedge.errors import TransportError
-from fedge.identity.certificates import device_subject, load_certificate, new_key, pem_of, request_of
+from fedge.identity.certificates import (
+    encode_pem,
+    load_certificate,
+    make_certificate_request,
+    make_device_subject,
+    make_key,
+)
 from fedge.membership.renewal import Renewal
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.topics import Topics
@@ -32,7 +38,7 @@ AGO = dt.timedelta(days=250)
 
 @pytest.fixture
 async def broker(mosquitto_program: str, tmp_path: Path) -> AsyncIterator[TlsBroker]:
-    authority = Authority(tmp_path / "f", port=free_port("127.0.0.1"))
+    authority = Authority(tmp_path / "f", port=find_free_port("127.0.0.1"))
     running = TlsBroker(authority, tmp_path / "broker")
     running.port = authority.issuer.settings.port
     async with running:
@@ -47,7 +53,7 @@ def authority(broker: TlsBroker) -> Authority:
 def transport(authority: Authority, name: str) -> Transport:
     files = {key: str(path) for key, path in authority.client(name).items()}
     settings = BrokerSettings("127.0.0.1", authority.issuer.settings.port, **files)  # type: ignore[arg-type]
-    return Transport(settings, TOPICS.client_id("agent", name))
+    return Transport(settings, TOPICS.make_client_id("agent", name))
 
 
 async def device(authority: Authority, name: str) -> Transport:
@@ -99,7 +105,7 @@ async def test_nobody_has_to_be_there_at_the_same_time(authority: Authority) -> 
     async def note(_: object) -> None:
         seen.set()
 
-    await watcher.subscribe(TOPICS.agent("cam1", "renewal"), note)
+    await watcher.subscribe(TOPICS.make_agent_topic("cam1", "renewal"), note)
     async with watcher, one, asyncio.timeout(300):
         await seen.wait()
     assert await answer_requests(authority.issuer) == ["cam1"]
@@ -113,9 +119,17 @@ async def test_only_the_key_of_the_present_certificate_counts(
 ) -> None:
     made_long_ago(authority, "cam1")
     async with transport(authority, "cam1") as one, transport(authority, "coordinator") as anybody:
-        await one.publish(TOPICS.agent("cam1", "renewal"), pem_of(request_of("cam1", new_key())), retain=True)
-        await anybody.publish(TOPICS.agent("status", "renewal"), pem_of(request_of("status", new_key())), retain=True)
-        await anybody.publish(TOPICS.agent("cam9", "renewal"), b"hello", retain=True)
+        await one.publish(
+            TOPICS.make_agent_topic("cam1", "renewal"),
+            encode_pem(make_certificate_request("cam1", make_key())),
+            retain=True,
+        )
+        await anybody.publish(
+            TOPICS.make_agent_topic("status", "renewal"),
+            encode_pem(make_certificate_request("status", make_key())),
+            retain=True,
+        )
+        await anybody.publish(TOPICS.make_agent_topic("cam9", "renewal"), b"hello", retain=True)
         with caplog.at_level(logging.WARNING, "fedge.provision"):
             assert await answer_requests(authority.issuer) == []
     assert [
@@ -140,13 +154,13 @@ async def test_a_broker_that_forbids_it_and_a_damaged_certificate_end_nothing(
     file = made_long_ago(authority, "cam1")
     files = {key: str(path) for key, path in authority.client("cam1").items()}
     renewal = Renewal(Forbidding(BrokerSettings("x", **files)), TOPICS, "cam1")  # type: ignore[arg-type]
-    answer = Inbound(TOPICS.agent("cam1", "certificate"), file.read_bytes(), retained=True)
+    answer = Inbound(TOPICS.make_agent_topic("cam1", "certificate"), file.read_bytes(), retained=True)
     for says in ("Not authorized", "holds no certificate"):
-        asking = asyncio.ensure_future(renewal._ask())
+        asking = asyncio.ensure_future(renewal._request_when_due())
         await until(lambda says=says: says in caplog.text)  # type: ignore[misc]
         assert not asking.done()
         asking.cancel()
-        await renewal._take(answer)
+        await renewal._handle_answer(answer)
         file.write_bytes(b"\0")
 
 
@@ -154,7 +168,7 @@ async def test_a_broker_that_refuses_to_tell_of_certificates_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, no_back_off: None
 ) -> None:
     """As one with the rules of an earlier version: the other subscriptions stay, also on later connections."""
-    answers, connections = TOPICS.agent("cam1", "certificate"), 0
+    answers, connections = TOPICS.make_agent_topic("cam1", "certificate"), 0
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
@@ -189,7 +203,7 @@ async def test_a_device_that_asks_without_end_holds_up_no_renewal(authority: Aut
 
         async def ask() -> None:
             for _ in range(10_000):
-                await one.publish(TOPICS.agent("cam1", "renewal"), b"renew me", retain=True)
+                await one.publish(TOPICS.make_agent_topic("cam1", "renewal"), b"renew me", retain=True)
                 await asyncio.sleep(0.2)
 
         asking = asyncio.ensure_future(ask())
@@ -202,19 +216,19 @@ async def test_a_device_takes_no_certificate_that_is_not_for_it(authority: Autho
     file = made_long_ago(authority, "cam1")
     before = file.read_bytes()
     foreign = Authority(tmp_path / "foreign")
-    mine = device_subject(NAME, "cam1")
+    mine = make_device_subject(NAME, "cam1")
     own = load_certificate(file).public_key()
     answers = [
         b"hello",
-        pem_of(foreign.issuer.issue(mine, own)),  # type: ignore[arg-type]
-        pem_of(authority.issuer.issue(mine, new_key().public_key())),
-        pem_of(authority.issuer.issue(device_subject(NAME, "cam2"), own)),  # type: ignore[arg-type]
+        encode_pem(foreign.issuer.issue(mine, own)),  # type: ignore[arg-type]
+        encode_pem(authority.issuer.issue(mine, make_key().public_key())),
+        encode_pem(authority.issuer.issue(make_device_subject(NAME, "cam2"), own)),  # type: ignore[arg-type]
     ]
     one = await device(authority, "cam1")
     async with one, transport(authority, "coordinator") as anybody:
         for answer in answers:
-            await anybody.publish(TOPICS.agent("cam1", "certificate"), answer)
-        right = pem_of(authority.issuer.issue(mine, own))  # type: ignore[arg-type]
-        await anybody.publish(TOPICS.agent("cam1", "certificate"), right)
+            await anybody.publish(TOPICS.make_agent_topic("cam1", "certificate"), answer)
+        right = encode_pem(authority.issuer.issue(mine, own))  # type: ignore[arg-type]
+        await anybody.publish(TOPICS.make_agent_topic("cam1", "certificate"), right)
         await until(lambda: file.read_bytes() != before)
         assert file.read_bytes() == right

@@ -9,7 +9,7 @@ import pytest
 
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity.names import CRL, Role, Subject
-from fedge.membership.signed_messages import MAX_ENVELOPE_BYTES, Envelope, Plain, Signed, speaker
+from fedge.membership.signed_messages import MAX_ENVELOPE_BYTES, Envelope, Plain, Signed, make_speaker
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import MAX_MESSAGE_BYTES
 from fedge.wire.topics import Topics
@@ -17,7 +17,7 @@ from tests.support.clock import Clock
 from tests.support.identities import DAY, Authority, now
 
 TOPICS = Topics("test")
-ORDERS, STATUS, CONTEXT = (TOPICS.agent("cam1", leaf) for leaf in ("orders", "status", "context"))
+ORDERS, STATUS, CONTEXT = (TOPICS.make_agent_topic("cam1", leaf) for leaf in ("orders", "status", "context"))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ class Party:
         self.home = home / name
 
     def start(self) -> Signed:
-        signed = speaker(self.settings, self.subject, self.home)
+        signed = make_speaker(self.settings, self.subject, self.home)
         assert isinstance(signed, Signed)
         return signed
 
@@ -66,9 +66,9 @@ def test_a_message_counts_where_it_was_meant_to_and_nowhere_else(server: Party, 
     one, other = server.start(), cam.start()
     said = one.seal(ORDERS, b"do", to="7")
     for topic, to, name in [
-        (TOPICS.agent("cam1", "acks"), "7", "forged"),
-        (TOPICS.agent("cam2", "orders"), "7", "forged"),
-        (Topics("other").agent("cam1", "orders"), "7", "forged"),
+        (TOPICS.make_agent_topic("cam1", "acks"), "7", "forged"),
+        (TOPICS.make_agent_topic("cam2", "orders"), "7", "forged"),
+        (Topics("other").make_agent_topic("cam1", "orders"), "7", "forged"),
         (ORDERS, "8", "replayed"),
         (ORDERS, "", "replayed"),
     ]:
@@ -146,12 +146,12 @@ def test_with_a_damaged_list_of_revocations_nobody_is_believed_until_another_com
     (cam.home / CRL).write_bytes(b"-----BEGIN X509 CRL-----\n?")
     for other in (cam.start(), cam.start()):
         assert refusal(other, ORDERS, one.seal(ORDERS, b"do"), Role.COORDINATOR) == "unknown-revocations"
-    assert other.authority.learn((authority.folder / "elsewhere.pem").read_bytes())
+    assert other.authority.accept_revocations((authority.folder / "elsewhere.pem").read_bytes())
     for each in (other, cam.start()):
         assert each.open(ORDERS, one.seal(ORDERS, b"do"), Role.COORDINATOR) == b"do"
 
 
-@pytest.mark.parametrize("topic", [ORDERS, TOPICS.agent("cam1", "acks"), TOPICS.coordinator_wants("cam1")])
+@pytest.mark.parametrize("topic", [ORDERS, TOPICS.make_agent_topic("cam1", "acks"), TOPICS.make_wants_topic("cam1")])
 def test_a_coordinator_whose_clock_was_ahead_is_heard_again_with_a_new_home(
     server: Party, cam: Party, monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
@@ -179,21 +179,21 @@ def test_who_hears_another_process_with_its_key_speaks_with_higher_numbers_from_
     said, early = copied.seal(STATUS, b"copy"), true.seal(STATUS, b"early")
     assert one.open(STATUS, said, Role.DEVICE, name="cam1") == b"copy"
     assert refusal(one, STATUS, true.seal(STATUS, b"true"), Role.DEVICE, name="cam1") == "replayed"
-    assert not true.behind
-    assert true.overhear(STATUS, said, "cam1") == b"copy"
-    assert true.behind
-    true.live_on()
-    assert not true.behind
+    assert not true.is_behind
+    assert true.open_overheard(STATUS, said, "cam1") == b"copy"
+    assert true.is_behind
+    true.start_new_life()
+    assert not true.is_behind
     assert one.open(STATUS, true.seal(STATUS, b"true"), Role.DEVICE, name="cam1") == b"true"
     assert cam.start()._life > true._life  # also after a restart
-    assert true.overhear(STATUS, early, "cam1") is None  # older than what it has said: nobody is there now
-    assert true.overhear(STATUS, copied.seal(STATUS, b"gone", will=True), "cam1") == b"gone"
+    assert true.open_overheard(STATUS, early, "cam1") is None  # older than what it has said: nobody is there now
+    assert true.open_overheard(STATUS, copied.seal(STATUS, b"gone", will=True), "cam1") == b"gone"
     with pytest.raises(ProtocolError, match="certificate"):
-        true.overhear(STATUS, one.seal(STATUS, b"liar"), "cam1")
+        true.open_overheard(STATUS, one.seal(STATUS, b"liar"), "cam1")
     thief = cam.start()
     thief._life = 2**32 - 1
-    assert true.overhear(STATUS, thief.seal(STATUS, b"thief"), "cam1") == b"thief"
-    true.live_on()  # nobody can go above that: revoke it
+    assert true.open_overheard(STATUS, thief.seal(STATUS, b"thief"), "cam1") == b"thief"
+    true.start_new_life()  # nobody can go above that: revoke it
 
 
 def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
@@ -209,7 +209,7 @@ def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
         one.open(STATUS, lost.seal(STATUS, b"here"), Role.DEVICE, name="cam1")
     authority.revoke("cam1")
     authority.issue("cam1")
-    one.authority.read(authority.folder / CRL)
+    one.authority.read_revocations(authority.folder / CRL)
     again = cam.start()
     assert one.open(STATUS, again.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == b"here"
     assert refusal(one, STATUS, before, Role.DEVICE, name="cam1") == "revoked"
@@ -220,7 +220,7 @@ def test_who_connects_again_is_heard_though_a_copy_of_it_spoke_meanwhile(server:
     copy._life = own._life + 1
     one.open(STATUS, copy.seal(STATUS, b"the copy"), Role.DEVICE, name="cam1")
     assert refusal(one, STATUS, own.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == "replayed"
-    own.live_on()
+    own.start_new_life()
     assert one.open(STATUS, own.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == b"here"
 
 
@@ -260,7 +260,7 @@ async def test_who_is_revoked_is_heard_no_more(authority: Authority, server: Par
     one, other = server.start(), cam.start()
     order = one.seal(ORDERS, b"do")
     authority.revoke("coordinator")
-    other.authority.learn((authority.folder / CRL).read_bytes())
+    other.authority.accept_revocations((authority.folder / CRL).read_bytes())
     assert refusal(other, ORDERS, order, Role.COORDINATOR) == "revoked"
     (authority.folder / CRL).write_bytes(authority.crl(0))  # the next process remembers
     assert refusal(cam.start(), ORDERS, order, Role.COORDINATOR) == "revoked"
@@ -292,7 +292,7 @@ def test_a_certificate_that_nobody_would_take_is_named_before_anybody_connects(
     settings = BrokerSettings("127.0.0.1", **authority.issue(**given))
     error = TransportError if "begin" in given else ConfigError  # with it a service is started again and again
     with pytest.raises(error, match=says):
-        speaker(settings, Subject("test", Role.DEVICE, "cam1"), tmp_path)
+        make_speaker(settings, Subject("test", Role.DEVICE, "cam1"), tmp_path)
 
 
 def test_one_that_was_revoked_or_is_of_another_authority_is_named_too(authority: Authority, tmp_path: Path) -> None:
@@ -300,24 +300,24 @@ def test_one_that_was_revoked_or_is_of_another_authority_is_named_too(authority:
     files = authority.issue("cam1")
     foreign = Authority(tmp_path / "other", "test").file
     with pytest.raises(ConfigError, match="not issued by the authority"):
-        speaker(BrokerSettings("127.0.0.1", **(files | {"ca_file": str(foreign)})), me, tmp_path)
+        make_speaker(BrokerSettings("127.0.0.1", **(files | {"ca_file": str(foreign)})), me, tmp_path)
     authority.revoke("cam1")
     with pytest.raises(ConfigError, match="it was revoked"):
-        speaker(BrokerSettings("127.0.0.1", **files), me, tmp_path)
+        make_speaker(BrokerSettings("127.0.0.1", **files), me, tmp_path)
 
 
 def test_without_a_certificate_of_a_federation_nothing_is_signed(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     me = Subject("test", Role.DEVICE, "cam1")
-    assert isinstance(speaker(BrokerSettings("127.0.0.1"), me, tmp_path), Plain)
+    assert isinstance(make_speaker(BrokerSettings("127.0.0.1"), me, tmp_path), Plain)
     with caplog.at_level(logging.WARNING):
         assert isinstance(
-            speaker(BrokerSettings("127.0.0.1", **authority.issue("cam1", urn="urn:x:y")), me, None), Plain
+            make_speaker(BrokerSettings("127.0.0.1", **authority.issue("cam1", urn="urn:x:y")), me, None), Plain
         )
         assert not caplog.records
         other = BrokerSettings("127.0.0.1", **authority.issue("cam2", urn="urn:x:y"))
-        assert isinstance(speaker(other, me, None), Plain)
+        assert isinstance(make_speaker(other, me, None), Plain)
     assert "does not name cam1" in caplog.text
 
 
@@ -326,7 +326,7 @@ def test_a_relay_speaks_as_a_device_and_gives_orders_to_its_site_alone(
 ) -> None:
     """Below it is the coordinator of a federation of its own, which nobody else belongs to."""
     above = Party(authority, "north", Role.RELAY, tmp_path / "relay").start()
-    status = TOPICS.agent("north", "status")
+    status = TOPICS.make_agent_topic("north", "status")
     assert server.start().open(status, above.seal(status, b"here"), Role.DEVICE, name="north") == b"here"
     assert refusal(cam.start(), ORDERS, above.seal(ORDERS, b"do", to="7"), Role.COORDINATOR, to="7") == "certificate"
 
@@ -334,7 +334,7 @@ def test_a_relay_speaks_as_a_device_and_gives_orders_to_its_site_alone(
     below = Party(sites["north"], "coordinator", Role.COORDINATOR, tmp_path / "relay").start()
     for name, expected in (("north", None), ("south", "certificate")):
         device = Party(sites[name], "cam1", Role.DEVICE, tmp_path / name).start()
-        orders = Topics(name).agent("cam1", "orders")
+        orders = Topics(name).make_agent_topic("cam1", "orders")
         order = below.seal(orders, b"do", to="7")
         if expected is None:
             assert device.open(orders, order, Role.COORDINATOR, to="7") == b"do"

@@ -44,7 +44,7 @@ def small(task: TaskSpec) -> nn.Module:
 
 def tensors_of(task: TaskSpec, seed: int = 0) -> Tensors:
     """Weights, with statistics that are not those of a new network."""
-    layout, model = build.initial(task, seed)
+    layout, model = build.make_initial_model(task, seed)
     buffers = np.random.default_rng(seed).random(model.buffers.size, np.float32) + np.float32(0.5)
     return unflatten(Model(model.params, buffers, model.counters), layout)
 
@@ -61,7 +61,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def outputs(task: TaskSpec, model: Model, x: np.ndarray) -> np.ndarray:
-    return Network(task).logits(model, x)
+    return Network(task).compute_logits(model, x)
 
 
 def inputs(n: int = 20, task: TaskSpec = TASK) -> np.ndarray:
@@ -70,7 +70,7 @@ def inputs(n: int = 20, task: TaskSpec = TASK) -> np.ndarray:
 
 def trained(task: TaskSpec, steps: int = 5) -> tuple[Network, Model, Model]:
     """A network of the task, its first weights, and those after some steps."""
-    network, (_, first) = Network(task), build.initial(task, 0)
+    network, (_, first) = Network(task), build.make_initial_model(task, 0)
     network.load(first)
     y = np.arange(20) % task.n_classes
     Trainer(network, inputs(task=task), y, Sgd(learning_rate=0.1), np.random.default_rng(0)).run(steps)
@@ -81,15 +81,15 @@ def trained(task: TaskSpec, steps: int = 5) -> tuple[Network, Model, Model]:
 
 
 def test_the_network_begins_with_the_weights(file: Path) -> None:
-    layout, model = build.initial(with_network(TASK, None, file), 7)
+    layout, model = build.make_initial_model(with_network(TASK, None, file), 7)
     for name, tensor in unflatten(model, layout).items():
         np.testing.assert_array_equal(tensor, tensors_of(TASK)[name])
 
 
 def test_a_head_of_other_classes_is_fresh(file: Path) -> None:
     task = msgspec.structs.replace(with_network(TASK, None, file), classes=tuple("abcde"))
-    layout, model = build.initial(task, 7)
-    found, other = unflatten(model, layout), unflatten(build.initial(task, 8)[1], layout)
+    layout, model = build.make_initial_model(task, 7)
+    found, other = unflatten(model, layout), unflatten(build.make_initial_model(task, 8)[1], layout)
     np.testing.assert_array_equal(found["0.weight"], tensors_of(TASK)["0.weight"])
     assert found["8.weight"].shape == (5, 24)
     assert not np.array_equal(found["8.weight"], other["8.weight"]), "it comes from the seed"
@@ -98,8 +98,8 @@ def test_a_head_of_other_classes_is_fresh(file: Path) -> None:
 def test_colours_become_grey(file: Path) -> None:
     grey = msgspec.structs.replace(TASK, input_shape=(1, 8, 8))
     x = inputs(task=grey)
-    seen = outputs(grey, build.initial(with_network(grey, None, file), 0)[1], x)
-    wanted = outputs(TASK, build.initial(with_network(TASK, None, file), 0)[1], np.repeat(x, 3, axis=1))
+    seen = outputs(grey, build.make_initial_model(with_network(grey, None, file), 0)[1], x)
+    wanted = outputs(TASK, build.make_initial_model(with_network(TASK, None, file), 0)[1], np.repeat(x, 3, axis=1))
     np.testing.assert_allclose(seen, wanted, atol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_named(change: Tensors, text: str, tmp_path: Path) 
     data = to_bytes({name: array for name, array in (tensors_of(TASK) | change).items() if array is not None})
     (tmp_path / "w.safetensors").write_bytes(data)
     with pytest.raises(ConfigError, match=text):
-        build.initial(with_network(TASK, None, tmp_path / "w.safetensors"), 0)
+        build.make_initial_model(with_network(TASK, None, tmp_path / "w.safetensors"), 0)
 
 
 def twice(task: TaskSpec) -> nn.Module:
@@ -135,7 +135,7 @@ def test_a_tensor_of_two_names_is_found_by_either(name: str, tmp_path: Path) -> 
     tensors = tensors_of(task, seed=3)
     renamed = {known.replace("1.", f"{name}."): array for known, array in tensors.items()}
     (tmp_path / "w.safetensors").write_bytes(to_bytes(renamed))
-    layout, first = build.initial(with_network(task, weights=tmp_path / "w.safetensors"), 0)
+    layout, first = build.make_initial_model(with_network(task, weights=tmp_path / "w.safetensors"), 0)
     assert {known: array.tolist() for known, array in unflatten(first, layout).items()} == {
         known: array.tolist() for known, array in tensors.items()
     }
@@ -144,7 +144,7 @@ def test_a_tensor_of_two_names_is_found_by_either(name: str, tmp_path: Path) -> 
 def test_a_pickled_file_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": 1}))
     with pytest.raises(ConfigError, match="not a safetensors"):
-        build.initial(with_network(TASK, None, tmp_path / "w.pt"), 0)
+        build.make_initial_model(with_network(TASK, None, tmp_path / "w.pt"), 0)
 
 
 # ------------------------------------------------------------------------------------------------------ adapting
@@ -162,17 +162,17 @@ def test_a_pickled_file_is_not_opened(tmp_path: Path) -> None:
     ],
 )
 def test_what_travels_is_what_is_trained(adapt: str, trained_names: set[str], buffers: int, file: Path) -> None:
-    layout, model = build.initial(with_network(TASK, None, file, adapt), 0)
-    assert {info.name for info in layout.of_kind("param")} == trained_names
+    layout, model = build.make_initial_model(with_network(TASK, None, file, adapt), 0)
+    assert {info.name for info in layout.select_kind("param")} == trained_names
     assert model.buffers.size == buffers
-    assert [info.layer for info in layout.of_kind("param")][-2:] == ["head", "head"]
+    assert [info.layer for info in layout.select_kind("param")][-2:] == ["head", "head"]
 
 
 @pytest.mark.parametrize("adapt", ["head", "lora:2", "lora,norm", "!norm"])
 def test_at_first_the_network_is_that_of_the_weights(adapt: str, file: Path) -> None:
     plain, adapted = with_network(TASK, None, file), with_network(TASK, None, file, adapt)
-    wanted = outputs(plain, build.initial(plain, 0)[1], inputs())
-    np.testing.assert_allclose(outputs(adapted, build.initial(adapted, 0)[1], inputs()), wanted, atol=1e-5)
+    wanted = outputs(plain, build.make_initial_model(plain, 0)[1], inputs())
+    np.testing.assert_allclose(outputs(adapted, build.make_initial_model(adapted, 0)[1], inputs()), wanted, atol=1e-5)
 
 
 def test_what_is_frozen_stands_still_in_training(file: Path) -> None:
@@ -247,7 +247,7 @@ def first_rest(model: Model) -> tuple[np.ndarray, np.ndarray]:
 )
 def test_what_makes_no_sense_is_said(adapt: str, text: str, file: Path) -> None:
     with pytest.raises(ConfigError, match=text):
-        build.build(with_network(TASK, None, file, adapt))
+        build.make_network(with_network(TASK, None, file, adapt))
 
 
 @pytest.mark.parametrize("adapt", ["lora:2", "lora,norm"])
@@ -258,7 +258,7 @@ def test_candidates_of_a_bundle_share_what_is_frozen(adapt: str, file: Path, tmp
         tuple(Candidate(Role.EXPERT, name, model, weight=0.5) for name, model in (("a", first), ("b", after))),
         np.zeros(3),
         0.0,
-        GateWeights.untrained(task.input_shape, 2),
+        GateWeights.make_untrained(task.input_shape, 2),
     )
     manifest = write_bundle(
         tmp_path / "bundle",

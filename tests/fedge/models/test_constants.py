@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedge.models.constants import constants, digest
+from fedge.models.constants import collect_constants, compute_digest
 
 
 class Net(nn.Module):
@@ -21,7 +21,7 @@ def of(**attributes: Any) -> dict[str, Any]:
     net = Net()
     for name, value in attributes.items():
         setattr(net, name, value)
-    return {place: value for place, value in constants(net).items() if not place.startswith("d.")}
+    return {place: value for place, value in collect_constants(net).items() if not place.startswith("d.")}
 
 
 def test_tensors_and_numbers_are_found_by_their_place() -> None:
@@ -44,7 +44,7 @@ def test_layers_in_a_plain_list_are_looked_into() -> None:
 def test_the_state_is_left_out_and_a_buffer_that_is_not_persistent_is_none() -> None:
     net = nn.Sequential(nn.LSTM(2, 2), nn.BatchNorm1d(2))
     net[1].register_buffer("mask", torch.ones(2), persistent=False)
-    assert [place for place, value in constants(net).items() if isinstance(value, torch.Tensor)] == ["1.mask"]
+    assert [place for place, value in collect_constants(net).items() if isinstance(value, torch.Tensor)] == ["1.mask"]
 
 
 def test_what_holds_itself_is_found_once() -> None:
@@ -53,7 +53,7 @@ def test_what_holds_itself_is_found_once() -> None:
     net = Net()
     net.parent = [net]
     net.held = held
-    assert [place for place in constants(net) if place.startswith(("parent", "held"))] == ["held[0]"]
+    assert [place for place in collect_constants(net) if place.startswith(("parent", "held"))] == ["held[0]"]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_what_holds_itself_is_found_once() -> None:
     ],
 )
 def test_equal_values_have_equal_digests(value: Callable[[], Any]) -> None:
-    assert digest(value()) == digest(value())
+    assert compute_digest(value()) == compute_digest(value())
 
 
 def test_other_values_have_other_digests() -> None:
     ones = torch.ones(2)
-    assert len({digest(v) for v in (ones, ones + 1e-7, ones[:1], ones.numpy() * 2, 1, 1.0, True, "1")}) == 8
+    assert len({compute_digest(v) for v in (ones, ones + 1e-7, ones[:1], ones.numpy() * 2, 1, 1.0, True, "1")}) == 8

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedge.data.preprocessing import apply
+from fedge.data.preprocessing import preprocess
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.models.choice import with_network
-from fedge.models.lookups import MOST_COLUMNS, leave_lookups
-from fedge.system.loading import hold
-from fedge.tasks import Task, pool
-from fedge.tasks.partition import samples_of
+from fedge.models.lookups import MOST_COLUMNS, unscale_lookups
+from fedge.system.loading import register_object
+from fedge.tasks import Task, load_pool
+from fedge.tasks.partition import load_samples
 from fedge.tasks.shares import Partitioning
 
 SCALED = Preprocessing(mean=(3.0,) * 6, std=(2.0,) * 6)
@@ -63,52 +63,52 @@ class Fails(Net):
 
 
 def task_of(net: object, **changes: object) -> TaskSpec:
-    task = TaskSpec(name="t", classes=("a", "b"), input_shape=(6,), model=hold(net), preprocessing=SCALED)
+    task = TaskSpec(name="t", classes=("a", "b"), input_shape=(6,), model=register_object(net), preprocessing=SCALED)
     return msgspec.structs.replace(task, **changes)
 
 
 @pytest.mark.parametrize("net", [Net, lambda: Net(2), lambda: Net(1), OneHot])
 def test_what_a_network_looks_up_is_not_scaled(net: object) -> None:
-    assert leave_lookups(task_of(net)).preprocessing == Preprocessing()
+    assert unscale_lookups(task_of(net)).preprocessing == Preprocessing()
 
 
 @pytest.mark.parametrize("net", [Position, Marks, Fails, lambda: 3])
 def test_what_it_does_not_is_scaled(net: object) -> None:
     task = task_of(net)
-    assert leave_lookups(task) == task
+    assert unscale_lookups(task) == task
 
 
 def test_of_columns_only_those_that_are_looked_up_are_left() -> None:
-    how = leave_lookups(task_of(Mixed)).preprocessing
+    how = unscale_lookups(task_of(Mixed)).preprocessing
     assert how == Preprocessing(mean=(3.0, 3.0, 0.0, 3.0, 3.0, 3.0), std=(2.0, 2.0, 1.0, 2.0, 2.0, 2.0))
 
 
 def test_of_windows_and_of_many_columns_all_are_left() -> None:
     for shape in ((2, 3), (MOST_COLUMNS + 1,)):
         task = task_of(Net, input_shape=shape, preprocessing=Preprocessing(mean=3.0, std=2.0, scale=4.0))
-        assert leave_lookups(task).preprocessing == Preprocessing()
+        assert unscale_lookups(task).preprocessing == Preprocessing()
 
 
 def test_task_classes_say_themselves_what_is_scaled() -> None:
     task = task_of(Net, name="package.module:Class")
-    assert leave_lookups(task) == task
+    assert unscale_lookups(task) == task
 
 
 def test_the_lookup_leaves_torchs_generator_alone() -> None:
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
-    leave_lookups(task_of(Net))
+    unscale_lookups(task_of(Net))
     assert torch.equal(torch.rand(3), wanted)
 
 
 def test_tokens_reach_the_network_as_they_are_however_it_is_named() -> None:
     x, y = np.random.default_rng(0).integers(0, 50, (40, 6)), np.arange(40) % 2
     made = Task.from_arrays(x, y, model=Net)
-    assert np.array_equal(apply(made.spec, x), x)
+    assert np.array_equal(preprocess(made.spec, x), x)
     later = Task.from_arrays(x, y)
-    assert not np.array_equal(apply(later.spec, x), x)  # measurements, as far as anyone knows
-    assert np.array_equal(apply(with_network(later.spec, hold(Net)), x), x)
-    found, _ = samples_of(Partitioning(task=hold(later), model=hold(Net)), 0, 0.0)
-    assert np.array_equal(apply(found.spec, found.x), x)
-    assert np.array_equal(apply(pool(hold(made)).spec, x), x)
+    assert not np.array_equal(preprocess(later.spec, x), x)  # measurements, as far as anyone knows
+    assert np.array_equal(preprocess(with_network(later.spec, register_object(Net)), x), x)
+    found, _ = load_samples(Partitioning(task=register_object(later), model=register_object(Net)), 0, 0.0)
+    assert np.array_equal(preprocess(found.spec, found.x), x)
+    assert np.array_equal(preprocess(load_pool(register_object(made)).spec, x), x)

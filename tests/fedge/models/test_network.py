@@ -27,7 +27,7 @@ def with_batch_norm() -> nn.Module:
 def test_layout_lists_parameters_then_buffers_then_nothing_else() -> None:
     module = with_batch_norm()
     module.register_buffer("scratch", torch.zeros(5), persistent=False)
-    assert models.layout_of(module).tensors == (
+    assert models.make_layout(module).tensors == (
         TensorInfo(name="lin.weight", shape=(3, 2), layer="linear"),
         TensorInfo(name="lin.bias", shape=(3,), layer="linear"),
         TensorInfo(name="norm.weight", shape=(3,), layer="norm"),
@@ -41,9 +41,9 @@ def test_layout_lists_parameters_then_buffers_then_nothing_else() -> None:
 def test_a_frozen_parameter_is_a_buffer_and_a_shared_one_counts_once() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
-    assert [t.kind for t in models.layout_of(module).tensors] == ["param"]
+    assert [t.kind for t in models.make_layout(module).tensors] == ["param"]
     module[0].weight.requires_grad_(False)
-    assert [t.kind for t in models.layout_of(module).tensors] == ["buffer"]
+    assert [t.kind for t in models.make_layout(module).tensors] == ["buffer"]
 
 
 class Early(nn.Module):
@@ -83,16 +83,16 @@ def user(own_module: Callable[..., types.ModuleType]) -> types.ModuleType:
 
 def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(user: types.ModuleType) -> None:
     user.net = lambda _: Early()
-    layout, first = build.initial(TOY, 3)
+    layout, first = build.make_initial_model(TOY, 3)
     assert [info.name for info in layout.select(HEAD).tensors] == ["head.weight", "head.bias"]
     network = Network(TOY)
     assert network.layout == layout
     x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
-    f, logits = network.features(first, x), network.logits(first, x)
+    f, logits = network.compute_features(first, x), network.compute_logits(first, x)
     tensors = unflatten(first, layout)
     weight, bias = (tensors[info.name].astype(np.float64) for info in layout.select(HEAD).tensors)
     np.testing.assert_allclose(f @ weight.T + bias, logits, atol=1e-6)
-    head = network.slice_of("head")
+    head = network.get_slice("head")
     np.testing.assert_array_equal(network.weights[head].numpy(), first.params[head])
     assert network.weights[head].numel() == 4 * 3 + 3
     Trainer(network, x, np.arange(5) % 3, Sgd(), np.random.default_rng(0), moves="head").run(3)
@@ -113,18 +113,18 @@ def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(u
 )
 def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Module, user: types.ModuleType) -> None:
     user.net = lambda _: net
-    layout, first = build.initial(TOY, 3)
+    layout, first = build.make_initial_model(TOY, 3)
     with pytest.raises(ConfigError, match="its output the logits; change the network, or choose a method"):
         layout.select(HEAD)
     with pytest.raises(ConfigError, match="cannot be split"):
-        Network(TOY).features(first, np.zeros((2, 6), np.float32))
+        Network(TOY).compute_features(first, np.zeros((2, 6), np.float32))
     assert layout.without(()) == layout
 
 
 def test_a_network_that_does_not_take_the_tasks_inputs_is_refused_before_anything_runs(user: types.ModuleType) -> None:
     user.net = lambda _: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     with pytest.raises(ConfigError, match=r"networks_of_a_user:net does not take inputs \(n, 6\)"):
-        build.initial(TOY, 3)
+        build.make_initial_model(TOY, 3)
 
 
 def not_finite() -> nn.Module:
@@ -183,7 +183,7 @@ def test_what_cannot_be_sent_by_name_is_refused_in_a_sentence(
 ) -> None:
     user.net = net
     with pytest.raises(ConfigError) as refused:
-        build.initial(TOY, 3)
+        build.make_initial_model(TOY, 3)
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -197,18 +197,18 @@ def test_a_network_that_answers_with_no_tensor_has_no_head(
             return answer([("logits", super().forward(x))])
 
     user.net = lambda _: Other()
-    layout, _ = build.initial(TOY, 3)
+    layout, _ = build.make_initial_model(TOY, 3)
     assert not [info for info in layout.tensors if info.layer == "head"]
 
 
 def test_load_after_dump_gives_an_equal_network_with_its_statistics() -> None:
     trained = with_batch_norm()
     trained(torch.randn(8, 2))
-    layout = models.layout_of(trained)
-    model = models.dump(trained, layout)
+    layout = models.make_layout(trained)
+    model = models.dump_model(trained, layout)
     assert model.counters.tolist() == [1]
     fresh = with_batch_norm()
-    models.load(fresh, model, layout)
+    models.load_model(fresh, model, layout)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor)
     x = torch.randn(4, 2)
@@ -217,24 +217,24 @@ def test_load_after_dump_gives_an_equal_network_with_its_statistics() -> None:
 
 def test_dump_is_a_copy_and_load_takes_read_only_vectors() -> None:
     module = with_batch_norm()
-    layout = models.layout_of(module)
-    model = models.dump(module, layout)
+    layout = models.make_layout(module)
+    model = models.dump_model(module, layout)
     before = model.params.copy()
     with torch.no_grad():
         module.lin.weight += 1
     assert np.array_equal(model.params, before)
     for vector in (model.params, model.buffers, model.counters):
         vector.setflags(write=False)
-    models.load(module, model, layout)
-    assert np.array_equal(models.dump(module, layout).params, before)
+    models.load_model(module, model, layout)
+    assert np.array_equal(models.dump_model(module, layout).params, before)
 
 
 def test_load_keeps_the_tensors_that_an_optimiser_holds() -> None:
     module = with_batch_norm()
-    layout = models.layout_of(module)
+    layout = models.make_layout(module)
     weight = module.lin.weight
     zero = Model(np.zeros(15, np.float32), np.zeros(6, np.float32), np.zeros(1, np.int64))
-    models.load(module, zero, layout)
+    models.load_model(module, zero, layout)
     assert module.lin.weight is weight
     assert weight.requires_grad
     assert not weight.any()
@@ -242,30 +242,30 @@ def test_load_keeps_the_tensors_that_an_optimiser_holds() -> None:
 
 def test_a_diverged_network_is_refused() -> None:
     module = with_batch_norm()
-    layout = models.layout_of(module)
+    layout = models.make_layout(module)
     with torch.no_grad():
         module.lin.bias[0] = torch.nan
     with pytest.raises(ProtocolError) as caught:
-        models.dump(module, layout)
+        models.dump_model(module, layout)
     assert caught.value.name == "not-finite"
 
 
 def test_other_types_are_the_users_error() -> None:
     with pytest.raises(ConfigError, match="float64"):
-        models.layout_of(nn.Linear(2, 2).double())
+        models.make_layout(nn.Linear(2, 2).double())
     module = nn.Linear(2, 2)
     module.register_buffer("mask", torch.ones(2, dtype=torch.bool))
     with pytest.raises(ConfigError, match="mask"):
-        models.layout_of(module)
+        models.make_layout(module)
 
 
 def test_initial_depends_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    layout, first = build.initial(TASK, seed=3)
+    layout, first = build.make_initial_model(TASK, seed=3)
     expected_next = torch.rand(1, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.rand(1), expected_next)  # the global generator was left alone
-    _, again = build.initial(TASK, seed=3)
-    _, other = build.initial(TASK, seed=4)
+    _, again = build.make_initial_model(TASK, seed=3)
+    _, other = build.make_initial_model(TASK, seed=4)
     assert layout.n_params == 2410
     assert np.array_equal(first.params, again.params)
     assert not np.array_equal(first.params, other.params)
@@ -280,19 +280,19 @@ def test_the_users_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "    import torchvision\n    return torchvision.models.mobilenet_v3_small(num_classes=task.n_classes)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    layout, _ = build.initial(msgspec.structs.replace(TASK, model="my_factories:net"), seed=0)
+    layout, _ = build.make_initial_model(msgspec.structs.replace(TASK, model="my_factories:net"), seed=0)
     assert layout.n_params == 650
     with pytest.raises(ConfigError, match="NoneType"):
-        build.build(msgspec.structs.replace(TASK, model="my_factories:nothing"))
+        build.make_network(msgspec.structs.replace(TASK, model="my_factories:nothing"))
     mobile = msgspec.structs.replace(TASK, model="my_factories:mobile", input_shape=(3, 32, 32))
-    layout, _ = build.initial(mobile, seed=0)
-    assert layout.of_kind("counter")
+    layout, _ = build.make_initial_model(mobile, seed=0)
+    assert layout.select_kind("counter")
     assert [info.name for info in layout.select(HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"mlp, cnn, cnn_fedavg, resnet_moe, .*, or package\.module:factory"):
-        build.build(msgspec.structs.replace(TASK, model="transformer"))
+        build.make_network(msgspec.structs.replace(TASK, model="transformer"))
 
 
 def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> None:
@@ -300,7 +300,7 @@ def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> 
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4),
         nn.GRUCell(4, 2), nn.Linear(2, 3),
     )  # fmt: skip
-    layout, _ = build.initial(TOY, 3)
+    layout, _ = build.make_initial_model(TOY, 3)
     of_layer = {info.name.rpartition(".")[0]: info.layer for info in layout.tensors}
     assert of_layer == {"1": "conv", "2": "norm", "4": "linear", "5": "norm", "6": "", "7": "head"}
     norm = layout.select(("norm",))
@@ -314,5 +314,5 @@ def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> 
 
 def test_the_head_comes_first_where_a_layer_is_of_two_kinds(user: types.ModuleType) -> None:
     user.net = lambda _: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    layout, _ = build.initial(TOY, 3)
+    layout, _ = build.make_initial_model(TOY, 3)
     assert [info.layer for info in layout.tensors] == ["linear", "linear", "head", "head"]

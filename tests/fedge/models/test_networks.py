@@ -28,19 +28,19 @@ def task(model: str, shape: tuple[int, ...] = (1, 28, 28), **options: int | floa
     ],
 )
 def test_number_of_parameters_by_hand(spec: TaskSpec, n_params: int) -> None:
-    assert models.layout_of(build.build(spec)).n_params == n_params
+    assert models.make_layout(build.make_network(spec)).n_params == n_params
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (2, 9, 13)])
 def test_one_row_of_logits_per_sample(name: str, shape: tuple[int, ...]) -> None:
-    logits = build.build(task(name, shape))(torch.zeros(5, *shape))
+    logits = build.make_network(task(name, shape))(torch.zeros(5, *shape))
     assert logits.shape == (5, 10)
 
 
 def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
     x = torch.randn(4, 1, 28, 28)
-    network = build.build(task("cnn"))
+    network = build.make_network(task("cnn"))
     torch.testing.assert_close(network(x)[2:3], network(x[2:3]))
 
 
@@ -60,4 +60,4 @@ def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
 )
 def test_wrong_options_and_shapes_are_named(spec: TaskSpec, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build.build(spec)
+        build.make_network(spec)

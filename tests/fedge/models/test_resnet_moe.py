@@ -23,7 +23,7 @@ def test_shares_are_those_of_the_best_branches(top: int) -> None:
     torch.manual_seed(0)
     block, x = Block(8, 16, 2, experts=3, top=top), torch.randn(6, 8, 10, 10)
     r = torch.softmax(block.router(x.mean(dim=(2, 3))), dim=1)
-    u = block.shares(x)
+    u = block.compute_shares(x)
     assert (u > 0).sum(dim=1).tolist() == [top] * 6
     best = r.sort(dim=1, descending=True).values[:, :top]
     expected = best if top == 1 else best / best.sum(dim=1, keepdim=True)
@@ -58,7 +58,7 @@ def test_small_images_keep_their_size_in_the_second_block(side: int, left: int) 
 
 
 def test_no_buffers_travel() -> None:
-    layout = models.layout_of(ResNetMoE((3, 32, 32), 10, experts=2, top=1))
+    layout = models.make_layout(ResNetMoE((3, 32, 32), 10, experts=2, top=1))
     assert {tensor.kind for tensor in layout.tensors} == {"param"}
 
 
@@ -67,7 +67,7 @@ def test_of_equal_branches_the_first_are_chosen(top: int, expected: list[float])
     block = Block(8, 8, 1, experts=4, top=top)
     torch.nn.init.zeros_(block.router.weight)
     block.router.bias.data = torch.tensor([0.0, 60.0, 60.0, 60.0])  # the first one's share is 0 in float32
-    u = block.shares(torch.randn(2, 8, 4, 4))
+    u = block.compute_shares(torch.randn(2, 8, 4, 4))
     torch.testing.assert_close(u / u.sum(dim=1, keepdim=True), torch.tensor([expected] * 2, dtype=torch.float32))
 
 
@@ -82,7 +82,7 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
         model="resnet_moe",
         model_options={"experts": experts, "top": top},
     )
-    layout, model = build.initial(task, 0)
+    layout, model = build.make_initial_model(task, 0)
     if equal:
         tensors = unflatten(model, layout)
         routers = {name: np.zeros_like(value) for name, value in tensors.items() if ".router." in name}
@@ -92,12 +92,12 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
         candidates=(Candidate(role=Role.GLOBAL, name="global", model=model),),
         log_prior=np.zeros(4),
         beta=0.0,
-        gate=GateWeights.untrained(task.input_shape, 1),
+        gate=GateWeights.make_untrained(task.input_shape, 1),
     )
     folder = tmp_path / "bundle"
     write_bundle(folder, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="test", metrics={})
-    module = build.build(task).eval()
-    models.load(module, model, layout)
+    module = build.make_network(task).eval()
+    models.load_model(module, model, layout)
     with torch.inference_mode():
         expected = torch.softmax(module(torch.from_numpy(x)), dim=1).numpy()
     np.testing.assert_allclose(deploy.load(folder).predict(x).probabilities, expected, atol=1e-5)

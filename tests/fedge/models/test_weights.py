@@ -12,8 +12,15 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import weights
 from fedge.models.choice import with_network
-from fedge.models.weights import has, keep, named, needed_on_devices, read, tell_fresh_head
-from fedge.system.files import digest_of
+from fedge.models.weights import (
+    find_device_weights,
+    find_weights,
+    has_weights,
+    log_fresh_head,
+    read_weights,
+    store_weights,
+)
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import Layout, TensorInfo, to_bytes
 from tests.deploy.faults import no_room
 
@@ -38,17 +45,17 @@ def file(tmp_path: Path) -> Path:
 def test_a_task_names_its_weights_by_digest(file: Path) -> None:
     task = with_network(TASK, None, file)
     assert task.model_options["hidden"] == 3, "it has the same network"
-    ref = named(task)
+    ref = find_weights(task)
     assert ref is not None
-    assert (ref.digest, ref.size_bytes) == (digest_of(DATA), len(DATA))
-    assert task.fingerprint() != TASK.fingerprint()
-    assert read(ref.digest) == DATA
-    assert named(TASK) is None
+    assert (ref.digest, ref.size_bytes) == (compute_digest(DATA), len(DATA))
+    assert task.compute_fingerprint() != TASK.compute_fingerprint()
+    assert read_weights(ref.digest) == DATA
+    assert find_weights(TASK) is None
 
 
 def test_devices_need_them_where_something_is_frozen(file: Path) -> None:
-    assert needed_on_devices(with_network(TASK, None, file)) is None
-    assert needed_on_devices(with_network(TASK, None, file, "head")) == named(with_network(TASK, None, file))
+    assert find_device_weights(with_network(TASK, None, file)) is None
+    assert find_device_weights(with_network(TASK, None, file, "head")) == find_weights(with_network(TASK, None, file))
 
 
 def test_another_network_has_other_options(file: Path) -> None:
@@ -59,8 +66,8 @@ def test_another_network_has_other_options(file: Path) -> None:
 
 def test_one_of_our_networks_is_named_without_torch() -> None:
     """By the processes beside a coordinator, too, which have its settings."""
-    code = "import sys; from fedge.tasks import task_spec; from fedge.models.choice import with_network\n"
-    code += "with_network(task_spec('digits'), 'cnn'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from fedge.tasks import load_task; from fedge.models.choice import with_network\n"
+    code += "with_network(load_task('digits'), 'cnn'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -76,24 +83,24 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_what_is_not_here_or_damaged_is_said(cache: Path) -> None:
     with pytest.raises(ConfigError, match="not here"):
-        read("0" * 64)
-    digest = keep(DATA)
-    assert has(digest)
+        read_weights("0" * 64)
+    digest = store_weights(DATA)
+    assert has_weights(digest)
     weights._whole.clear()
     (path,) = cache.glob("**/*.safetensors")
     path.write_bytes(DATA[:-1])
-    assert not has(digest)
+    assert not has_weights(digest)
     with pytest.raises(ConfigError, match="damaged"):
-        read(digest)
-    assert keep(DATA) == digest, "and it is mended when the weights come again"
-    assert read(digest) == DATA
+        read_weights(digest)
+    assert store_weights(DATA) == digest, "and it is mended when the weights come again"
+    assert read_weights(digest) == DATA
 
 
 def test_where_nothing_can_be_written_the_process_holds_them(cache: Path) -> None:
     with no_room():
-        digest = keep(DATA)
+        digest = store_weights(DATA)
     assert not list(cache.glob("**/*.safetensors"))
-    assert read(digest) == DATA
+    assert read_weights(digest) == DATA
 
 
 @pytest.mark.parametrize(("n_classes", "told"), [(2, True), (3, False)])
@@ -105,5 +112,5 @@ def test_a_head_that_begins_anew_is_logged(
         for n, s in (("weight", (n_classes, 3)), ("bias", (n_classes,)))
     ]
     with caplog.at_level(logging.WARNING):
-        tell_fresh_head(with_network(TASK, None, file), Layout(tensors=tuple(infos)))
+        log_fresh_head(with_network(TASK, None, file), Layout(tensors=tuple(infos)))
     assert ("fresh_head" in caplog.text) is told

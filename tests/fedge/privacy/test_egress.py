@@ -15,16 +15,16 @@ from fedge.privacy.egress import (
     MESSAGES,
     PRESETS,
     PRIVACY_LEDGER,
-    TOLD,
+    REVEALED_FIELDS,
     Door,
     Rules,
     WithheldError,
-    kinds_in,
-    rules_of,
+    iterate_kinds,
+    read_rules,
     without_figures,
 )
-from fedge.privacy.ledger import lines
-from fedge.steps.contract import Action, Result, Reveals, installed_steps, report_of
+from fedge.privacy.ledger import read_lines
+from fedge.steps.contract import Action, Result, Reveals, load_installed_steps, make_report
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial
 from fedge.steps.mixture.fit_candidates import FitCandidates
@@ -42,7 +42,7 @@ from fedge.wire.messages import (
     Report,
     Status,
     Want,
-    encode,
+    encode_message,
 )
 from fedge.wire.topics import Topics
 from tests.support.contracts import REF, order_of
@@ -71,15 +71,15 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_without_a_file_everything_but_private_modules_may_leave(tmp_path: Path) -> None:
-    assert rules_of(tmp_path, None, None) == rules_of(None, None, None) == Rules()
+    assert read_rules(tmp_path, None, None) == read_rules(None, None, None) == Rules()
     assert Rules().withheld == (Reveals.PRIVATE,)
 
 
 def test_the_file_names_a_preset_and_kinds_beside_it(tmp_path: Path) -> None:
     write(tmp_path, '[egress]\npreset = "strict"\nallow = "loss, machine"\nforbid = "update"\n')
     expected = PRESETS["strict"] | {Reveals.LOSS, Reveals.MACHINE} - {Reveals.UPDATE}
-    assert rules_of(tmp_path, None, None).allowed == expected - {Reveals.UPDATE}
-    assert rules_of(None, tmp_path / FILE, None) == rules_of(tmp_path, None, None)
+    assert read_rules(tmp_path, None, None).allowed == expected - {Reveals.UPDATE}
+    assert read_rules(None, tmp_path / FILE, None) == read_rules(tmp_path, None, None)
 
 
 @pytest.mark.parametrize(
@@ -96,53 +96,53 @@ def test_the_file_names_a_preset_and_kinds_beside_it(tmp_path: Path) -> None:
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        rules_of(write(tmp_path, text), None, None)
+        read_rules(write(tmp_path, text), None, None)
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        rules_of(tmp_path, tmp_path / "mine.toml", None)
+        read_rules(tmp_path, tmp_path / "mine.toml", None)
 
 
 def test_a_file_that_a_link_leads_to_must_be_there(tmp_path: Path) -> None:
     """The owner has rules, on a disk that is not mounted: they are not those of no file."""
     (tmp_path / FILE).symlink_to(tmp_path / "unmounted" / FILE)
     with pytest.raises(ConfigError, match="cannot read"):
-        rules_of(tmp_path, None, None)
+        read_rules(tmp_path, None, None)
 
 
 def test_rules_in_the_configuration_of_the_process_are_refused_and_not_passed_over(tmp_path: Path) -> None:
     write(tmp_path, '[agent]\nid = "d"\n[egress]\npreset = "strict"\n')
     with pytest.raises(ConfigError, match="belongs into a file of the owner's own"):
-        rules_of(tmp_path / "home", None, tmp_path / FILE)
+        read_rules(tmp_path / "home", None, tmp_path / FILE)
 
 
 # -------------------------------------------------------------------------------------------------- what is left out
 
 
 def test_every_field_that_is_named_exists_and_the_rest_says_nothing_of_the_data() -> None:
-    for kind, told in TOLD.items():
+    for kind, told in REVEALED_FIELDS.items():
         assert set(told) <= set(kind.__struct_fields__), kind
-    assert set(MESSAGES.values()) == set(TOLD) - {Capabilities, Quality}
+    assert set(MESSAGES.values()) == set(REVEALED_FIELDS) - {Capabilities, Quality}
 
 
 def test_strict_leaves_out_what_it_withholds() -> None:
     context = Context(device_id="d", at=1.0, cpu_ghz=2.0, load=0.5, temperature_c=60.0, n_samples=7)
-    assert STRICT.stripped(context) == Context(device_id="d", n_samples=7)
+    assert STRICT.strip(context) == Context(device_id="d", n_samples=7)
     full = Capabilities(trains=True, machine="aarch64", cpu_count=4, fedge_version="1", steps={"train": 1})
     status = Status(device_id="d", incarnation="1", presence=Presence.ONLINE, n_samples=7, capabilities=full)
-    assert STRICT.stripped(status).capabilities == Capabilities(trains=True, steps={"train": 1})
-    assert STRICT.stripped(status).n_samples == 7
+    assert STRICT.strip(status).capabilities == Capabilities(trains=True, steps={"train": 1})
+    assert STRICT.strip(status).n_samples == 7
     plain = Health(device_id="d", at=1.0, phase=Phase.SERVING, release=1, now=Quality(n=4))
-    assert STRICT.stripped(HEALTH) == plain
-    assert ALL.stripped(HEALTH) == HEALTH
+    assert STRICT.strip(HEALTH) == plain
+    assert ALL.strip(HEALTH) == HEALTH
 
 
 def test_a_part_that_cannot_do_without_goes_as_a_whole_and_a_message_is_not_sent() -> None:
     no_count = Rules(PRESETS["default"] - {Reveals.COUNT})
-    assert no_count.stripped(HEALTH).now is None
+    assert no_count.strip(HEALTH).now is None
     with pytest.raises(WithheldError, match="phase of Health tells whether a new bundle suits it"):
-        Rules(PRESETS["default"] - {Reveals.VERDICT}).stripped(HEALTH)
+        Rules(PRESETS["default"] - {Reveals.VERDICT}).strip(HEALTH)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Reveals if kind is not Reveals.NOTHING])
@@ -150,7 +150,7 @@ def test_a_part_that_cannot_do_without_goes_as_a_whole_and_a_message_is_not_sent
 def test_what_is_left_tells_nothing_that_is_withheld(message: Any, kind: Reveals) -> None:
     rules = Rules(frozenset(Reveals) - {kind})
     try:
-        assert kind not in set(kinds_in(rules.stripped(message)))
+        assert kind not in set(iterate_kinds(rules.strip(message)))
     except WithheldError:
         assert kind is Reveals.VERDICT
 
@@ -159,29 +159,29 @@ def test_what_is_left_tells_nothing_that_is_withheld(message: Any, kind: Reveals
 
 
 def test_a_device_is_asked_for_what_its_owner_lets_out() -> None:
-    spared = TRAIN.sparing(STRICT.withheld)
+    spared = TRAIN.without(STRICT.withheld)
     assert spared == msgspec.structs.replace(TRAIN, starts=TRAIN.starts[:1], measure=False)
-    assert STRICT.permitted(spared)
-    assert not STRICT.permitted(TRAIN)
+    assert STRICT.allows(spared)
+    assert not STRICT.allows(TRAIN)
     assert spared.reveals()["cluster"] is Reveals.NOTHING
-    assert TRAIN.sparing(["update"]) is None
-    assert TRAIN.sparing(Rules().withheld) == TRAIN
+    assert TRAIN.without(["update"]) is None
+    assert TRAIN.without(Rules().withheld) == TRAIN
 
 
 def test_work_whose_result_is_all_withheld_is_not_asked_for() -> None:
-    assert Trial(global_model=REF, expert=REF).sparing(["loss"]) is None, "its one field could be left out"
-    assert Profile(extractor=REF).sparing(["profile"]) is None
-    assert SharePrivate(kept_by="train").sparing(Rules().withheld) is None
+    assert Trial(global_model=REF, expert=REF).without(["loss"]) is None, "its one field could be left out"
+    assert Profile(extractor=REF).without(["profile"]) is None
+    assert SharePrivate(kept_by="train").without(Rules().withheld) is None
 
 
 def test_candidates_are_fitted_in_silence() -> None:
     action = FitCandidates(global_model=REF, initial_model=REF, sgd=Sgd(), local_steps=1)
-    assert action.sparing(["loss"]) == msgspec.structs.replace(action, tell=False)
+    assert action.without(["loss"]) == msgspec.structs.replace(action, tell=False)
 
 
 def test_steps_that_end_in_bundles_are_done_for_every_owner() -> None:
     for name in ("install", "install_bundle", "fit_gate", "fit_mixture", "fit_pool"):
-        assert set(installed_steps()[name].RESULT.REVEALS.values()) == {Reveals.NOTHING}
+        assert set(load_installed_steps()[name].RESULT.REVEALS.values()) == {Reveals.NOTHING}
 
 
 class Sung(Result, frozen=True, kw_only=True):
@@ -196,8 +196,8 @@ class Sing(Action, frozen=True, kw_only=True):
 
 def test_a_field_that_a_step_says_nothing_of_counts_as_private() -> None:
     assert Sing().reveals() == {"loudness": Reveals.PRIVATE}
-    assert Sing().sparing(Rules().withheld) is None
-    assert ALL.permitted(Sing())
+    assert Sing().without(Rules().withheld) is None
+    assert ALL.allows(Sing())
 
 
 # ------------------------------------------------------------------------------------------------------------ the door
@@ -208,22 +208,22 @@ def door(home: Path | None, rules: Rules = Rules(), action: Action | None = TRAI
 
 
 def through(it: Door, leaf: str, message: Any) -> None:
-    it(TOPICS.agent("d", leaf), encode(message))
+    it(TOPICS.make_agent_topic("d", leaf), encode_message(message))
 
 
 def test_what_leaves_is_noted_with_what_it_tells(tmp_path: Path) -> None:
     it = door(tmp_path)
-    report = report_of(order_of(TRAIN), TRAINED, 2.0)
+    report = make_report(order_of(TRAIN), TRAINED, 2.0)
     through(it, "status", Status(device_id="d", incarnation="1", presence=Presence.ONLINE, n_samples=7))
     through(it, "reports", report)
-    it(TOPICS.update_chunk("d", REF.digest, 0), b"chunk")
+    it(TOPICS.make_update_topic("d", REF.digest, 0), b"chunk")
     through(it, "wants", Want(device_id="d", digest=REF.digest, ranges=((0, 1),)))
     it("kitchen/answers", b"{}")
-    it(TOPICS.agent("d", "renewal"), b"-----BEGIN CERTIFICATE REQUEST-----")
-    it(TOPICS.agent("d", "certificate"), b"")
+    it(TOPICS.make_agent_topic("d", "renewal"), b"-----BEGIN CERTIFICATE REQUEST-----")
+    it(TOPICS.make_agent_topic("d", "certificate"), b"")
     it.close()
     about = f"train {report.order_id}"
-    assert [(line.message, line.about, line.kinds) for line in lines(tmp_path)] == [
+    assert [(line.message, line.about, line.kinds) for line in read_lines(tmp_path)] == [
         ("status", "", ("count",)),
         ("reports", about, ("choice", "count", "load", "loss", "update")),
         ("blobs", about, ("update",)),
@@ -232,7 +232,7 @@ def test_what_leaves_is_noted_with_what_it_tells(tmp_path: Path) -> None:
         ("renewal", "", ()),
         ("certificate", "", ()),
     ]
-    assert [line.bytes for line in lines(tmp_path)][1:3] == [len(encode(report)), 5]
+    assert [line.bytes for line in read_lines(tmp_path)][1:3] == [len(encode_message(report)), 5]
 
 
 @pytest.mark.parametrize(
@@ -248,33 +248,33 @@ def test_a_result_that_somebody_forgot_to_strip_stays(
 ) -> None:
     it = door(tmp_path, rules, action)
     with pytest.raises(TransportError, match="the device's owner does not allow it to tell"):
-        through(it, "reports", report_of(order_of(action), result, 0.0))
+        through(it, "reports", make_report(order_of(action), result, 0.0))
     with pytest.raises(TransportError, match="nothing that a device sends"):
-        it(TOPICS.update_chunk("d", REF.digest, 0), b"chunk")
-    assert lines(tmp_path) == []
+        it(TOPICS.make_update_topic("d", REF.digest, 0), b"chunk")
+    assert read_lines(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("topic", "payload"),
     [
-        (TOPICS.agent("d", "secrets"), b""),
-        (TOPICS.update_chunk("d", "a" * 64, 0), b"bytes that no report names"),
-        (TOPICS.agent("d", "health"), b"no message"),
-        (TOPICS.agent("d", "status"), encode(Context(device_id="d"))),
+        (TOPICS.make_agent_topic("d", "secrets"), b""),
+        (TOPICS.make_update_topic("d", "a" * 64, 0), b"bytes that no report names"),
+        (TOPICS.make_agent_topic("d", "health"), b"no message"),
+        (TOPICS.make_agent_topic("d", "status"), encode_message(Context(device_id="d"))),
         (TOPICS.rollout, b""),
-        (TOPICS.agent("d", "renewal"), b"no request"),
-        (TOPICS.agent("d", "certificate"), b"words"),
+        (TOPICS.make_agent_topic("d", "renewal"), b"no request"),
+        (TOPICS.make_agent_topic("d", "certificate"), b"words"),
         ("fedge/1/another/agents/d/status", b""),
     ],
 )
 def test_what_no_device_sends_stays(tmp_path: Path, topic: str, payload: bytes) -> None:
     with pytest.raises(TransportError, match="held back"):
         door(tmp_path)(topic, payload)
-    assert lines(tmp_path) == []
+    assert read_lines(tmp_path) == []
 
 
 def with_field(message: Any, name: str, value: object) -> bytes:
-    version, fields = msgspec.msgpack.decode(encode(message))
+    version, fields = msgspec.msgpack.decode(encode_message(message))
     return msgspec.msgpack.encode((version, fields | {name: value}))
 
 
@@ -283,14 +283,14 @@ def test_fields_that_no_message_has_stay(tmp_path: Path) -> None:
     it = door(tmp_path)
     status = Status(device_id="d", incarnation="1", presence=Presence.ONLINE)
     with pytest.raises(TransportError, match="held back"):
-        it(TOPICS.agent("d", "status"), with_field(status, "diary", "dear diary"))
+        it(TOPICS.make_agent_topic("d", "status"), with_field(status, "diary", "dear diary"))
     more = msgspec.msgpack.encode(msgspec.to_builtins(TRAINED) | {"diary": [1.0, 2.0]})
-    report = report_of(order_of(TRAIN), TRAINED, 2.0)
+    report = make_report(order_of(TRAIN), TRAINED, 2.0)
     with pytest.raises(TransportError, match="held back"):
         through(it, "reports", msgspec.structs.replace(report, body=more))
     with pytest.raises(TransportError, match="held back"):
         through(it, "reports", msgspec.structs.replace(report, blobs=(*report.blobs, REF)))
-    assert lines(tmp_path) == []
+    assert read_lines(tmp_path) == []
 
 
 def test_a_refusal_carries_nothing(tmp_path: Path) -> None:
@@ -299,21 +299,21 @@ def test_a_refusal_carries_nothing(tmp_path: Path) -> None:
     for carries in ({"body": b"dear diary"}, {"blobs": (REF,)}):
         with pytest.raises(TransportError, match="held back"):
             through(it, "reports", msgspec.structs.replace(refusal, **carries))
-    assert lines(tmp_path) == []
+    assert read_lines(tmp_path) == []
 
 
 def test_whole_numbers_in_place_of_others_may_leave(tmp_path: Path) -> None:
     it = door(tmp_path)
     through(it, "context", Context(device_id="d", load=1))
-    through(it, "reports", report_of(order_of(TRAIN), msgspec.structs.replace(TRAINED, loss_before=2), 2.0))
+    through(it, "reports", make_report(order_of(TRAIN), msgspec.structs.replace(TRAINED, loss_before=2), 2.0))
     it.close()
-    assert len(lines(tmp_path)) == 2
+    assert len(read_lines(tmp_path)) == 2
 
 
 def test_a_report_of_no_open_order_stays_but_a_refusal_may_leave(tmp_path: Path) -> None:
     it = door(tmp_path, STRICT, None)
     with pytest.raises(TransportError, match="no open order"):
-        through(it, "reports", report_of(order_of(TRAIN), TRAINED, 0.0))
+        through(it, "reports", make_report(order_of(TRAIN), TRAINED, 0.0))
     through(it, "reports", Report(order_id="o", device_id="d", outcome="declined"))  # type: ignore[arg-type]
     it.close()
 
@@ -327,8 +327,8 @@ def test_nothing_leaves_that_cannot_be_noted(tmp_path: Path) -> None:
 def test_a_runtime_tells_no_figures_where_differential_privacy_was_promised(tmp_path: Path) -> None:
     quality = Quality(n=9, accuracy=0.9, free_energy=-1.0)
     health = Health(device_id="pi", at=1.0, phase=Phase.SERVING, release=2, now=quality, drift=True, n_predictions=7)
-    assert without_figures(Rules(), tmp_path).stripped(health) == health
+    assert without_figures(Rules(), tmp_path).strip(health) == health
     (tmp_path / PRIVACY_LEDGER).write_text("{}")
-    told = without_figures(Rules(), tmp_path).stripped(health)
+    told = without_figures(Rules(), tmp_path).strip(health)
     assert (told.now, told.drift, told.n_predictions) == (Quality(n=9), False, 0)
     assert told.phase is Phase.SERVING

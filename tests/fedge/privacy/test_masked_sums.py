@@ -23,8 +23,8 @@ from fedge.privacy.masked_sums import (
     Roster,
     Sums,
     add_pair_mask,
-    commitment,
-    prg,
+    expand_seed,
+    make_commitment,
     read_positions,
     read_roster,
     read_signatures,
@@ -33,7 +33,7 @@ from fedge.privacy.masked_sums import (
     write_signatures,
 )
 from fedge.steps.masked.mask_shares import MAX_COHORT, MIN_COHORT
-from fedge.tensors.fixed_point import zero
+from fedge.tensors.fixed_point import make_zero
 from fedge.wire.messages import BlobRef
 from tests.support.contracts import LAYOUT
 
@@ -41,7 +41,7 @@ NAMES = "abcdefghijklmnopqrs"
 
 
 def sums_of(*sums: Iterable[str]) -> Sums:
-    return reduce(Sums.including, sums, Sums())
+    return reduce(Sums.with_sum, sums, Sums())
 
 
 def keys(n: int) -> list[X25519PrivateKey]:
@@ -63,7 +63,7 @@ def roster_of(n: int) -> Roster:
 @pytest.mark.parametrize("n", [2, 5, 6, 81, 82, 300])
 def test_each_device_has_k_neighbours_and_is_theirs(n: int) -> None:
     roster = roster_of(n)
-    graph = [set(roster.neighbours(k)) for k in range(n)]
+    graph = [set(roster.get_neighbours(k)) for k in range(n)]
     assert {len(near) for near in graph} == {roster.degree} == {min(n - 1, DEGREE)}
     assert all(k in graph[j] and j != k for k, near in enumerate(graph) for j in near)
     assert roster.threshold > roster.degree / 2, "no two sets of so many neighbours are disjoint"
@@ -71,8 +71,8 @@ def test_each_device_has_k_neighbours_and_is_theirs(n: int) -> None:
 
 def test_who_is_near_whom_is_drawn_from_the_keys() -> None:
     one, other = roster_of(200), roster_of(201)
-    assert one.neighbours(0) == roster_of(200).neighbours(0)
-    assert one.neighbours(0) != other.neighbours(0)
+    assert one.get_neighbours(0) == roster_of(200).get_neighbours(0)
+    assert one.get_neighbours(0) != other.get_neighbours(0)
 
 
 @pytest.mark.parametrize("n", [100, 1000, 10_000])
@@ -90,14 +90,14 @@ def test_a_tenth_that_tells_and_a_fifth_that_drops_out_are_withstood(n: int) -> 
 def test_who_has_few_neighbours_in_a_sum_is_found() -> None:
     roster = roster_of(300)
     circle = roster._circle
-    assert roster.joined(range(300))
-    assert roster.joined([k for place, k in enumerate(circle) if place % 3]), "about 53 of 80 each"
-    assert not roster.joined(circle[::2]), "40 of 80 each"
-    assert not roster.joined(circle[:150]), "the first and the last have 40"
-    near = set(roster.neighbours(circle[0]))
-    assert roster.joined([k for k in range(300) if k not in sorted(near)[:39]])
-    assert not roster.joined([k for k in range(300) if k not in sorted(near)[:40]])
-    assert roster_of(20).joined([0, 19]), "everybody is everybody's neighbour"
+    assert roster.are_joined(range(300))
+    assert roster.are_joined([k for place, k in enumerate(circle) if place % 3]), "about 53 of 80 each"
+    assert not roster.are_joined(circle[::2]), "40 of 80 each"
+    assert not roster.are_joined(circle[:150]), "the first and the last have 40"
+    near = set(roster.get_neighbours(circle[0]))
+    assert roster.are_joined([k for k in range(300) if k not in sorted(near)[:39]])
+    assert not roster.are_joined([k for k in range(300) if k not in sorted(near)[:40]])
+    assert roster_of(20).are_joined([0, 19]), "everybody is everybody's neighbour"
 
 
 @pytest.mark.parametrize("n", [82, 300])
@@ -108,11 +108,11 @@ def test_in_a_joined_sum_masks_join_all(n: int) -> None:
     for _ in range(200):
         first, length = rng.integers(n), rng.integers(n // 2)
         there = [k for place, k in enumerate(roster._circle) if (place - first) % n >= length and rng.random() < 0.8]
-        if there and roster.joined(there):
+        if there and roster.are_joined(there):
             found += 1
             reached, edge = {there[0]}, {there[0]}
             while edge:
-                edge = {peer for k in edge for peer in roster.neighbours(k)} & set(there) - reached
+                edge = {peer for k in edge for peer in roster.get_neighbours(k)} & set(there) - reached
                 reached |= edge
             assert reached == set(there)
     assert 0 < found < 200
@@ -124,7 +124,7 @@ def test_in_a_joined_sum_masks_join_all(n: int) -> None:
 def test_a_roster_is_in_order_of_the_ids() -> None:
     roster = read_roster(write_roster([member(i, k, 9 - k, 20 + k) for k, i in enumerate("cab")]))
     assert [m.id for m in roster.members] == ["a", "b", "c"]
-    assert (roster.position("b"), roster.position("x"), roster.ids([2, 0])) == (1, None, ("c", "a"))
+    assert (roster.find_position("b"), roster.find_position("x"), roster.get_ids([2, 0])) == (1, None, ("c", "a"))
 
 
 @pytest.mark.parametrize(
@@ -172,21 +172,21 @@ def pair() -> tuple[Roster, list[X25519PrivateKey]]:
 def test_masks_of_a_pair_cancel() -> None:
     roster, _ = pair()
     first, second = keys(6)[3:5]
-    seed = roster.pair_seed(first, 0, 1, "training")
-    assert seed == roster.pair_seed(second, 1, 0, "training")
-    total = zero(LAYOUT)
+    seed = roster.derive_pair_seed(first, 0, 1, "training")
+    assert seed == roster.derive_pair_seed(second, 1, 0, "training")
+    total = make_zero(LAYOUT)
     add_pair_mask(total, 0, 1, seed, LAYOUT)
-    assert total.to_bytes() == prg(seed, LAYOUT).to_bytes()
+    assert total.to_bytes() == expand_seed(seed, LAYOUT).to_bytes()
     add_pair_mask(total, 1, 0, seed, LAYOUT)
-    assert total.to_bytes() == zero(LAYOUT).to_bytes()
+    assert total.to_bytes() == make_zero(LAYOUT).to_bytes()
 
 
 def test_another_roster_or_training_gives_another_secret() -> None:
     roster, _ = pair()
     other = Roster(roster.members, "1" * 64)
-    seed = roster.pair_seed(keys(4)[3], 0, 1, "training")
-    assert seed != other.pair_seed(keys(4)[3], 0, 1, "training")
-    assert seed != roster.pair_seed(keys(4)[3], 0, 1, "another")
+    seed = roster.derive_pair_seed(keys(4)[3], 0, 1, "training")
+    assert seed != other.derive_pair_seed(keys(4)[3], 0, 1, "training")
+    assert seed != roster.derive_pair_seed(keys(4)[3], 0, 1, "another")
 
 
 def test_a_key_that_makes_the_secrets_of_another_cancels_none_of_its_masks() -> None:
@@ -198,7 +198,7 @@ def test_a_key_that_makes_the_secrets_of_another_cancels_none_of_its_masks() -> 
     assert third.exchange(X25519PublicKey.from_public_bytes(twin)) == third.exchange(genuine)
     members = [roster.members[0], replace(roster.members[1], masking=twin), roster.members[2]]
     mirrored = read_roster(write_roster(members))
-    assert mirrored.pair_seed(third, 2, 0, "training") != mirrored.pair_seed(third, 2, 1, "training")
+    assert mirrored.derive_pair_seed(third, 2, 0, "training") != mirrored.derive_pair_seed(third, 2, 1, "training")
 
 
 def test_shares_are_for_one_device_in_one_direction() -> None:
@@ -217,12 +217,12 @@ def test_a_mask_is_uniform() -> None:
     """Bytes of 100 masks: chi-squared with 255 degrees of freedom; fails by chance once in 10^6 runs."""
     counted = np.zeros(256)
     for k in range(100):
-        counted += np.bincount(np.frombuffer(prg(k.to_bytes(32), LAYOUT).to_bytes(), np.uint8), minlength=256)
+        counted += np.bincount(np.frombuffer(expand_seed(k.to_bytes(32), LAYOUT).to_bytes(), np.uint8), minlength=256)
     assert chisquare(counted).pvalue > 1e-6
 
 
 def test_a_commitment_is_to_one_seed() -> None:
-    assert commitment(bytes(32)) == commitment(bytes(32)) != commitment(bytes(31) + b"\1")
+    assert make_commitment(bytes(32)) == make_commitment(bytes(32)) != make_commitment(bytes(31) + b"\1")
 
 
 # -------------------------------------------------------------------------------------------------------- statements
@@ -232,16 +232,16 @@ SHARERS, SUMMED = BlobRef(digest="2" * 64, size_bytes=1), BlobRef(digest="3" * 6
 
 def test_a_statement_is_of_one_device_about_one_thing() -> None:
     roster, _ = pair()
-    masked, summing = roster.masked_with(SHARERS), roster.summing(SHARERS, SUMMED)
+    masked, summing = roster.make_mask_statement(SHARERS), roster.make_sum_statement(SHARERS, SUMMED)
     other = Roster(roster.members, "1" * 64)
-    statements = {masked, summing, roster.masked_with(SUMMED), roster.summing(SUMMED, SHARERS)}
-    statements |= {other.masked_with(SHARERS), other.summing(SHARERS, SUMMED)}
+    statements = {masked, summing, roster.make_mask_statement(SUMMED), roster.make_sum_statement(SUMMED, SHARERS)}
+    statements |= {other.make_mask_statement(SHARERS), other.make_sum_statement(SHARERS, SUMMED)}
     assert len(statements) == 6
     signatures = {k: key.sign(masked) for k, key in enumerate(SIGNING)}
     for statement in statements:
-        assert roster.signers(statement, signatures) == ({0, 1, 2} if statement == masked else set())
-    assert roster.signers(masked, dict.fromkeys(range(4), signatures[0])) == {0}, "of four, of whom one is nobody"
-    assert roster.signers(masked, {0: signatures[0][:-1] + bytes([signatures[0][-1] ^ 1])}) == set()
+        assert roster.find_signers(statement, signatures) == ({0, 1, 2} if statement == masked else set())
+    assert roster.find_signers(masked, dict.fromkeys(range(4), signatures[0])) == {0}, "of four, of whom one is nobody"
+    assert roster.find_signers(masked, {0: signatures[0][:-1] + bytes([signatures[0][-1] ^ 1])}) == set()
 
 
 def test_positions_and_signatures_are_read_as_written() -> None:
@@ -286,17 +286,17 @@ def test_the_lists_of_the_largest_cohort_are_read() -> None:
 def test_more_than_two_thirds_confirm(n: int, needed: int, helpers: int) -> None:
     """`helpers`: those that must confirm two sums for both to be opened."""
     roster = roster_of(n)
-    assert roster.disputed(range(n), range(needed)) == ""
+    assert roster.explain_dispute(range(n), range(needed)) == ""
     reason = f"{needed - 1} of {n} devices of the cohort have confirmed the sum, {needed} are needed"
-    assert roster.disputed(range(n), range(needed - 1)) == reason
+    assert roster.explain_dispute(range(n), range(needed - 1)) == reason
     assert 2 * needed - n == helpers > n / 3
 
 
 def test_more_than_two_thirds_of_the_sum_confirm() -> None:
     roster = roster_of(20)
     summed, others = range(9), range(9, 20)
-    assert roster.disputed(summed, [*summed[:7], *others]) == ""
-    assert roster.disputed(summed, [*summed[:6], *others]) == (
+    assert roster.explain_dispute(summed, [*summed[:7], *others]) == ""
+    assert roster.explain_dispute(summed, [*summed[:6], *others]) == (
         "6 of 9 devices of the sum have confirmed the sum, 7 are needed"
     )
 
@@ -330,7 +330,7 @@ def test_two_sums_that_are_too_close_are_confirmed_by_some_in_both() -> None:
     ],
 )
 def test_which_sums_show_too_little_of_too_few(summed: str, earlier: list[str], reason: str) -> None:
-    found = sums_of(*earlier).too_close(summed, 5)
+    found = sums_of(*earlier).explain_too_close(summed, 5)
     assert (reason in found) if reason else found == ""
 
 
@@ -342,7 +342,9 @@ def test_sums_in_bits_are_the_sets_that_they_are_made_of(sums: list[set[str]], m
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=Sums) == packed
     apart = {len(more ^ each) for each in sums} - {0}
     for fewest in range(1, len(NAMES) + 1):
-        assert bool(packed.too_close(more, fewest)) == (len(more) < fewest or min(apart, default=fewest) < fewest)
+        assert bool(packed.explain_too_close(more, fewest)) == (
+            len(more) < fewest or min(apart, default=fewest) < fewest
+        )
 
 
 def test_two_hundred_sums_of_half_of_ten_thousand_devices_take_half_a_megabyte() -> None:
@@ -355,5 +357,5 @@ def test_two_hundred_sums_of_half_of_ten_thousand_devices_take_half_a_megabyte()
 def test_a_run_of_which_no_more_sums_can_be_remembered_repeats_those_that_there_were(monkeypatch) -> None:
     sums = sums_of("abcde", "fghij")
     monkeypatch.setattr("fedge.privacy.masked_sums.MAX_REMEMBERED", 11)
-    assert sums.too_close("vwxyz", 5) == "2 different sums in this run, no more can be remembered"
-    assert sums.too_close("fghij", 5) == ""
+    assert sums.explain_too_close("vwxyz", 5) == "2 different sums in this run, no more can be remembered"
+    assert sums.explain_too_close("fghij", 5) == ""

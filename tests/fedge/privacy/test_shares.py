@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge.privacy.shares import PRIME, SECRET_BYTES, combine, split
+from fedge.privacy.shares import PRIME, SECRET_BYTES, combine_shares, split_secret
 
 SECRETS = st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES)
 
@@ -25,28 +25,28 @@ def test_the_modulus_is_prime() -> None:
 
 @given(SECRETS, st.integers(1, 6), st.integers(0, 4))
 def test_any_t_shares_give_the_secret(secret: bytes, t: int, more: int) -> None:
-    shares = split(secret, t, range(1, t + more + 1))
+    shares = split_secret(secret, t, range(1, t + more + 1))
     for some in combinations(shares, t):
-        assert combine({x: shares[x] for x in some}) == secret
-    assert combine(shares) == secret
+        assert combine_shares({x: shares[x] for x in some}) == secret
+    assert combine_shares(shares) == secret
 
 
 def test_fewer_shares_are_those_of_any_secret() -> None:
     """For t - 1 shares and any other secret there is a polynomial that has both: here of degree 1, one share."""
-    shares = split(bytes(32), 2, [1, 2])
+    shares = split_secret(bytes(32), 2, [1, 2])
     for other in (bytes(31) + b"\1", b"\xff" * 32):
         slope = (int.from_bytes(shares[1]) - int.from_bytes(other)) % PRIME
         second = (int.from_bytes(other) + 2 * slope) % PRIME
-        assert combine({1: shares[1], 2: second.to_bytes(33)}) == other
+        assert combine_shares({1: shares[1], 2: second.to_bytes(33)}) == other
 
 
 def test_shares_differ_each_time() -> None:
-    assert split(bytes(32), 2, [1, 2]) != split(bytes(32), 2, [1, 2])
+    assert split_secret(bytes(32), 2, [1, 2]) != split_secret(bytes(32), 2, [1, 2])
 
 
 def test_shares_of_no_secret_are_refused() -> None:
     with pytest.raises(ValueError, match="no secret"):
-        combine({1: (PRIME - 1).to_bytes(33)})
+        combine_shares({1: (PRIME - 1).to_bytes(33)})
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_shares_of_no_secret_are_refused() -> None:
 )
 def test_what_cannot_be_shared(secret: bytes, t: int, holders: list[int]) -> None:
     with pytest.raises(ValueError, match="holders"):
-        split(secret, t, holders)
+        split_secret(secret, t, holders)

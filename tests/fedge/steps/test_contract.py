@@ -26,22 +26,33 @@ from fedge.steps.contract import (
     Result,
     Reveals,
     Unsupported,
-    body_of,
-    device_half,
-    installed_steps,
-    known_steps,
-    read_action,
-    read_result,
-    report_of,
+    decode_action,
+    decode_result,
+    encode_body,
+    load_device_half,
+    load_installed_steps,
+    load_known_steps,
+    make_report,
     require,
 )
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.descriptions.trial import Trial, Tried
-from fedge.wire.messages import BlobRef, Capabilities, Order, Outcome, Presence, Report, Status, Why, decode, encode
+from fedge.wire.messages import (
+    BlobRef,
+    Capabilities,
+    Order,
+    Outcome,
+    Presence,
+    Report,
+    Status,
+    Why,
+    decode_message,
+    encode_message,
+)
 from tests.support.contracts import LAYOUT, REF, order_of
 
 PROFILE = Profile(extractor=REF)
-every = pytest.mark.parametrize("step", installed_steps().values(), ids=installed_steps())
+every = pytest.mark.parametrize("step", load_installed_steps().values(), ids=load_installed_steps())
 
 
 class Sung(Result, frozen=True, kw_only=True):
@@ -74,11 +85,11 @@ def user(own_module: Callable[..., ModuleType]) -> ModuleType:
 
 @every
 def test_a_contract_is_complete(step: type[Action]) -> None:
-    assert installed_steps()[step.STEP] is step
+    assert load_installed_steps()[step.STEP] is step
     assert issubclass(step.RESULT, Result)
     assert set(step.RESULT.REVEALS) == set(step.RESULT.__struct_fields__), "what each field lets out is said"
     assert set(step.RESULT.REVEALS.values()) <= set(Reveals)
-    assert callable(device_half(step).run)
+    assert callable(load_device_half(step).run)
     assert step.__doc__
 
 
@@ -88,26 +99,26 @@ def test_one_folder_lists_all_that_a_device_can_be_asked_another_how_it_does_it(
         for package in (fedge.steps, edge_agent.steps)
     )
     assert contracts == halves
-    assert {name for _, name in contracts} - {"__init__"} == set(installed_steps())
-    for name, step in installed_steps().items():
+    assert {name for _, name in contracts} - {"__init__"} == set(load_installed_steps())
+    for name, step in load_installed_steps().items():
         assert step.__module__.endswith(f".{name}")
-        assert device_half(step).__name__ == step.__module__.replace("fedge", "edge_agent", 1)
+        assert load_device_half(step).__name__ == step.__module__.replace("fedge", "edge_agent", 1)
 
 
 def test_the_status_has_room_for_all_steps() -> None:
-    versions = {name: step.VERSION for name, step in installed_steps().items()}
+    versions = {name: step.VERSION for name, step in load_installed_steps().items()}
     status = Status(
         device_id="d", incarnation="1", presence=Presence.ONLINE, capabilities=Capabilities(trains=True, steps=versions)
     )
-    assert decode(encode(status), Status) == status
+    assert decode_message(encode_message(status), Status) == status
 
 
 def test_a_step_of_the_owners_is_known_by_its_path(user: ModuleType) -> None:
-    known = known_steps(["steps_of_a_user:Sing"])
-    assert known == {**installed_steps(), "sing": Sing}
-    assert "sing" not in installed_steps()
-    assert device_half(known["sing"]) is user
-    assert read_action(order_of(Sing(verse=2)), known) == Sing(verse=2)
+    known = load_known_steps(["steps_of_a_user:Sing"])
+    assert known == {**load_installed_steps(), "sing": Sing}
+    assert "sing" not in load_installed_steps()
+    assert load_device_half(known["sing"]) is user
+    assert decode_action(order_of(Sing(verse=2)), known) == Sing(verse=2)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_a_step_of_the_owners_is_known_by_its_path(user: ModuleType) -> None:
 )
 def test_a_path_that_is_no_step_is_refused(user: ModuleType, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        known_steps([f"steps_of_a_user:{name}"])
+        load_known_steps([f"steps_of_a_user:{name}"])
 
 
 @pytest.mark.parametrize(
@@ -133,7 +144,7 @@ def test_a_step_without_a_device_half_says_so(module: str, says: str) -> None:
         DEVICE: ClassVar = module
 
     with pytest.raises(ConfigError, match=f"step lame has no device half: .*{says}"):
-        device_half(Lame)
+        load_device_half(Lame)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,7 @@ def test_a_step_without_a_device_half_says_so(module: str, says: str) -> None:
 )
 def test_a_path_that_leads_nowhere_is_refused(user: ModuleType, path: str) -> None:
     with pytest.raises(ConfigError):
-        known_steps([path])
+        load_known_steps([path])
 
 
 def test_a_new_step_costs_a_look_at_all_samples_and_brings_no_tensors() -> None:
@@ -155,7 +166,7 @@ def test_a_new_step_costs_a_look_at_all_samples_and_brings_no_tensors() -> None:
 
 def test_an_action_survives_the_wire_and_is_made_alike_twice() -> None:
     order = order_of(PROFILE)
-    assert read_action(decode(encode(order), Order), installed_steps()) == PROFILE
+    assert decode_action(decode_message(encode_message(order), Order), load_installed_steps()) == PROFILE
     assert order_of(Profile(extractor=REF)) == order
 
 
@@ -165,7 +176,7 @@ def test_an_action_survives_the_wire_and_is_made_alike_twice() -> None:
 )
 def test_what_the_device_does_not_know_is_unsupported(changes: dict[str, Any], have: str) -> None:
     order = msgspec.structs.replace(order_of(PROFILE), body=b"whatever", **changes)
-    found = read_action(order, installed_steps())
+    found = decode_action(order, load_installed_steps())
     expected = f"step {order.step} version {order.version}: this device has {have}"
     assert found == Unsupported(reason=expected)
 
@@ -177,7 +188,7 @@ BODIES = {
     "a field is missing": msgspec.msgpack.encode({"noise": 0.0}),
     "a field of another type": msgspec.msgpack.encode({"extractor": "0" * 64}),
     "a field out of range": msgspec.msgpack.encode({"extractor": REF, "noise": -1.0}),
-    "more behind it": body_of(PROFILE) + b"\0",
+    "more behind it": encode_body(PROFILE) + b"\0",
     "too deep": b"\x91" * 50_000,
     "text that is none": b"\x81\xa9extractor\xa1\xff",
 }
@@ -186,35 +197,35 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_a_body_that_is_no_action_is_malformed(body: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
-        read_action(msgspec.structs.replace(order_of(PROFILE), body=body), installed_steps())
+        decode_action(msgspec.structs.replace(order_of(PROFILE), body=body), load_installed_steps())
     assert caught.value.name == "malformed"
 
 
 def test_unknown_fields_of_an_action_and_of_its_references_are_ignored() -> None:
     later = {"extractor": {**msgspec.to_builtins(REF), "colour": "red"}, "wings": 2}
     order = msgspec.structs.replace(order_of(PROFILE), body=msgspec.msgpack.encode(later))
-    assert read_action(order, installed_steps()) == Profile(extractor=REF)
+    assert decode_action(order, load_installed_steps()) == Profile(extractor=REF)
 
 
 def test_every_prefix_of_a_body_is_malformed() -> None:
-    body = body_of(PROFILE)
+    body = encode_body(PROFILE)
     for end in range(len(body)):
         with pytest.raises(ProtocolError, match="malformed"):
-            read_action(msgspec.structs.replace(order_of(PROFILE), body=body[:end]), installed_steps())
+            decode_action(msgspec.structs.replace(order_of(PROFILE), body=body[:end]), load_installed_steps())
 
 
 def test_an_optional_field_of_a_later_version_is_ignored() -> None:
     body = msgspec.msgpack.encode({"extractor": REF, "noise": 0.5, "colour": "red"})
     order = msgspec.structs.replace(order_of(PROFILE), body=body)
-    assert read_action(order, installed_steps()) == Profile(extractor=REF, noise=0.5)
+    assert decode_action(order, load_installed_steps()) == Profile(extractor=REF, noise=0.5)
 
 
-@given(st.binary(max_size=200), st.sampled_from(sorted(installed_steps())))
+@given(st.binary(max_size=200), st.sampled_from(sorted(load_installed_steps())))
 def test_random_bodies_raise_nothing_but_a_protocol_error(body: bytes, name: str) -> None:
-    step = installed_steps()[name]
+    step = load_installed_steps()[name]
     order = msgspec.structs.replace(order_of(PROFILE), step=name, version=step.VERSION, body=body)
     with suppress(ProtocolError):
-        assert isinstance(read_action(order, installed_steps()), step)
+        assert isinstance(decode_action(order, load_installed_steps()), step)
 
 
 # ----------------------------------------------------------------------------------------------------------- results
@@ -224,22 +235,22 @@ PROFILED = Profiled(extractor=REF.digest, profile=(0.5, 1.0), halves=0.25, n_sam
 
 
 def test_a_result_survives_the_wire() -> None:
-    report = report_of(order_of(PROFILE), PROFILED, 1.5)
+    report = make_report(order_of(PROFILE), PROFILED, 1.5)
     assert (report.outcome, report.why, report.seconds, report.blobs) == (Outcome.DONE, None, 1.5, ())
-    assert read_result(decode(encode(report), Report), PROFILE) == PROFILED
+    assert decode_result(decode_message(encode_message(report), Report), PROFILE) == PROFILED
 
 
 @pytest.mark.parametrize(("outcome", "kind"), REFUSALS.items())
 def test_a_refusal_says_why_and_holds_nothing_else(outcome: Outcome, kind: type[Refusal]) -> None:
-    report = report_of(order_of(PROFILE), kind(why=Why.HOT, reason="81.5 C"), 0.1)
+    report = make_report(order_of(PROFILE), kind(why=Why.HOT, reason="81.5 C"), 0.1)
     assert (report.outcome, report.why, report.body, report.blobs) == (outcome, Why.HOT, b"", ())
-    assert b"81.5" not in encode(report)
-    assert read_result(decode(encode(report), Report), PROFILE) == kind(why=Why.HOT)
+    assert b"81.5" not in encode_message(report)
+    assert decode_result(decode_message(encode_message(report), Report), PROFILE) == kind(why=Why.HOT)
 
 
 def test_why_there_is_no_result_may_be_what_only_a_newer_fedge_knows() -> None:
-    report = encode(report_of(order_of(PROFILE), Failed(why=Why.ERROR), 0.1)).replace(b"error", b"flood")
-    assert read_result(decode(report, Report), PROFILE) == Failed(why=Why.OTHER)
+    report = encode_message(make_report(order_of(PROFILE), Failed(why=Why.ERROR), 0.1)).replace(b"error", b"flood")
+    assert decode_result(decode_message(report, Report), PROFILE) == Failed(why=Why.OTHER)
 
 
 def test_every_reason_has_words() -> None:
@@ -257,38 +268,38 @@ def test_a_report_names_the_tensors_of_its_result() -> None:
         others: dict[str, tuple[BlobRef, ...]]
 
     other = BlobRef(digest="1" * 64, size_bytes=5)
-    report = report_of(order_of(PROFILE), Both(one=REF, others={"a": (other,)}), 1.0)
+    report = make_report(order_of(PROFILE), Both(one=REF, others={"a": (other,)}), 1.0)
     assert report.blobs == (REF, other)
 
 
 def test_an_optional_field_of_a_later_result_is_ignored() -> None:
-    report = report_of(order_of(PROFILE), PROFILED, 1.0)
+    report = make_report(order_of(PROFILE), PROFILED, 1.0)
     body = msgspec.msgpack.encode({**msgspec.to_builtins(PROFILED), "colour": "red"})
-    assert read_result(msgspec.structs.replace(report, body=body), PROFILE) == PROFILED
+    assert decode_result(msgspec.structs.replace(report, body=body), PROFILE) == PROFILED
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode({"profile": [0.5]})])
 def test_a_body_that_is_no_result_is_malformed(body: bytes) -> None:
-    report = msgspec.structs.replace(report_of(order_of(PROFILE), PROFILED, 1.0), body=body)
+    report = msgspec.structs.replace(make_report(order_of(PROFILE), PROFILED, 1.0), body=body)
     with pytest.raises(ProtocolError) as caught:
-        read_result(report, PROFILE)
+        decode_result(report, PROFILE)
     assert caught.value.name == "malformed"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_neither_sent_nor_read(value: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
-        body_of(Tried(delta=value))
+        encode_body(Tried(delta=value))
     trial = Trial(global_model=REF, expert=REF)
     body = msgspec.msgpack.encode({"delta": value})
     with pytest.raises(ProtocolError) as caught:
-        read_result(msgspec.structs.replace(report_of(order_of(trial), Tried(), 1.0), body=body), trial)
+        decode_result(msgspec.structs.replace(make_report(order_of(trial), Tried(), 1.0), body=body), trial)
     assert caught.value.name == "not-finite"
     sing = msgspec.structs.replace(
         order_of(PROFILE), body=msgspec.msgpack.encode({"extractor": REF, "noise": math.inf})
     )
     with pytest.raises(ProtocolError, match="not-finite"):
-        read_action(sing, installed_steps())
+        decode_action(sing, load_installed_steps())
 
 
 def test_require() -> None:

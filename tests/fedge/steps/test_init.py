@@ -13,11 +13,11 @@ from fedge.steps.contract import (
     HARMLESS,
     Action,
     Result,
-    installed_steps,
-    read_action,
-    read_result,
-    report_of,
-    unaccounted,
+    decode_action,
+    decode_result,
+    find_unaccounted,
+    load_installed_steps,
+    make_report,
 )
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.descriptions.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
@@ -39,14 +39,14 @@ from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
-from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, kept_by
+from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
 from fedge.steps.training.train_rod import TrainRod
-from fedge.tensors.fixed_point import n_bytes
+from fedge.tensors.fixed_point import count_bytes
 from fedge.tensors.layout import BASE, HEAD, Layout, Selector, TensorInfo
-from fedge.wire.messages import BlobRef, Order, Report, Role, decode, encode
+from fedge.wire.messages import BlobRef, Order, Report, Role, decode_message, encode_message
 from tests.support.contracts import LAYOUT, REF, TASK, order_of
 
 PLAIN = BlobRef(digest="0" * 64, size_bytes=1)
@@ -255,25 +255,25 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
 
 
 def test_the_tables_cover_every_step() -> None:
-    assert {type(action) for action, _ in GOOD} == set(installed_steps().values())
+    assert {type(action) for action, _ in GOOD} == set(load_installed_steps().values())
     checked = {type(action) for action, _, _ in BAD}
-    own = {kind for kind in installed_steps().values() if kind.check is not Action.check}
+    own = {kind for kind in load_installed_steps().values() if kind.check is not Action.check}
     assert own == checked
 
 
 @pytest.mark.parametrize(("action", "result"), GOOD)
 def test_action_and_result_survive_the_wire_and_pass(action: Action, result: Result) -> None:
-    order = decode(encode(order_of(action)), Order)
-    assert read_action(order, installed_steps()) == action
-    report = decode(encode(report_of(order, result, 1.0)), Report)
-    assert read_result(report, action) == result
+    order = decode_message(encode_message(order_of(action)), Order)
+    assert decode_action(order, load_installed_steps()) == action
+    report = decode_message(encode_message(make_report(order, result, 1.0)), Report)
+    assert decode_result(report, action) == result
     action.check(result, TASK)
     assert action.passes(30, 40, 15) > 0
 
 
 @pytest.mark.parametrize(("action", "result", "name"), BAD)
 def test_what_the_action_did_not_ask_for_is_refused(action: Action, result: Result, name: str) -> None:
-    assert read_result(report_of(order_of(action), result, 1.0), action) == result
+    assert decode_result(make_report(order_of(action), result, 1.0), action) == result
     with pytest.raises(ProtocolError) as caught:
         action.check(result, TASK)
     assert caught.value.name == name
@@ -303,7 +303,7 @@ def names(layout: Layout) -> list[str]:
 @pytest.mark.parametrize("personal", [(), HEAD, BASE, ("norm",)])
 def test_what_travels_and_what_stays_is_everything(personal: Selector) -> None:
     uploads = Train(starts=(START,), sgd=Sgd(), personal=personal).uploads(trained(), LAYOUT)
-    kept = Train.kept(personal, LAYOUT)
+    kept = Train.select_kept(personal, LAYOUT)
     assert uploads.keys() == {REF}
     assert sorted([*names(uploads[REF]), *(names(kept) if kept else [])]) == sorted(names(LAYOUT))
 
@@ -319,31 +319,31 @@ KEPT: list[tuple[str, Selector, list[str]]] = [
 
 @pytest.mark.parametrize(("step", "personal", "expected"), KEPT)
 def test_what_each_step_keeps_is_what_may_be_shared(step: str, personal: Selector, expected: list[str]) -> None:
-    assert names(kept_by(step, personal, LAYOUT)) == expected
+    assert names(find_kept(step, personal, LAYOUT)) == expected
     uploads = SharePrivate(kept_by=step, personal=personal).uploads(PrivateShared(module=PLAIN), LAYOUT)
     assert {ref: names(part) for ref, part in uploads.items()} == {PLAIN: expected}
 
 
 def test_the_offset_is_as_long_as_the_features() -> None:
-    (offset,) = TrainDbe.kept((), LAYOUT).tensors
+    (offset,) = TrainDbe.select_kept((), LAYOUT).tensors
     assert offset.shape == (4,)
 
 
 @pytest.mark.parametrize("step", [ROD, DBE])
 def test_without_a_head_it_says_so(step: Train) -> None:
     with pytest.raises(ConfigError, match="last layer"):
-        step.kept((), Layout(tensors=(TensorInfo(name="w", shape=(2, 2)),)))
+        step.select_kept((), Layout(tensors=(TensorInfo(name="w", shape=(2, 2)),)))
 
 
 @pytest.mark.parametrize(("step", "personal"), [("train", ()), ("profile", HEAD), ("dance", HEAD)])
 def test_what_keeps_nothing_is_refused(step: str, personal: Selector) -> None:
     with pytest.raises(ConfigError, match=f"step {step} keeps nothing"):
-        kept_by(step, personal, LAYOUT)
+        find_kept(step, personal, LAYOUT)
 
 
 def test_only_steps_that_the_device_knows_keep_something() -> None:
     with pytest.raises(ConfigError):
-        kept_by("train", HEAD, LAYOUT, {})
+        find_kept("train", HEAD, LAYOUT, {})
 
 
 # -------------------------------------------------------------------------------------------------- what it costs
@@ -362,13 +362,13 @@ def test_more_work_costs_more() -> None:
 
 
 def test_two_steps_need_no_torch() -> None:
-    assert {name for name, step in installed_steps().items() if not step.TRAINS} == {"route", "install_bundle"}
+    assert {name for name, step in load_installed_steps().items() if not step.TRAINS} == {"route", "install_bundle"}
 
 
 def test_an_update_with_noise_is_all_that_differential_privacy_lets_out() -> None:
-    assert unaccounted(TrainDp) == {}
+    assert find_unaccounted(TrainDp) == {}
     assert set(TrainedDp.REVEALS.values()) <= HARMLESS
-    assert "update" in unaccounted(Train)
+    assert "update" in find_unaccounted(Train)
     assert not DP.TIMED
 
 
@@ -379,7 +379,7 @@ def test_a_network_with_running_statistics_cannot_learn_with_noise() -> None:
 
 
 def test_a_masked_update_has_exactly_the_bytes_of_the_network() -> None:
-    n = n_bytes(LAYOUT)
+    n = count_bytes(LAYOUT)
     assert MASKED.uploads(masked(size_bytes=n), LAYOUT) == {masked(size_bytes=n).masked: None}
     for other in (n - 4, n + 4):
         with pytest.raises(ProtocolError, match="wrong-result"):

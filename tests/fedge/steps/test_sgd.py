@@ -18,13 +18,13 @@ from fedge.steps.sgd import TRAINING_PASSES, Sgd
     ],
 )
 def test_steps(fields: dict[str, int], n: int, steps: int) -> None:
-    assert Sgd(**fields).steps_for(n) == steps  # type: ignore[arg-type]
+    assert Sgd(**fields).count_steps(n) == steps  # type: ignore[arg-type]
 
 
 def test_a_step_costs_three_passes_over_its_batch() -> None:
     assert TRAINING_PASSES == 3
-    assert Sgd(batch_size=32).passes(10, 100) == 3 * 10 * 32
-    assert Sgd(batch_size=32).passes(10, 20) == 3 * 10 * 20
+    assert Sgd(batch_size=32).count_passes(10, 100) == 3 * 10 * 32
+    assert Sgd(batch_size=32).count_passes(10, 20) == 3 * 10 * 20
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedge.system.background import Background, first_failure, on_signal, until_stopped
+from fedge.system.background import Background, on_signal, raise_first_failure, run_until_stopped
 
 
 async def test_a_failure_is_told_and_an_end_or_a_cancellation_is_not() -> None:
@@ -47,10 +47,10 @@ async def test_of_tasks_that_fail_together_the_first_is_told_alone() -> None:
             tasks.create_task(fails("first"))
             tasks.create_task(fails("second"))
 
-    with pytest.raises(OSError, match="first") as caught, first_failure():
+    with pytest.raises(OSError, match="first") as caught, raise_first_failure():
         await together()
     assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(KeyError), first_failure():
+    with pytest.raises(KeyError), raise_first_failure():
         raise KeyError
 
 
@@ -72,8 +72,8 @@ async def test_a_signal_ends_the_work_and_is_no_failure(number: signal.Signals) 
         await asyncio.sleep(60)
         return "never"
 
-    assert await until_stopped(works()) is None
-    assert await until_stopped(asyncio.sleep(0, "done")) == "done"
+    assert await run_until_stopped(works()) is None
+    assert await run_until_stopped(asyncio.sleep(0, "done")) == "done"
 
 
 STUCK = {

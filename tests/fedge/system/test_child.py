@@ -62,7 +62,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arrays_and_models_go_there_and_back_and_the_work_may_print() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    model, lengths = child.call("their_work:doubled", x, Path("/a/four"), 2, returns=tuple[Model, NDArray[np.float64]])
+    model, lengths = child.call_once(
+        "their_work:doubled", x, Path("/a/four"), 2, returns=tuple[Model, NDArray[np.float64]]
+    )
     np.testing.assert_array_equal(model.params, 2 * np.arange(6, dtype=np.float32))
     assert (model.params.dtype, model.buffers.shape, model.counters.tolist()) == (np.float32, (0,), [0, 1])
     np.testing.assert_array_equal(lengths, np.full((2, 3), 4.0))
@@ -74,23 +76,23 @@ def test_arrays_and_models_go_there_and_back_and_the_work_may_print() -> None:
 )
 def test_a_failure_says_why(how: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        child.call("their_work:fails", how, returns=int)
+        child.call_once("their_work:fails", how, returns=int)
 
 
 def test_a_child_that_died_is_missed_though_a_process_of_its_own_goes_on() -> None:
     with pytest.raises(child.DiedError, match="signal 9"):
-        child.call("their_work:fails", "leaves a process", returns=int, timeout_s=8.0)
+        child.call_once("their_work:fails", "leaves a process", returns=int, timeout_s=8.0)
 
 
 def test_a_child_that_breaks_off_and_stays_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "END_S", 0.2)
     with pytest.raises(child.DiedError, match="broke the connection and did not end"):
-        child.call("their_work:fails", "breaks off", returns=int)
+        child.call_once("their_work:fails", "breaks off", returns=int)
 
 
 def test_a_child_that_takes_too_long_is_killed() -> None:
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
-        child.call("their_work:fails", "slow", returns=int, timeout_s=1.0)
+        child.call_once("their_work:fails", "slow", returns=int, timeout_s=1.0)
 
 
 def test_a_child_that_is_stopped_while_it_loads_goes_on_loading(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypa
     here.mkdir()
     (here / "fedge.py").write_text("raise SystemExit('a script of the user')")
     monkeypatch.chdir(here)
-    assert 0 <= child.call("fedge.wire.rollout:place", "a", "b", returns=float) < 1
+    assert 0 <= child.call_once("fedge.wire.rollout:compute_place", "a", "b", returns=float) < 1
 
 
 def test_a_child_that_stays_serves_one_call_after_the_other_and_logs_here(caplog: pytest.LogCaptureFixture) -> None:

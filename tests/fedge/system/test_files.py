@@ -12,12 +12,12 @@ from fedge.system.files import (
     LEFT_S,
     BlobFolder,
     InUseError,
-    digest_of,
-    locked,
+    compute_digest,
+    fill_folder,
+    lock_folder,
     remove_unfinished,
     require_writable,
-    volatile,
-    whole_folder,
+    skip_fsync,
     write_atomically,
 )
 
@@ -94,7 +94,7 @@ def test_readers_see_the_old_or_the_new_bytes_never_a_part(tmp_path: Path) -> No
 
 def test_a_folder_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     for number in range(2):
-        with whole_folder(tmp_path / "folder") as finished:
+        with fill_folder(tmp_path / "folder") as finished:
             (finished / f"{number}").write_bytes(b"x")
         assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == [
             "folder", f"folder/{number}",
@@ -114,7 +114,7 @@ def test_a_folder_of_blobs_on_a_disk_that_is_not_mounted_is_an_error_and_stays_a
 def test_blobs_are_named_by_their_content(tmp_path: Path) -> None:
     folder = BlobFolder(tmp_path / "blobs")
     digest = folder.put(b"weights")
-    assert digest == digest_of(b"weights") == folder.put(b"weights")
+    assert digest == compute_digest(b"weights") == folder.put(b"weights")
     assert digest in folder
     assert folder.get(digest) == b"weights"
     assert list(folder) == [digest]
@@ -133,7 +133,7 @@ def test_unfinished_files_are_no_blobs(tmp_path: Path) -> None:
 
 
 def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, forced) -> None:
-    with volatile():
+    with skip_fsync():
         write_atomically(tmp_path / "a", b"x")
     assert (tmp_path / "a").read_bytes() == b"x"
     assert not forced.inodes
@@ -145,7 +145,7 @@ def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "bundles" / "3"
 
     def write(name: str, data: bytes | None) -> None:
-        with whole_folder(folder) as unfinished:
+        with fill_folder(folder) as unfinished:
             (unfinished / name).write_bytes(b"begun")
             (unfinished / name).write_bytes(data)  # type: ignore[arg-type]
             assert not (folder / name).exists()
@@ -165,15 +165,15 @@ def test_what_killed_processes_left_half_written_goes_after_a_day(tmp_path: Path
     for name in (".unfinished-a", ".replaced-c", "2"):
         os.utime(tmp_path / name, (yesterday, yesterday))
 
-    with whole_folder(tmp_path / "3"):
+    with fill_folder(tmp_path / "3"):
         pass
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".unfinished-b", "2", "3"]
 
 
 def test_what_another_process_is_filling_is_no_leftover_until_that_is_killed(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from fedge.system.files import whole_folder\n"
-    code += "with whole_folder(Path(sys.argv[1])) as made:\n"
+    code = "import sys, time; from pathlib import Path; from fedge.system.files import fill_folder\n"
+    code += "with fill_folder(Path(sys.argv[1])) as made:\n"
     code += "  (made / 'a').write_bytes(b'1'); print(made, flush=True); time.sleep(60)"
     (tmp_path / ".replaced-c" / "bundle").mkdir(parents=True)
     command = [sys.executable, "-c", code, str(tmp_path / "copy")]
@@ -190,18 +190,18 @@ def test_what_another_process_is_filling_is_no_leftover_until_that_is_killed(tmp
 
 
 def test_a_folder_is_one_process_s_at_a_time_and_free_again_when_that_was_killed(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from fedge.system.files import locked\n"
-    code += "with locked(Path(sys.argv[1]), 'taken'): print('mine', flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from fedge.system.files import lock_folder\n"
+    code += "with lock_folder(Path(sys.argv[1]), 'taken'): print('mine', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "home")], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"mine\n"
-        with pytest.raises(InUseError, match="somebody has it"), locked(tmp_path / "home", "somebody has it"):
+        with pytest.raises(InUseError, match="somebody has it"), lock_folder(tmp_path / "home", "somebody has it"):
             pass
         other.kill()
-    with locked(tmp_path / "home", "somebody has it"):
+    with lock_folder(tmp_path / "home", "somebody has it"):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError), locked(tmp_path / "file", ""):
+    with pytest.raises(StoreError), lock_folder(tmp_path / "file", ""):
         pass
 
 
@@ -211,7 +211,7 @@ def test_what_root_writes_belongs_to_whoever_owns_the_folder(tmp_path: Path) -> 
     write_atomically(tmp_path / "file", b"x")
     found = (tmp_path / "file").stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (12345, 12346, 0o600)
-    with locked(tmp_path / "new" / "home", None):
+    with lock_folder(tmp_path / "new" / "home", None):
         pass
     for made in ("new", "new/home", "new/home/lock"):
         assert ((tmp_path / made).stat().st_uid, (tmp_path / made).stat().st_gid) == (12345, 12346), made

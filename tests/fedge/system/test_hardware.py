@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from fedge.system.hardware import temperature_c
+from fedge.system.hardware import measure_temperature_c
 
 
 def test_the_hottest_sensor_counts(sensors):
@@ -9,11 +9,11 @@ def test_the_hottest_sensor_counts(sensors):
         "gpu": [SimpleNamespace(current=50)],
     }
     sensors(sensors_temperatures=readings)
-    assert temperature_c() == 63.5
+    assert measure_temperature_c() == 63.5
 
 
 def test_a_device_may_have_none(sensors):
     sensors(sensors_temperatures={})
-    assert temperature_c() is None
+    assert measure_temperature_c() is None
     sensors(sensors_temperatures=None)
-    assert temperature_c() is None
+    assert measure_temperature_c() is None

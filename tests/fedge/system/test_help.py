@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedge.commands.cli import command as fedge
-from fedge.system.help import Command, CommandGroup, Option, heading_of, json_lines, json_option, option
+from fedge.system.help import Command, CommandGroup, Option, find_heading, json_lines_option, json_option, option
 from fedge.system.text import Heading
 from tests.support.cli_reference import commands
 
@@ -48,7 +48,7 @@ def test_help_lists_every_option_once_under_its_heading(found: click.Command) ->
     for each in found.get_params(click.Context(found)):
         if isinstance(each, click.Option):
             first = "-f" if "-f" in each.opts else "--help" if each.name == "help" else each.opts[0]
-            wanted.setdefault(heading_of(each).value, []).append(first)
+            wanted.setdefault(find_heading(each).value, []).append(first)
     assert listed == wanted
 
 
@@ -61,7 +61,7 @@ def test_headings_keep_their_order(found: click.Command) -> None:
 
 @EACH
 def test_only_what_is_about_the_command_itself_is_general(found: click.Command) -> None:
-    general = {each.name for each in found.get_params(click.Context(found)) if heading_of(each) is Heading.GENERAL}
+    general = {each.name for each in found.get_params(click.Context(found)) if find_heading(each) is Heading.GENERAL}
     options = {each.name for each in found.params if isinstance(each, click.Option)}
     assert general & options <= {"config", "help", "version", "log_level", "log_format"}
 
@@ -101,7 +101,7 @@ def tools() -> None:
 
 @tools.command()
 @option("--colour", heading=Heading.TRAINING, help="It has this colour.")
-@json_lines("tool")
+@json_lines_option("tool")
 @click.option("--other", help="It is plain.")
 def tool(**_: object) -> None:
     """A tool."""

@@ -4,7 +4,15 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.system.loading import code_in, hold, is_held, load_object, load_role, needs, reason_of
+from fedge.system.loading import (
+    describe_error,
+    find_code,
+    is_registered,
+    load_object,
+    load_role,
+    make_missing_package_error,
+    register_object,
+)
 
 
 def test_loads_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,16 +40,16 @@ def test_an_object_of_this_process_is_found_by_its_name_for_as_long_as_there_is_
     class Net:
         pass
 
-    name = hold(Net)
-    assert is_held(name)
+    name = register_object(Net)
+    assert is_registered(name)
     assert load_object(name) is Net
-    assert hold(Net) == name
+    assert register_object(Net) == name
     old = name
 
     class Net:  # as a notebook's cell that is run again
         pass
 
-    assert hold(Net) != old, "what was made for the old one is not taken for the new one"
+    assert register_object(Net) != old, "what was made for the old one is not taken for the new one"
     del Net
     gc.collect()
     with pytest.raises(ConfigError, match="was made in another Python process"):
@@ -49,17 +57,17 @@ def test_an_object_of_this_process_is_found_by_its_name_for_as_long_as_there_is_
 
 
 def test_a_name_of_a_module_is_not_of_an_object() -> None:
-    assert not is_held("fedge.errors:ConfigError")
-    assert not is_held(None)
+    assert not is_registered("fedge.errors:ConfigError")
+    assert not is_registered(None)
 
 
 def test_what_a_role_lacks_is_said_with_its_extra() -> None:
     missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn.cluster")
     assert "fedge.simulate needs the package sklearn: in fedge's clone, pip install '.[coordinator]'" in str(
-        needs(missing, "fedge.simulate", "coordinator")
+        make_missing_package_error(missing, "fedge.simulate", "coordinator")
     )
     ours = ModuleNotFoundError("No module named 'coordinator.x'", name="coordinator.x")
-    assert needs(ours, "x", "y") is ours
+    assert make_missing_package_error(ours, "x", "y") is ours
     assert load_role("fedge.errors", "x", "y").ConfigError is ConfigError
     with pytest.raises(ConfigError, match=r"x needs the package no_such_package: .*\[y\]"):
         load_role("no_such_package", "x", "y")
@@ -79,7 +87,7 @@ def test_what_a_role_lacks_is_said_with_its_extra() -> None:
     ],
 )
 def test_code_that_a_setting_names(setting: str, code: tuple[str, ...]) -> None:
-    assert code_in(setting) == code
+    assert find_code(setting) == code
 
 
 @pytest.mark.parametrize("path", ["my_canary:x=1", "my_canary:a.b", "my_canary:", "my_canary", "my_canary:x:y"])
@@ -95,7 +103,7 @@ def test_what_a_users_code_raised_is_one_line_with_the_place(tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="seven") as raised:
         load_object("my_failing_network:net")()
-    told = reason_of(raised.value)
+    told = describe_error(raised.value)
     assert told.startswith("ValueError: invalid literal for int()")
     assert told.endswith("(my_failing_network.py, line 2)")
     assert "\x1b[" not in told
@@ -111,4 +119,4 @@ def test_what_a_users_code_raised_is_one_line_with_the_place(tmp_path: Path, mon
     ],
 )
 def test_the_rest_of_a_long_reason_is_left_out(error: Exception, told: str) -> None:
-    assert reason_of(error) == told
+    assert describe_error(error) == told

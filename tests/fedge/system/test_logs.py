@@ -20,11 +20,11 @@ from fedge.system.logs import (
     JsonFormatter,
     LineFormatter,
     Lines,
-    at_level,
     bind,
-    bound,
-    fields_of,
-    note,
+    bind_temporarily,
+    log_event,
+    parse_fields,
+    set_level,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +79,7 @@ def test_no_text_of_a_peer_is_another_field_or_a_command_of_the_terminal() -> No
 
 def test_what_is_bound_is_in_each_line_that_does_not_say_otherwise() -> None:
     bind(federation="shop", device="cam1", nothing=None)
-    with bound(order="o1", round=4):
+    with bind_temporarily(order="o1", round=4):
         assert said("event=x device=%s", "cam2") == said("event=x") | {"device": "cam2"}
         assert (said("event=x")["order"], said("event=x")["round"]) == ("o1", 4)
     assert {"federation", "device"} <= said("event=x").keys()
@@ -89,7 +89,7 @@ def test_what_is_bound_is_in_each_line_that_does_not_say_otherwise() -> None:
 def test_an_event_whose_names_are_known_only_now(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("fedge.test")
     with caplog.at_level("INFO", logger="fedge.test"):
-        note(log, "done", {"device": "cam1", "reason": "it is late", "seconds": 1.5})
+        log_event(log, "done", {"device": "cam1", "reason": "it is late", "seconds": 1.5})
     assert caplog.messages == ["event=done device=cam1 reason='it is late' seconds=1.5"]
     assert json.loads(JsonFormatter().format(caplog.records[0]))["seconds"] == 1.5
 
@@ -116,15 +116,15 @@ logging.getLogger("other").warning("event=loud")
 
 
 def names_in_the_code() -> set[str]:
-    """Of templates that are logged, of what is told by `say`, and of events that a coordinator logs."""
+    """Of templates that are logged, of what is told by `log_event`, and of events that a coordinator logs."""
     found: set[str] = set()
     for package in ("fedge", "edge_agent", "coordinator", "deploy", "export"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and str(node.value).startswith("event="):
-                    found |= fields_of(str(node.value)).keys()
+                    found |= parse_fields(str(node.value)).keys()
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr == "say":
+                    if node.func.attr == "log_event":
                         found |= {word.arg for word in node.keywords if word.arg is not None}
                     if node.func.attr == "_observe" and isinstance(node.args[-1], ast.Dict):
                         keys = node.args[-1].keys
@@ -164,7 +164,7 @@ def test_a_level_within_is_gone_afterwards_whatever_happens():
     log = logging.getLogger("fedge.of_this_test")
     log.setLevel(logging.INFO)
 
-    @at_level(log.name, logging.ERROR)
+    @set_level(log.name, logging.ERROR)
     def fails():
         assert not log.isEnabledFor(logging.WARNING)
         raise ValueError("it failed")

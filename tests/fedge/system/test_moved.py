@@ -21,7 +21,9 @@ def test_an_old_path_is_the_module_itself_and_says_where_it_is() -> None:
     sys.modules.pop("fedge.files", None)
     from fedge.system import files
 
-    with pytest.warns(FutureWarning, match=r"fedge\.files is fedge\.system\.files now: import it from there"):
+    with pytest.warns(
+        FutureWarning, match=r"fedge\.files is fedge\.system\.files now; the old name goes with version 0\.3"
+    ):
         old = importlib.import_module("fedge.files")
     assert old is files
     assert files.__name__ == files.__spec__.name == "fedge.system.files"
@@ -51,3 +53,56 @@ def test_a_module_comes_before_a_name_of_the_module_that_the_room_was() -> None:
     from fedge.models import build
 
     assert build.__name__ == "fedge.models.build"
+
+
+class Base:
+    def get_model(self) -> str:
+        return "the base's"
+
+    def describe(self) -> str:
+        return self.get_model()
+
+    @staticmethod
+    def count_steps(n: int) -> int:
+        return n
+
+
+Base = moved.alias_members(serves="get_model", steps_for="count_steps")(Base)  # type: ignore[misc]
+
+
+def test_a_member_is_found_by_its_old_name() -> None:
+    with pytest.warns(FutureWarning, match=r"Base\.serves is get_model now"):
+        assert Base().serves() == "the base's"  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match=r"Base\.steps_for is count_steps now"):
+        assert Base.steps_for(3) == 3  # type: ignore[attr-defined]
+
+
+def test_who_overrides_an_old_name_overrides_the_new_one() -> None:
+    with pytest.warns(FutureWarning, match=r"Own\.serves is get_model now"):
+
+        class Own(Base):
+            def serves(self) -> str:
+                return "own, over " + super().serves()  # type: ignore[misc]
+
+    with pytest.warns(FutureWarning, match=r"Own\.serves is get_model now"):
+        assert Own().describe() == "own, over the base's"
+
+
+def test_a_field_of_an_old_name_is_a_field() -> None:
+    class Own(Base):
+        serves = "a text"
+
+    assert Own.serves == "a text"
+    assert Own().describe() == "the base's"
+
+
+def test_functions_are_found_by_their_old_names() -> None:
+    import fedge.tasks
+    from coordinator.methods import rounds
+
+    with pytest.warns(FutureWarning, match=r"coordinator\.methods\.rounds\.round_done is .*\.finish_round now"):
+        assert rounds.round_done is rounds.finish_round
+    with pytest.warns(FutureWarning, match=r"fedge\.tasks\.task_spec is fedge\.tasks\.load_task now"):
+        assert fedge.tasks.task_spec is fedge.tasks.load_task
+    with pytest.raises(AttributeError, match=r"module 'coordinator\.methods\.rounds' has no attribute 'nothing'"):
+        _ = rounds.nothing

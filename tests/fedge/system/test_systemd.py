@@ -11,13 +11,23 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import ConfigError, StoreError
-from fedge.system.systemd import AGENT, COORDINATOR, RUNTIME, daily, give, make_user, run, unit, write_public
+from fedge.system.systemd import (
+    AGENT,
+    COORDINATOR,
+    RUNTIME,
+    format_daily_units,
+    format_unit,
+    give_to,
+    make_user,
+    run,
+    write_public,
+)
 
 
 @pytest.mark.parametrize("role", [AGENT, COORDINATOR, RUNTIME])
 def test_systemd_has_nothing_to_say_against_a_unit(role: str, tmp_path: Path) -> None:
-    text = unit("agent", role, "agent --config /etc/fedge/agent.toml", "agent", tmp_path)
-    assert "ReadWritePaths" not in unit("agent", role, "agent", "agent")
+    text = format_unit("agent", role, "agent --config /etc/fedge/agent.toml", "agent", tmp_path)
+    assert "ReadWritePaths" not in format_unit("agent", role, "agent", "agent")
     assert f"ExecStart={sys.executable} -m fedge agent --config /etc/fedge/agent.toml\n" in text
     assert f"ReadWritePaths={tmp_path}\n" in text
     assert "User=fedge\n" in text
@@ -25,7 +35,7 @@ def test_systemd_has_nothing_to_say_against_a_unit(role: str, tmp_path: Path) ->
 
 
 def test_what_runs_daily(tmp_path: Path) -> None:
-    unit_text, timer = daily("renewal of certificates", "provision renew --folder /etc/fedge")
+    unit_text, timer = format_daily_units("renewal of certificates", "provision renew --folder /etc/fedge")
     verify(tmp_path, {"fedge-renewal.service": unit_text, "fedge-renewal.timer": timer})
 
 
@@ -65,7 +75,7 @@ def test_an_environment_that_services_cannot_reach_is_refused(
 def test_what_is_given_is_its_owners_alone(tmp_path: Path) -> None:
     (tmp_path / "i").mkdir()
     write_public(tmp_path / "i" / "own.key", "x")
-    give(tmp_path / "i", pwd.getpwnam("nobody"))
+    give_to(tmp_path / "i", pwd.getpwnam("nobody"))
     for path in (tmp_path / "i", tmp_path / "i" / "own.key"):
         assert path.stat().st_uid == pwd.getpwnam("nobody").pw_uid
     assert (tmp_path / "i").stat().st_mode & 0o777 == 0o700
@@ -83,7 +93,7 @@ def test_a_link_in_a_folder_gives_nothing_else_away(tmp_path: Path) -> None:
         (identity / "acl").symlink_to(target)
         if not first:
             (identity / "own.key").hardlink_to(target)
-        give(identity, nobody)
+        give_to(identity, nobody)
         write_public(identity / "acl", "theirs")
         assert (target.read_text(), target.stat().st_uid, target.stat().st_mode & 0o777) == ("root's", 0, 0o600)
         assert (identity / "acl").read_text() == "theirs"
@@ -95,4 +105,4 @@ def test_a_link_in_a_folder_gives_nothing_else_away(tmp_path: Path) -> None:
 def test_what_is_somebody_elses_is_not_given(tmp_path: Path) -> None:
     os.chown(tmp_path, pwd.getpwnam("daemon").pw_uid, -1)
     with pytest.raises(StoreError, match="and is for nobody: see what is in it"):
-        give(tmp_path, pwd.getpwnam("nobody"))
+        give_to(tmp_path, pwd.getpwnam("nobody"))

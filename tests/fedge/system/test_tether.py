@@ -17,9 +17,9 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
             """
             import signal, subprocess, sys
             from pathlib import Path
-            from fedge.system.child import tethered
+            from fedge.system.child import make_tethered_command
             sleeper = [sys.executable, "-c", "print('up', flush=True); import signal; signal.pause()"]
-            child = subprocess.Popen(tethered(*sleeper), stdout=subprocess.PIPE, start_new_session=True)
+            child = subprocess.Popen(make_tethered_command(*sleeper), stdout=subprocess.PIPE, start_new_session=True)
             child.stdout.readline()
             print(child.pid, flush=True)
             signal.pause()

@@ -17,7 +17,7 @@ X, Y = np.zeros((4, 3), np.float32), np.array([0, 1, 1, 0], np.uint8)
 
 
 def test_reads_and_converts(tmp_path: Path) -> None:
-    table = arrays.read(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0]))
+    table = arrays.read_arrays(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0]))
     assert set(table) == {"x", "y", "split", "sensitive"}
     assert (table["y"].dtype, table["split"].dtype, table["sensitive"].dtype) == (np.int64, np.int64, np.bool_)
     assert table["sensitive"].tolist() == [True, False, True, False]
@@ -58,7 +58,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
 def test_wrong_content_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        arrays.read(file_of(tmp_path, **content))
+        arrays.read_arrays(file_of(tmp_path, **content))
 
 
 def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
     for content in (b"", b"text", whole[:50], whole[:-30], (tmp_path / "array.npy").read_bytes()):
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(ConfigError, match=r"bad\.npz"):
-            arrays.read(tmp_path / "bad.npz")
+            arrays.read_arrays(tmp_path / "bad.npz")
     with pytest.raises(ConfigError, match=r"none\.npz"):
-        arrays.read(tmp_path / "none.npz")
+        arrays.read_arrays(tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize(
@@ -82,20 +82,23 @@ def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
 )
 def test_labels_with_gaps_are_not_taken_for_classes_that_nobody_meant(labels: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        arrays.class_names({"y": np.array(labels)}, Path("data.npz"))
+        arrays.get_class_names({"y": np.array(labels)}, Path("data.npz"))
 
 
 def test_class_names() -> None:
     here = Path("data.npz")
-    assert arrays.class_names({"y": np.array([2, 0, 1, 1])}, here) == ("0", "1", "2")
-    assert arrays.class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "stand", "lie"])}, here) == (
+    assert arrays.get_class_names({"y": np.array([2, 0, 1, 1])}, here) == ("0", "1", "2")
+    assert arrays.get_class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "stand", "lie"])}, here) == (
         "sit", "stand", "lie",
     )  # fmt: skip
-    assert arrays.class_names({"y": np.array([0, 0]), "classes": np.array(["sit", "stand"])}, here) == ("sit", "stand")
+    assert arrays.get_class_names({"y": np.array([0, 0]), "classes": np.array(["sit", "stand"])}, here) == (
+        "sit",
+        "stand",
+    )
     for one in ({"y": np.array([0, 0])}, {"y": np.array([0, 0]), "classes": np.array(["sit"])}):
         with pytest.raises(ConfigError, match="a task has two classes or more: name them all"):
-            arrays.class_names(one, here)
+            arrays.get_class_names(one, here)
     with pytest.raises(ConfigError, match="the class sit stands twice"):
-        arrays.class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "lie", "sit"])}, here)
+        arrays.get_class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "lie", "sit"])}, here)
     with pytest.raises(ConfigError, match="largest label is 2, with 2 names"):
-        arrays.class_names({"y": np.array([0, 2]), "classes": np.array(["a", "b"])}, here)
+        arrays.get_class_names({"y": np.array([0, 2]), "classes": np.array(["a", "b"])}, here)

@@ -5,7 +5,7 @@ import pytest
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks.data import DeviceData, user_task
+from fedge.tasks.data import DeviceData, load_user_task
 
 
 def data(**changes: np.ndarray) -> DeviceData:
@@ -33,21 +33,21 @@ def test_labelled_samples_are_those_for_training_and_then_those_for_validation()
 
 
 def test_class_counts() -> None:
-    assert data().class_counts(4).tolist() == [1, 1, 2, 0]
-    assert data().class_counts(4, with_validation=True).tolist() == [3, 1, 2, 0]
+    assert data().count_classes(4).tolist() == [1, 1, 2, 0]
+    assert data().count_classes(4, with_validation=True).tolist() == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("field", "label"), [("y_train", 3), ("y_val", 3), ("y_train", -1)])
 def test_labels_that_the_task_does_not_have_are_refused(field: str, label: int) -> None:
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
-    data().of_task(task)
+    data().to_task_types(task)
     labels = getattr(data(), field)
     labels[0] = label
     part = {"y_train": "training", "y_val": "validation"}[field]
     with pytest.raises(
         ConfigError, match=rf"y of the {part} samples holds .*{label}.*, and class numbers are 0\.\.2 here"
     ):
-        data(**{field: labels}).of_task(task)
+        data(**{field: labels}).to_task_types(task)
 
 
 def test_what_a_task_class_returns_in_other_types_is_taken_if_it_is_the_same() -> None:
@@ -56,13 +56,13 @@ def test_what_a_task_class_returns_in_other_types_is_taken_if_it_is_the_same() -
         x_train=wanted.x_train.astype(np.float64),
         y_train=wanted.y_train.astype(np.uint8),
         sensitive=wanted.sensitive.astype(np.int64),
-    ).of_task(task)
+    ).to_task_types(task)
     for name in ("x_train", "y_train", "sensitive"):
         one, other = getattr(found, name), getattr(wanted, name)
         assert one.dtype == other.dtype
         assert np.array_equal(one, other)
     assert found.shared[0].tolist() == wanted.shared[0].tolist(), "marks of integers would pick other samples"
-    assert found.digest() == wanted.digest()
+    assert found.compute_digest() == wanted.compute_digest()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_a_task_class_returns_in_other_types_is_taken_if_it_is_the_same() -
 def test_what_it_returns_that_is_none_is_refused(field: str, values: list, says: str) -> None:
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
     with pytest.raises(ConfigError, match=says):
-        data(**{field: np.array(values)}).of_task(task)
+        data(**{field: np.array(values)}).to_task_types(task)
 
 
 @pytest.mark.parametrize("field", ["y_train", "sensitive", "y_val"])
@@ -90,6 +90,6 @@ def test_lengths_must_agree(field: str) -> None:
 def test_user_task_is_an_object_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tasks.py").write_text("class Mine:\n    answer = 42\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert user_task("my_tasks:Mine").answer == 42  # type: ignore[attr-defined]
+    assert load_user_task("my_tasks:Mine").answer == 42  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="my_tasks:Yours"):
-        user_task("my_tasks:Yours")
+        load_user_task("my_tasks:Yours")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks import device_data, device_inputs, labelled, task_spec
+from fedge.tasks import load_task, read_device_data, read_device_inputs, read_labelled
 
 WINDOWS = TaskSpec(
     name="arrays", classes=("a", "b"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(scale=2.0)
@@ -25,7 +25,7 @@ def npz(folder: Path, n: int = 20, **more: Any) -> Path:
 def test_a_given_split_is_kept_and_test_samples_are_never_seen(tmp_path: Path) -> None:
     split = np.array([0, 1, 2, 0, 2] * 4)
     marks = np.arange(20) % 3 == 0
-    data = device_data(WINDOWS, npz(tmp_path, split=split, sensitive=marks), seed=0)
+    data = read_device_data(WINDOWS, npz(tmp_path, split=split, sensitive=marks), seed=0)
     assert (data.x_train[:, 0] * 2).tolist() == (2 * np.flatnonzero(split == 0)).tolist()
     assert (data.x_val[:, 0] * 2).tolist() == (2 * np.flatnonzero(split == 1)).tolist()
     assert data.y_train.tolist() == (np.flatnonzero(split == 0) % 2).tolist()
@@ -34,7 +34,7 @@ def test_a_given_split_is_kept_and_test_samples_are_never_seen(tmp_path: Path) -
 
 def test_without_split_a_fifth_is_held_out_by_the_seed(tmp_path: Path) -> None:
     source = npz(tmp_path)
-    data, again, other = (device_data(WINDOWS, source, seed=seed) for seed in (0, 0, 1))
+    data, again, other = (read_device_data(WINDOWS, source, seed=seed) for seed in (0, 0, 1))
     assert (len(data.y_train), len(data.y_val)) == (16, 4)
     assert np.bincount(data.y_val).tolist() == [2, 2]
     assert np.array_equal(data.x_val, again.x_val)
@@ -44,15 +44,15 @@ def test_without_split_a_fifth_is_held_out_by_the_seed(tmp_path: Path) -> None:
 
 
 def test_without_marks_nothing_is_sensitive(tmp_path: Path) -> None:
-    data = device_data(WINDOWS, npz(tmp_path), seed=0)
+    data = read_device_data(WINDOWS, npz(tmp_path), seed=0)
     assert data.n_shared == data.n_train == 16
 
 
 def test_labels_and_shapes_must_fit_the_task(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"y holds 0\.\.2, and class numbers are 0\.\.1 here"):
-        device_data(WINDOWS, npz(tmp_path, y=np.arange(20) % 3), seed=0)
+        read_device_data(WINDOWS, npz(tmp_path, y=np.arange(20) % 3), seed=0)
     with pytest.raises(ConfigError, match="shape"):
-        device_data(WINDOWS, npz(tmp_path, x=np.zeros((20, 3))), seed=0)
+        read_device_data(WINDOWS, npz(tmp_path, x=np.zeros((20, 3))), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_number_that_no_network_can_see_is_refused_with_file_sample_and_column
     x[17, 1] = value
     task = msgspec.structs.replace(WINDOWS, preprocessing=Preprocessing(std=0.1))
     file = npz(tmp_path, x=x, split=np.full(20, part))
-    for read in (lambda: device_data(task, file, seed=0), lambda: device_inputs(task, file)):
+    for read in (lambda: read_device_data(task, file, seed=0), lambda: read_device_inputs(task, file)):
         with pytest.raises(ConfigError, match=rf"\.npz: sample 17, column 1 .*{says}"):
             read()
 
@@ -78,8 +78,8 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         Image.fromarray(np.full((32, 32, 3), 10 * number, np.uint8)).save(path)
     (tmp_path / "split.json").write_text(json.dumps({"val": ["cat/0.png"], "test": ["dog/9.png"]}))
     (tmp_path / "sensitive.txt").write_text("dog/8.png\n")
-    task = task_spec("image-folder", tmp_path)
-    data = device_data(task, tmp_path, seed=0)
+    task = load_task("image-folder", tmp_path)
+    data = read_device_data(task, tmp_path, seed=0)
     assert data.x_train.shape == (8, 3, 32, 32)
     assert data.y_train.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert data.sensitive.tolist() == [False] * 7 + [True]
@@ -89,14 +89,14 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 
 def test_a_device_that_does_not_train_needs_no_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.arange(8, dtype=np.float32).reshape(4, 2))
-    np.testing.assert_array_equal(device_inputs(WINDOWS, tmp_path / "x.npz"), np.arange(8).reshape(4, 2) / 2)
+    np.testing.assert_array_equal(read_device_inputs(WINDOWS, tmp_path / "x.npz"), np.arange(8).reshape(4, 2) / 2)
     marked = npz(tmp_path, n=5, split=np.array([0, 1, 2, 0, 1]), sensitive=np.array([1, 0, 0, 0, 0]), y=np.arange(5))
-    np.testing.assert_array_equal(device_inputs(WINDOWS, marked)[:, 0], [1, 3, 4])
+    np.testing.assert_array_equal(read_device_inputs(WINDOWS, marked)[:, 0], [1, 3, 4])
     with pytest.raises(ConfigError, match="x and y"):
-        device_data(WINDOWS, tmp_path / "x.npz", seed=0)
+        read_device_data(WINDOWS, tmp_path / "x.npz", seed=0)
     np.savez(tmp_path / "none.npz", z=np.zeros(3))
     with pytest.raises(ConfigError, match=r"arrays x$"):
-        device_inputs(WINDOWS, tmp_path / "none.npz")
+        read_device_inputs(WINDOWS, tmp_path / "none.npz")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_files_beside_images_that_nobody_would_look_at_are_refused(tmp_path: Pat
         path = tmp_path / ("cat" if number < 5 else "dog") / f"{number}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((32, 32, 3), 10 * number, np.uint8)).save(path)
-    task = task_spec("image-folder", tmp_path)
+    task = load_task("image-folder", tmp_path)
     for harmless in (".DS_Store", "cat/Thumbs.db", ".cache/index.bin", "sensitive.txt"):
         (tmp_path / harmless).parent.mkdir(exist_ok=True)
         (tmp_path / harmless).write_bytes(b"")
-    assert device_data(task, tmp_path, seed=0).n_shared == 8
+    assert read_device_data(task, tmp_path, seed=0).n_shared == 8
     (tmp_path / wrong).write_text("cat/1.png\n")
-    for read in (lambda: device_data(task, tmp_path, seed=0), lambda: device_inputs(task, tmp_path)):
+    for read in (lambda: read_device_data(task, tmp_path, seed=0), lambda: read_device_inputs(task, tmp_path)):
         with pytest.raises(ConfigError, match=f"{Path(wrong).name} means nothing here") as error:
             read()
         if "ensitive" in wrong:
@@ -134,11 +134,11 @@ def test_images_without_class_folders_are_read_by_a_device_that_does_not_train(t
         model="cnn",
         preprocessing=Preprocessing(image_mode="RGB"),
     )
-    assert device_inputs(task, tmp_path)[:, 0, 0, 0].tolist() == [0, 10, 20]
+    assert read_device_inputs(task, tmp_path)[:, 0, 0, 0].tolist() == [0, 10, 20]
 
 
 def test_labelled_samples_are_all_but_those_for_testing(tmp_path: Path) -> None:
-    x, y = labelled(WINDOWS, npz(tmp_path, split=np.array([0, 1, 2, 0, 2] * 4)))
+    x, y = read_labelled(WINDOWS, npz(tmp_path, split=np.array([0, 1, 2, 0, 2] * 4)))
     assert sorted((x[:, 0] * 2).tolist()) == [2 * i for i in range(20) if i % 5 not in (2, 4)]
     np.testing.assert_array_equal(y, x[:, 0].astype(int) % 2)
 
@@ -154,20 +154,20 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.syspath_prepend(tmp_path)
     task = TaskSpec(name="my_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
-    assert device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3
-    assert device_inputs(task, tmp_path).tolist() == [[0, 0]] * 3
+    assert read_device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3
+    assert read_device_inputs(task, tmp_path).tolist() == [[0, 0]] * 3
     code = (tmp_path / "my_sensor.py").read_text()
     (tmp_path / "other_sensor.py").write_text(code.replace("np.zeros(3, np.int64)", "np.full(3, 2)"))
     task = msgspec.structs.replace(task, name="other_sensor:Sensor")
     with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}: y of the training samples holds 2\.\.2"):
-        device_data(task, tmp_path, seed=9)
+        read_device_data(task, tmp_path, seed=9)
     (tmp_path / "broken_sensor.py").write_text(code.replace("seed, np.float32", "1e39"))
     task = msgspec.structs.replace(task, name="broken_sensor:Sensor")
     with pytest.raises(ConfigError, match=r"of the training samples, sample 0, column 0 .* is more than single"):
-        device_data(task, tmp_path, seed=9)
+        read_device_data(task, tmp_path, seed=9)
     task = msgspec.structs.replace(task, name="my_sensor:Sensor", input_shape=(4,))
     with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}: samples of shape \(2,\) found"):
-        device_data(task, tmp_path, seed=9)
+        read_device_data(task, tmp_path, seed=9)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_task_of_the_users_own_that_fails_is_told_in_a_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     task = TaskSpec(name=f"wrong_sensor:{name}", classes=("a", "b"), input_shape=(2,), model="mlp")
     with pytest.raises(ConfigError) as refused:
-        device_data(task, tmp_path, seed=9)
+        read_device_data(task, tmp_path, seed=9)
     assert str(refused.value) == f"wrong_sensor:{name} cannot read {tmp_path}: {told}"
 
 
@@ -204,10 +204,10 @@ def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
     np.savez(tmp_path / "dev1.npz", x=np.zeros(1))
     monkeypatch.syspath_prepend(tmp_path)
     mine = msgspec.structs.replace(WINDOWS, name="task_that_opens:Mine")
-    for read in (lambda at: device_data(mine, at, seed=0), lambda at: device_inputs(mine, at)):
+    for read in (lambda at: read_device_data(mine, at, seed=0), lambda at: read_device_inputs(mine, at)):
         with pytest.raises(ConfigError, match=r"no file or folder of samples at .*dev2\.npz \(did you mean dev1\.npz"):
             read(tmp_path / "dev2.npz")
         with pytest.raises(ConfigError, match=r"cannot read .*Is a directory"):
             read(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read .*dev1\.npz: KeyError: .*windows"):
-        device_data(msgspec.structs.replace(mine, name="task_that_opens:Other"), tmp_path / "dev1.npz", seed=0)
+        read_device_data(msgspec.structs.replace(mine, name="task_that_opens:Other"), tmp_path / "dev1.npz", seed=0)

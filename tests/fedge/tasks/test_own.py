@@ -12,10 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.build import build, initial
-from fedge.system.loading import hold
-from fedge.tasks import Task, pool
-from fedge.tasks.own import name_of
+from fedge.models.build import make_initial_model, make_network
+from fedge.system.loading import register_object
+from fedge.tasks import Task, load_pool
+from fedge.tasks.own import get_network_name
 from fedge.tensors.layout import HEAD
 
 RNG = np.random.default_rng(0)
@@ -42,8 +42,8 @@ def test_arrays_are_standardised_and_get_a_network() -> None:
     assert (task.spec.name, task.spec.classes, task.spec.input_shape) == ("mine", ("a", "b", "c"), (5,))
     assert task.spec.model == "mlp"
     assert task.spec.preprocessing.mean == pytest.approx(tuple(X.mean(axis=0)))
-    assert pool(hold(task)).y.tolist() == Y.tolist()
-    assert len(pool(hold(task), limit=10).y) == 10
+    assert load_pool(register_object(task)).y.tolist() == Y.tolist()
+    assert len(load_pool(register_object(task), limit=10).y) == 10
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_whole_numbers_that_are_no_pixels_stay_in_their_shape() -> None:
 @pytest.mark.parametrize("model", [Net, lambda: Net(7), with_the_task, Net()], ids=["class", "function", "task", "net"])
 def test_any_network_can_be_built_and_has_a_fingerprint(model: object) -> None:
     task = Task.from_arrays(X, Y, model=model)
-    assert len(task.spec.fingerprint()) == 16
-    assert build(task.spec)(torch.zeros(2, 5)).shape == (2, 3)
-    assert initial(task.spec, 1)[0].select(HEAD)
+    assert len(task.spec.compute_fingerprint()) == 16
+    assert make_network(task.spec)(torch.zeros(2, 5)).shape == (2, 3)
+    assert make_initial_model(task.spec, 1)[0].select(HEAD)
 
 
 def test_a_module_begins_with_the_weights_that_it_has_and_is_left_alone() -> None:
     net = Net()
     task = Task.from_arrays(X, Y, model=net)
-    one, two = build(task.spec), build(task.spec)
+    one, two = make_network(task.spec), make_network(task.spec)
     assert torch.equal(one.body.weight, net.body.weight)
     with torch.no_grad():
         one.body.weight.zero_()
@@ -100,7 +100,7 @@ def test_a_module_begins_with_the_weights_that_it_has_and_is_left_alone() -> Non
 
 def test_a_network_that_was_defined_anew_is_another_task() -> None:
     one, two = (Task.from_arrays(X, Y, model=type("Net", (Net,), {})) for _ in range(2))
-    assert one.spec.fingerprint() != two.spec.fingerprint()
+    assert one.spec.compute_fingerprint() != two.spec.compute_fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_network_that_was_defined_anew_is_another_task() -> None:
 )
 def test_what_is_no_network_is_refused(model: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build(Task.from_arrays(X, Y, model=model).spec)
+        make_network(Task.from_arrays(X, Y, model=model).spec)
 
 
 @pytest.mark.parametrize(
@@ -226,5 +226,5 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def test_names_stay_names() -> None:
-    assert name_of("cnn") == "cnn"
-    assert name_of("package.module:factory") == "package.module:factory"
+    assert get_network_name("cnn") == "cnn"
+    assert get_network_name("package.module:factory") == "package.module:factory"

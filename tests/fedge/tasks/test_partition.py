@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.settings import given as from_config
-from fedge.tasks import Partitioning, Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
-from fedge.tasks.partition import samples_of
+from fedge.settings import resolve_given as from_config
+from fedge.tasks import (
+    Partitioning,
+    Pool,
+    Share,
+    load_pool,
+    make_device_data,
+    partition_pool,
+    read_device_data,
+    set_apart,
+    write_share,
+)
+from fedge.tasks.partition import load_samples
 from fedge.tasks.partitioners import MIN_SAMPLES, Milder, Sizes
 from fedge.tasks.shares import How
 
@@ -30,7 +40,7 @@ def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:
 def shares_of(source: Pool, n_devices: int, **changes: Any) -> list[Share]:
     given: dict[str, Any] = {"sensitive": 0.3, "n_groups": 3, "seed": 0, "milder": None} | changes
     more = {name: given.pop(name) for name in ("seed", "milder")}
-    return partition(source, n_devices, Partitioning(**given), **more)
+    return partition_pool(source, n_devices, Partitioning(**given), **more)
 
 
 def labels(share: Share) -> np.ndarray:
@@ -293,11 +303,11 @@ def test_a_group_without_a_sample_of_its_own_classes_is_refused() -> None:
 
 
 def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
-    source = pool("digits", limit=200)
+    source = load_pool("digits", limit=200)
     for number, share in enumerate(shares_of(source, 3, partition="groups")):
         file = tmp_path / "deep" / f"{number}.npz"
         write_share(share, file)
-        read, direct = device_data(source.spec, file, seed=0), share_data(source.spec, share)
+        read, direct = read_device_data(source.spec, file, seed=0), make_device_data(source.spec, share)
         for field in ("x_train", "y_train", "sensitive", "x_val", "y_val"):
             assert np.array_equal(getattr(read, field), getattr(direct, field))
         with np.load(file) as archive:
@@ -314,11 +324,11 @@ def test_shares_leave_the_pool_alone() -> None:
 
 
 def test_what_is_set_apart_no_device_gets_and_the_users_own_limit_goes_first() -> None:
-    found, apart = samples_of(Partitioning(samples=200), 0, 0.1, limit=100)
+    found, apart = load_samples(Partitioning(samples=200), 0, 0.1, limit=100)
     assert (len(found.y), len(apart.y)) == (180, 20)
-    assert len(samples_of(Partitioning(), 0, 0.0, limit=100)[0].y) == 100
+    assert len(load_samples(Partitioning(), 0, 0.0, limit=100)[0].y) == 100
 
 
 def test_another_network_takes_the_place_of_the_tasks_own() -> None:
-    found, _ = samples_of(Partitioning(model="cnn", samples=100), 0, 0.0)
+    found, _ = load_samples(Partitioning(model="cnn", samples=100), 0, 0.0)
     assert (found.spec.model, found.spec.model_options) == ("cnn", {})

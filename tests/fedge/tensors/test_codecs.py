@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedge.errors import ProtocolError
-from fedge.tensors.codecs import apply_differences, check, decode, descended, encode, norms_of, pieces, rounded
-from fedge.tensors.codecs import packed as bytes_of
+from fedge.tensors.codecs import (
+    apply_differences,
+    check_blob,
+    compute_norms,
+    decode,
+    derive_tensor,
+    encode,
+    encode_pieces,
+    round_tensors,
+)
+from fedge.tensors.codecs import pack_tensors as bytes_of
 from fedge.tensors.layout import Codec, Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
 from fedge.tensors.rounding import NotFiniteError
 
@@ -39,11 +48,11 @@ def tensors() -> Tensors:
 
 
 def refusal(data: bytes, codec: Codec, layout: Layout = LAYOUT) -> str:
-    """By `decode`; `check` refuses the same."""
+    """By `decode`; `check_blob` refuses the same."""
     with pytest.raises(ProtocolError) as caught:
         decode(data, codec, layout)
     with pytest.raises(ProtocolError, match=re.escape(str(caught.value))):
-        check(data, codec, layout)
+        check_blob(data, codec, layout)
     return caught.value.name
 
 
@@ -53,13 +62,13 @@ def packed(data: bytes) -> bytes:
 
 def test_small_tensors_take_less_than_with_one_code_for_names_and_numbers() -> None:
     numbers = np.random.default_rng(0).standard_normal(2048, np.float32)
-    stored = rounded({f"features.{k}.weight": numbers[k::8] for k in range(8)}, Codec.INT8)
+    stored = round_tensors({f"features.{k}.weight": numbers[k::8] for k in range(8)}, Codec.INT8)
     assert len(bytes_of(stored)) < len(packed(to_bytes(stored))) - 20
 
 
 def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflow() -> None:
     update = Model(np.float32([3e30, 4e30]), np.float32([6.0, 8.0]), np.zeros(0, np.int64))
-    assert norms_of(update) == pytest.approx((5e30, 10.0))
+    assert compute_norms(update) == pytest.approx((5e30, 10.0))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -67,7 +76,7 @@ def test_a_norm_is_finite_only_where_all_numbers_are(number: float) -> None:
     params = np.ones(70_000, np.float32)
     params[66_000] = number
     spoiled = Model(params, np.zeros(0, np.float32), np.zeros(0, np.int64))
-    assert not np.isfinite(norms_of(spoiled)[0])
+    assert not np.isfinite(compute_norms(spoiled)[0])
 
 
 @pytest.mark.parametrize("codec", list(Codec))
@@ -78,8 +87,8 @@ def test_the_norms_that_a_check_tells_are_those_of_the_decoded_model(codec: Code
     data = encode(unflatten(model, layout), codec, EXACT)
     decoded = decode(data, codec, layout)
     expected = [np.linalg.norm(vector.astype(np.float64)) for vector in (decoded.params, decoded.buffers)]
-    assert check(data, codec, layout) == pytest.approx(expected, rel=1e-5)
-    assert norms_of(decoded) == pytest.approx(expected, rel=1e-5)
+    assert check_blob(data, codec, layout) == pytest.approx(expected, rel=1e-5)
+    assert compute_norms(decoded) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("codec", [Codec.FLOAT32, Codec.FLOAT32_ZSTD])
@@ -92,7 +101,7 @@ def test_float32_is_exact(codec: Codec) -> None:
 
 def test_plain_float32_is_safetensors() -> None:
     assert encode(tensors(), Codec.FLOAT32) == to_bytes(tensors())
-    assert b"".join(pieces(tensors())) == to_bytes(tensors())
+    assert b"".join(encode_pieces(tensors())) == to_bytes(tensors())
 
 
 @given(scale=st.floats(width=32), number=st.integers(-128, 127))
@@ -103,7 +112,7 @@ def test_int8_is_finite_if_its_product_with_the_scale_is(scale: float, number: i
     with np.errstate(over="ignore", invalid="ignore"):
         finite_product = np.isfinite(np.float32([0, number]) * np.float32(scale)).all()
     if finite_product:
-        check(data, Codec.INT8, layout)
+        check_blob(data, Codec.INT8, layout)
         assert np.isfinite(decode(data, Codec.INT8, layout).params).all()
     else:
         assert refusal(data, Codec.INT8, layout) == "not-finite"
@@ -378,30 +387,34 @@ def test_a_changed_byte_is_refused_or_gives_a_finite_model(codec: Codec, place: 
 def test_long_vectors_which_several_threads_share_are_rounded_as_whole_ones() -> None:
     rng = np.random.default_rng(0)
     now, base, held = (rng.standard_normal((3, 100_001), np.float32) for _ in range(3))
-    carried = rounded({"w": held}, Codec.INT8)
+    carried = round_tensors({"w": held}, Codec.INT8)
     wanted = {"w": np.multiply(carried["w"], carried["w.scale"]) + now - base}
     largest = np.float32(np.abs(wanted["w"]).max() / np.float32(127))
     after = np.empty_like(now)
-    found, left_out = descended("w", now, base, carried, after)
+    found, left_out = derive_tensor("w", now, base, carried, after)
     left = left_out()
     assert found["w.scale"] == largest
     np.testing.assert_array_equal(found["w"], np.rint(wanted["w"] / largest).astype(np.int8))
     np.testing.assert_array_equal(after, found["w"] * largest + base)
-    again = rounded({"w": np.multiply(carried["w"], carried["w.scale"]) + now - after}, Codec.INT8)
+    again = round_tensors({"w": np.multiply(carried["w"], carried["w.scale"]) + now - after}, Codec.INT8)
     assert left["w.scale"] == again["w.scale"]
     np.testing.assert_array_equal(left["w"], again["w"])
     now[2, 7] = np.nan
     with pytest.raises(NotFiniteError):
-        descended("w", now, base, carried, after)
+        derive_tensor("w", now, base, carried, after)
 
 
 def test_a_model_is_made_of_several_differences_in_order() -> None:
     rng = np.random.default_rng(0)
     first = {"w": rng.standard_normal((100_001, 2), np.float32), "n": np.array(1), "running": np.ones(3, np.float32)}
     steps = [
-        rounded({"w": rng.standard_normal((100_001, 2), np.float32), "n": np.array(k), "running": first["running"] * k},
-                Codec.INT8, {"running"}) for k in (2, 3)
-    ]  # fmt: skip
+        round_tensors(
+            {"w": rng.standard_normal((100_001, 2), np.float32), "n": np.array(k), "running": first["running"] * k},
+            Codec.INT8,
+            {"running"},
+        )
+        for k in (2, 3)
+    ]
     w = (first["w"] + steps[0]["w"] * steps[0]["w.scale"]) + steps[1]["w"] * steps[1]["w.scale"]
     made = apply_differences(BytesIO(to_bytes(first)), [packed(to_bytes(step)) for step in steps])
     assert b"".join(map(bytes, made)) == to_bytes({"w": w, "n": np.array(3), "running": first["running"] * 3})

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedge.errors import ProtocolError
-from fedge.tensors.fixed_point import OTHERS, PARAMS, from_bytes, heaviest_of, mean_change, n_bytes, summand, zero
+from fedge.tensors.fixed_point import (
+    OTHERS,
+    PARAMS,
+    compute_heaviest,
+    compute_mean_change,
+    count_bytes,
+    from_bytes,
+    make_summand,
+    make_zero,
+)
 from fedge.tensors.layout import Layout, Model, TensorInfo
 
 LAYOUT = Layout(
@@ -34,29 +43,29 @@ def change(*params: float, buffers: tuple[float, float] = (0, 0), counter: int =
 )
 def test_the_mean_is_the_plain_one_up_to_the_stated_rounding(devices, counter) -> None:
     cohort, heaviest = len(devices), 500
-    total, weights = zero(LAYOUT), np.array([n for n, _ in devices])
+    total, weights = make_zero(LAYOUT), np.array([n for n, _ in devices])
     for n, values in devices:
-        total.add(summand(change(*values, buffers=(100.5, -3e5), counter=counter), n, cohort, heaviest))
-    mean = mean_change(total, LAYOUT, cohort, heaviest)
+        total.add(make_summand(change(*values, buffers=(100.5, -3e5), counter=counter), n, cohort, heaviest))
+    mean = compute_mean_change(total, LAYOUT, cohort, heaviest)
     exact = weights @ np.array([values for _, values in devices]) / weights.sum()
-    unit = 2.0 ** -PARAMS.fraction_bits(cohort, heaviest)
+    unit = 2.0 ** -PARAMS.compute_fraction_bits(cohort, heaviest)
     np.testing.assert_allclose(mean.params, exact, rtol=1e-6, atol=cohort / 2 * unit / weights.sum())
     np.testing.assert_allclose(mean.buffers, [100.5, -3e5], rtol=1e-6)
     assert mean.counters.tolist() == [counter]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("cohort", "heaviest"), [(2, 1), (7, 100), (1000, 10_000), (10_000, heaviest_of(10_000))])
+@pytest.mark.parametrize(("cohort", "heaviest"), [(2, 1), (7, 100), (1000, 10_000), (10_000, compute_heaviest(10_000))])
 def test_the_largest_sum_does_not_overflow(cohort: int, heaviest: int, sign: int) -> None:
     """All devices at the limits: the sum of the cohort is still what it is, without wrapping around."""
     far = Model(np.float32([sign * 8] * 3), np.float32([sign * 2.0**20] * 2), np.int64([sign * 2**20]))
-    one = summand(far, heaviest, cohort, heaviest)
+    one = make_summand(far, heaviest, cohort, heaviest)
     assert cohort * abs(int(one.params.view(np.int32)[0])) < 2**31
     assert cohort * abs(int(one.others.view(np.int64)[0])) < 2**63
-    total = zero(LAYOUT)
+    total = make_zero(LAYOUT)
     total.params[:] = one.params * np.uint32(cohort)
     total.others[:] = one.others * np.uint64(cohort)
-    mean = mean_change(total, LAYOUT, cohort, heaviest)
+    mean = compute_mean_change(total, LAYOUT, cohort, heaviest)
     np.testing.assert_allclose(mean.params, sign * 8, rtol=1e-6)
     np.testing.assert_allclose(mean.buffers, sign * 2.0**20, rtol=1e-6)
 
@@ -65,28 +74,28 @@ def test_the_largest_sum_does_not_overflow(cohort: int, heaviest: int, sign: int
 def test_the_scale_is_that_of_the_formula(cohort: int, heaviest: int) -> None:
     """Devices and server derive it independently, so it stays as it is, also where one bit more would fit (31, 1)."""
     for ring in (PARAMS, OTHERS):
-        bits = ring.fraction_bits(cohort, heaviest)
+        bits = ring.compute_fraction_bits(cohort, heaviest)
         for more, fits in ((0, True), (1, False)):
             assert (cohort * (heaviest * ring.limit + 0.5) * 2.0 ** (bits + more) < 2 ** (ring.bits - 1)) == fits
 
 
 def test_heavier_devices_than_fit_are_counted_as_the_heaviest() -> None:
     for cohort in (2, 100, 10_000):
-        assert PARAMS.fraction_bits(cohort, heaviest_of(cohort)) >= 0
-        assert PARAMS.fraction_bits(cohort, 2 * heaviest_of(cohort)) < 0
+        assert PARAMS.compute_fraction_bits(cohort, compute_heaviest(cohort)) >= 0
+        assert PARAMS.compute_fraction_bits(cohort, 2 * compute_heaviest(cohort)) < 0
 
 
 def test_what_is_above_the_limit_is_clipped() -> None:
-    own = summand(change(100, -100, 1, buffers=(1e9, 0)), 2, 5, 10)
-    mean = mean_change(own, LAYOUT, 5, 10)
+    own = make_summand(change(100, -100, 1, buffers=(1e9, 0)), 2, 5, 10)
+    mean = compute_mean_change(own, LAYOUT, 5, 10)
     np.testing.assert_allclose(mean.params, [8, -8, 1], rtol=1e-6)
     assert mean.buffers[0] == 2.0**20
 
 
 def test_adding_and_taking_away_is_nothing() -> None:
     rng = np.random.default_rng(0)
-    one, other = (from_bytes(rng.bytes(n_bytes(LAYOUT)), LAYOUT) for _ in range(2))
-    total = zero(LAYOUT)
+    one, other = (from_bytes(rng.bytes(count_bytes(LAYOUT)), LAYOUT) for _ in range(2))
+    total = make_zero(LAYOUT)
     total.add(one)
     total.add(other)
     total.subtract(one)
@@ -96,23 +105,23 @@ def test_adding_and_taking_away_is_nothing() -> None:
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_bytes_of_another_length_are_refused(extra: int) -> None:
     with pytest.raises(ProtocolError, match="malformed"):
-        from_bytes(bytes(n_bytes(LAYOUT) + extra), LAYOUT)
+        from_bytes(bytes(count_bytes(LAYOUT) + extra), LAYOUT)
 
 
 @pytest.mark.parametrize("weight", [0, 11])
 def test_a_weight_out_of_range_is_refused(weight: int) -> None:
     with pytest.raises(ValueError, match="10 at most"):
-        summand(change(0, 0, 0), weight, 5, 10)
+        make_summand(change(0, 0, 0), weight, 5, 10)
 
 
 @pytest.mark.parametrize("weights", [0, 51, 2**64 - 1])
 def test_weights_that_a_cohort_cannot_have_are_refused(weights: int) -> None:
-    total = zero(LAYOUT)
+    total = make_zero(LAYOUT)
     total.others[-1] = weights
     with pytest.raises(ValueError, match="at most 50"):
-        mean_change(total, LAYOUT, 5, 10)
+        compute_mean_change(total, LAYOUT, 5, 10)
 
 
 def test_a_cohort_too_heavy_for_any_scale_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        summand(change(0, 0, 0), 1, 10, 2 * heaviest_of(10))
+        make_summand(change(0, 0, 0), 1, 10, 2 * compute_heaviest(10))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedge.errors import ProtocolError
-from fedge.tensors.layers import Layers, cut, layers_of, pasted
-from fedge.tensors.layout import Layout, Model, TensorInfo, flatten, overlaid, unflatten
+from fedge.tensors.layers import Layers, cut, make_layers, paste
+from fedge.tensors.layout import Layout, Model, TensorInfo, flatten, overlay_tensors, unflatten
 
 WHOLE = Layout(
     tensors=(
@@ -42,7 +42,7 @@ def test_cut_and_pasted_are_what_names_give(names: tuple[str, ...]) -> None:
     assert equal(own, flatten({name: tensors[name] for name in names}, part(*names)))
     other = Model(own.params + np.float32(100), own.buffers + np.float32(100), own.counters + 100)
     layers = Layers(part(*names), other)
-    assert equal(pasted(MODEL, layers, WHOLE), overlaid(MODEL, layers.tensors(), WHOLE))
+    assert equal(paste(MODEL, layers, WHOLE), overlay_tensors(MODEL, layers.get_tensors(), WHOLE))
     assert equal(MODEL, Model(np.arange(9, dtype=np.float32), np.array([20, 21, 22], np.float32), np.array([7])))
 
 
@@ -56,7 +56,7 @@ def test_a_cut_does_not_change_with_the_model() -> None:
 
 def test_all_layers_are_the_model_itself() -> None:
     assert cut(MODEL, WHOLE, WHOLE) is MODEL
-    assert pasted(Model(MODEL.params * 0, MODEL.buffers, MODEL.counters), Layers(WHOLE, MODEL), WHOLE) is MODEL
+    assert paste(Model(MODEL.params * 0, MODEL.buffers, MODEL.counters), Layers(WHOLE, MODEL), WHOLE) is MODEL
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_all_layers_are_the_model_itself() -> None:
 def test_layers_of_another_network_are_refused(info: TensorInfo) -> None:
     layers = Layers(Layout(tensors=(info,)), Model(np.zeros(info.size, np.float32), MODEL.buffers[:0], MODEL.counters))
     with pytest.raises(ProtocolError, match=info.name) as caught:
-        pasted(MODEL, layers, WHOLE)
+        paste(MODEL, layers, WHOLE)
     assert caught.value.name == "layout"
     with pytest.raises(ProtocolError, match=info.name):
         cut(MODEL, WHOLE, layers.layout)
@@ -73,7 +73,7 @@ def test_layers_of_another_network_are_refused(info: TensorInfo) -> None:
 
 def test_layers_have_names_at_the_door() -> None:
     tensors = {"offset": np.ones(2, np.float32), "mean": MODEL.buffers, "b": np.float32([3]).reshape(())}
-    layers = layers_of(tensors, WHOLE)
+    layers = make_layers(tensors, WHOLE)
     assert [(info.name, info.kind) for info in layers.layout.tensors] == [
         ("b", "param"),
         ("mean", "buffer"),

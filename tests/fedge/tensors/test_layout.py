@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors.layout import (
     BASE,
     HEAD,
@@ -21,7 +21,7 @@ from fedge.tensors.layout import (
     Tensors,
     flatten,
     from_bytes,
-    overlaid,
+    overlay_tensors,
     to_bytes,
     unflatten,
 )
@@ -48,7 +48,7 @@ def tensors() -> Tensors:
 def test_sizes_by_hand() -> None:
     assert LAYOUT.n_params == 2 * 3 + 3
     assert [t.size for t in LAYOUT.tensors] == [6, 3, 3, 1]
-    assert [t.name for t in LAYOUT.of_kind("param")] == ["w", "b"]
+    assert [t.name for t in LAYOUT.select_kind("param")] == ["w", "b"]
 
 
 def test_flatten_joins_each_kind_in_the_layouts_order() -> None:
@@ -217,7 +217,7 @@ def test_other_writers_may_add_metadata_and_need_not_align() -> None:
 
 
 def test_digest_is_sha256_of_any_buffer() -> None:
-    assert digest_of(b"fedge") == hashlib.sha256(b"fedge").hexdigest() == digest_of(memoryview(b"fed"), b"ge")
+    assert compute_digest(b"fedge") == hashlib.sha256(b"fedge").hexdigest() == compute_digest(memoryview(b"fed"), b"ge")
 
 
 def test_models_are_frozen() -> None:
@@ -295,7 +295,7 @@ def test_without_a_head_there_is_nothing_of_it_to_keep(selector: Selector) -> No
 
 def test_overlaid_replaces_what_is_given_and_nothing_else() -> None:
     model = flatten(tensors(), LAYOUT)
-    found = unflatten(overlaid(model, {"b": np.ones(3, np.float32), "count": np.array(4)}, LAYOUT), LAYOUT)
+    found = unflatten(overlay_tensors(model, {"b": np.ones(3, np.float32), "count": np.array(4)}, LAYOUT), LAYOUT)
     assert found["b"].tolist() == [1, 1, 1]
     assert found["count"] == 4
     assert (found["w"] == tensors()["w"]).all()
@@ -306,4 +306,4 @@ def test_overlaid_replaces_what_is_given_and_nothing_else() -> None:
 @pytest.mark.parametrize("other", [{"c": np.ones(3, np.float32)}, {"b": np.ones(2, np.float32)}, {"b": np.ones(3)}])
 def test_overlaid_refuses_what_does_not_fit(other: Tensors) -> None:
     with pytest.raises(ProtocolError, match="layout"):
-        overlaid(flatten(tensors(), LAYOUT), other, LAYOUT)
+        overlay_tensors(flatten(tensors(), LAYOUT), other, LAYOUT)

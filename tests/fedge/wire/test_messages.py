@@ -20,8 +20,8 @@ from fedge.wire.messages import (
     Rollout,
     Status,
     Want,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 
 DIGEST = "ab" * 32
@@ -88,7 +88,7 @@ def without(name: str) -> dict[str, Any]:
 
 def refusal(data: bytes, kind: type[Any]) -> str:
     with pytest.raises(ProtocolError) as caught:
-        decode(data, kind)
+        decode_message(data, kind)
     return caught.value.name
 
 
@@ -102,7 +102,7 @@ def test_what_agents_and_coordinators_say_is_version_2_and_the_rest_is_as_it_was
     for kind in get_args(Message):
         assert (2 if kind.__name__ in second else 1) == kind.VERSION
         (fields,) = [f for f in MESSAGES if type(made(f)) is kind][:1]
-        assert msgspec.msgpack.decode(encode(made(fields)))[0] == kind.VERSION
+        assert msgspec.msgpack.decode(encode_message(made(fields)))[0] == kind.VERSION
         assert refusal(packed(fields, 3 - kind.VERSION), kind) == "version"
 
 
@@ -111,7 +111,7 @@ def test_from_version_2_on_unknown_optional_fields_are_ignored(fields: dict[str,
     message = made(fields)
     more = packed(fields | {"colour": "red"}, type(message).VERSION)
     if type(message).VERSION == 2:
-        assert decode(more, type(message)) == message
+        assert decode_message(more, type(message)) == message
     else:
         assert refusal(more, type(message)) == "malformed"
 
@@ -121,27 +121,27 @@ def test_references_of_a_later_version_are_read_from_version_2_on() -> None:
     report = REPORT | {"blobs": [later]}
     order = ORDER | {"differences": {DIGEST: {"base": DIGEST, "blob": later, "wings": 2}}}
     plain = {"differences": {DIGEST: {"base": DIGEST, "blob": REF}}}
-    assert decode(packed(report), Report) == decode(packed(REPORT), Report)
-    assert decode(packed(order), Order) == decode(packed(ORDER | plain), Order)
+    assert decode_message(packed(report), Report) == decode_message(packed(REPORT), Report)
+    assert decode_message(packed(order), Order) == decode_message(packed(ORDER | plain), Order)
     (rollout,) = [fields for fields in MESSAGES if fields["type"] == "rollout"]
     assert refusal(packed(rollout | {"metadata": {"timestamp.json": later}}, Rollout.VERSION), Rollout) == "malformed"
 
 
 def test_capabilities_of_a_later_version_are_read() -> None:
     fields = MESSAGES[0] | {"capabilities": {"trains": True, "steps": {"train": 1}, "wings": 2}}
-    assert decode(packed(fields), Status).capabilities == Capabilities(trains=True, steps={"train": 1})
+    assert decode_message(packed(fields), Status).capabilities == Capabilities(trains=True, steps={"train": 1})
 
 
 @pytest.mark.parametrize("fields", MESSAGES, ids=lambda f: f"{f['type']}")
 def test_round_trip(fields: dict[str, Any]) -> None:
     message = made(fields)
-    assert decode(encode(message), type(message)) == message
+    assert decode_message(encode_message(message), type(message)) == message
 
 
 @pytest.mark.parametrize("fields", MESSAGES, ids=lambda f: f"{f['type']}")
 def test_every_prefix_and_every_extension_is_refused(fields: dict[str, Any]) -> None:
     message = made(fields)
-    data = encode(message)
+    data = encode_message(message)
     for end in range(len(data)):
         assert refusal(data[:end], type(message)) == "malformed"
     assert refusal(data + b"\0", type(message)) == "malformed"
@@ -208,9 +208,9 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(value: float)
 
 def test_we_never_send_what_a_peer_would_refuse() -> None:
     with pytest.raises(ValueError, match="finite"):
-        encode(Context(device_id="cam1", temperature_c=math.nan))
+        encode_message(Context(device_id="cam1", temperature_c=math.nan))
     with pytest.raises(ValueError, match="exceeds"):
-        encode(Want(device_id="cam1", digest="x" * messages.MAX_MESSAGE_BYTES, ranges=((0, 1),)))
+        encode_message(Want(device_id="cam1", digest="x" * messages.MAX_MESSAGE_BYTES, ranges=((0, 1),)))
 
 
 kinds = st.sampled_from(get_args(Message))
@@ -220,20 +220,20 @@ kinds = st.sampled_from(get_args(Message))
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_raise_nothing_but_a_protocol_error(data: bytes, kind: type[Any]) -> None:
     with pytest.raises(ProtocolError):
-        decode(data, kind)
+        decode_message(data, kind)
 
 
 @given(fields=st.sampled_from(MESSAGES), place=st.integers(0, 10_000), value=st.integers(0, 255))
 @settings(max_examples=500, deadline=None)
 def test_a_changed_byte_is_refused_or_gives_a_valid_message(fields: dict[str, Any], place: int, value: int) -> None:
     message = made(fields)
-    data = bytearray(encode(message))
+    data = bytearray(encode_message(message))
     data[place % len(data)] = value
     try:
-        changed = decode(data, type(message))
+        changed = decode_message(data, type(message))
     except ProtocolError:
         return
-    assert decode(encode(changed), type(changed)) == changed
+    assert decode_message(encode_message(changed), type(changed)) == changed
 
 
 ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", fullmatch=True)
@@ -258,4 +258,4 @@ contexts = st.builds(
 @given(message=statuses | contexts)
 @settings(max_examples=200, deadline=None)
 def test_any_message_survives_the_wire(message: Status | Context) -> None:
-    assert decode(encode(message), type(message)) == message
+    assert decode_message(encode_message(message), type(message)) == message

@@ -15,7 +15,7 @@ from aiohttp import web
 from fedge.errors import TransportError
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.port import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, SILENT_S, TOO_MANY, Port
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from tests.deploy.tcp import connections
 from tests.support.waiting import until
 
@@ -37,7 +37,7 @@ async def fail(_: web.Request) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def listening(port: Port) -> AsyncIterator[tuple[str, int]]:
-    app = web.Application(middlewares=[port.watched])
+    app = web.Application(middlewares=[port.watch_request])
     app.add_routes([web.get("/", answer), web.post("/", answer), web.get("/live", live), web.get("/bug", fail)])
     await port.open(app, drain_s=1.0)
     try:
@@ -103,7 +103,7 @@ async def test_whoever_finds_no_place_is_told_so() -> None:
         asyncio.timeout(300),
         listening(port) as address,
         silent(address, 2),
-        connection(*address) as (reader, _),
+        open_connection(*address) as (reader, _),
     ):
         assert await reader.read() == TOO_MANY
 
@@ -114,7 +114,7 @@ async def test_bytes_that_are_not_http_are_few_lines_and_a_bug_of_ours_a_traceba
     caplog.set_level(logging.WARNING)
     async with asyncio.timeout(300), listening(port := Port("127.0.0.1", 0)) as address:
         for _ in range(3 * LINES_PER_MINUTE):
-            async with connection(*address) as (reader, writer):
+            async with open_connection(*address) as (reader, writer):
                 writer.write(b"GET / HTTP/9.9\r\n\r\n")
                 assert b" 400 " in await reader.read()
         assert {record.message.partition(" ")[0] for record in caplog.records} == {"event=malformed_request"}

@@ -1,7 +1,7 @@
 import pytest
 
-from fedge.wire.messages import Rollout, RolloutState, decode, encode
-from fedge.wire.rollout import place, takes_part
+from fedge.wire.messages import Rollout, RolloutState, decode_message, encode_message
+from fedge.wire.rollout import compute_place, takes_part
 
 DEVICES = [f"cam{i}" for i in range(2000)]
 
@@ -28,10 +28,10 @@ def test_canaries_come_first_and_everybody_last():
 
 
 def test_another_rollout_has_other_canaries():
-    assert {d for d in DEVICES if place("r1", d) < 0.1} != {d for d in DEVICES if place("r2", d) < 0.1}
+    assert {d for d in DEVICES if compute_place("r1", d) < 0.1} != {d for d in DEVICES if compute_place("r2", d) < 0.1}
 
 
 def test_a_rollout_travels():
     message = stage(0.25, canaries=("cam1",))
 
-    assert decode(encode(message), Rollout) == message
+    assert decode_message(encode_message(message), Rollout) == message

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from fedge.wire.streams import connection
+from fedge.wire.streams import open_connection
 from tests.deploy.tcp import TcpServer, connections
 from tests.support.proxies import ProxyServer
 from tests.support.waiting import until
@@ -23,7 +23,7 @@ async def wait_for_the_end(reader: asyncio.StreamReader, _: asyncio.StreamWriter
 
 async def test_a_connection_is_closed_with_its_block() -> None:
     async with TcpServer(wait_for_the_end) as server:
-        async with connection(server.host, server.port) as (_, writer):
+        async with open_connection(server.host, server.port) as (_, writer):
             sock = writer.get_extra_info("socket")
         assert sock.fileno() == -1
 
@@ -32,14 +32,14 @@ async def test_nobody_listens() -> None:
     async with TcpServer(wait_for_the_end) as server:
         port = server.port
     with pytest.raises(ConnectionRefusedError):
-        await connection(server.host, port).__aenter__()
+        await open_connection(server.host, port).__aenter__()
 
 
 async def test_who_is_cancelled_while_the_other_side_reads_nothing_leaves_no_socket() -> None:
     sockets = []
 
     async def say_much(port: int) -> None:
-        async with connection("127.0.0.1", port) as (_, writer):
+        async with open_connection("127.0.0.1", port) as (_, writer):
             sockets.append(writer.get_extra_info("socket"))
             writer.write(bytes(MUCH))
 
@@ -84,7 +84,7 @@ async def test_a_proxy_that_ends_while_its_client_leaves_closes_what_it_had_open
 
     async with asyncio.timeout(WAIT_S), TcpServer(see_the_end) as far:
         async with ProxyServer("http") as proxy:
-            async with connection("127.0.0.1", proxy.port) as (reader, writer):
+            async with open_connection("127.0.0.1", proxy.port) as (reader, writer):
                 where = f"{far.host}:{far.port}"
                 writer.write(f"CONNECT {where} HTTP/1.1\r\nHost: {where}\r\n\r\n".encode())
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")

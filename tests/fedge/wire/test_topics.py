@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedge.wire import topics
-from fedge.wire.topics import MAX_CLIENT_ID, MAX_CLIENT_PREFIX, Topics, below, without
+from fedge.wire.topics import MAX_CLIENT_ID, MAX_CLIENT_PREFIX, Topics, add_prefix, remove_prefix
 
 T = Topics("shop")
 
@@ -14,26 +14,26 @@ def test_names_are_those_of_the_table() -> None:
     assert topics.__doc__ is not None
     table = re.findall(r"^ *(fedge/\S+)", topics.__doc__, flags=re.MULTILINE)
     built = [
-        *(T.agent("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
+        *(T.make_agent_topic("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
         *(
-            T.agent("{id}", leaf)
+            T.make_agent_topic("{id}", leaf)
             for leaf in ("health", "release-wants", "renewal", "certificate", "predict", "predictions")
         ),
         T.rollout,
         T.revocations,
         T.beacon,
         T.claims,
-        T.coordinator_wants("{id}"),
-        T.model_chunk("{digest}", "{offset}"),
-        T.update_chunk("{id}", "{digest}", "{offset}"),
+        T.make_wants_topic("{id}"),
+        T.make_model_topic("{digest}", "{offset}"),
+        T.make_update_topic("{id}", "{digest}", "{offset}"),
     ]
     assert sorted(name.replace("/shop/", "/{federation}/") for name in built) == sorted(table)
 
 
 def test_subscriptions_take_wildcards() -> None:
-    assert T.agent("+", "reports") == "fedge/1/shop/agents/+/reports"
-    assert T.update_chunk("cam1") == "fedge/1/shop/agents/cam1/blobs/+/+"
-    assert T.model_chunk("ab") == "fedge/1/shop/blobs/ab/+"
+    assert T.make_agent_topic("+", "reports") == "fedge/1/shop/agents/+/reports"
+    assert T.make_update_topic("cam1") == "fedge/1/shop/agents/cam1/blobs/+/+"
+    assert T.make_model_topic("ab") == "fedge/1/shop/blobs/ab/+"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_subscriptions_take_wildcards() -> None:
     ],
 )
 def test_parts_of_our_own_topics_alone(topic: str, parts: tuple[str, ...]) -> None:
-    assert T.parts(topic) == parts
+    assert T.split(topic) == parts
 
 
 NAMES = (
@@ -63,15 +63,15 @@ CLIENTS = st.tuples(st.sampled_from(["agent", "serve", "status"]), NAMES, NAMES)
 
 @given(CLIENTS, CLIENTS)
 def test_no_two_clients_have_one_id(one, other) -> None:
-    ids = [Topics(federation).client_id(role, name) for role, federation, name in (one, other)]
+    ids = [Topics(federation).make_client_id(role, name) for role, federation, name in (one, other)]
 
     assert (ids[0] == ids[1]) == (one == other)
     assert all(re.fullmatch(r"[A-Za-z0-9_.:-]+", client) and len(client) <= MAX_CLIENT_ID for client in ids)
 
 
 def test_names_that_hold_the_separator_of_before_are_told_apart() -> None:
-    assert Topics("a").client_id("agent", "b-c") != Topics("a-b").client_id("agent", "c")
-    assert T.client_id("agent", "coordinator") != T.client_id("coordinator")
+    assert Topics("a").make_client_id("agent", "b-c") != Topics("a-b").make_client_id("agent", "c")
+    assert T.make_client_id("agent", "coordinator") != T.make_client_id("coordinator")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_names_that_hold_the_separator_of_before_are_told_apart() -> None:
     ],
 )
 def test_a_prefix_goes_before_topics_and_after_a_group(prefix: str, topic: str, name: str) -> None:
-    assert below(prefix, topic) == name
+    assert add_prefix(prefix, topic) == name
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_prefix_goes_before_topics_and_after_a_group(prefix: str, topic: str, 
     ],
 )
 def test_what_is_not_below_the_prefix_is_not_ours(prefix: str, name: str, topic: str) -> None:
-    assert without(prefix, name) == topic
+    assert remove_prefix(prefix, name) == topic
 
 
 def test_a_client_id_has_room_for_a_prefix_at_aws() -> None:

@@ -17,7 +17,7 @@ from tests.support.device import RawDevice
 def store(tmp_path: Path) -> Iterator[Store]:
     """Of the dispatcher, which is in round 1."""
     with contextlib.closing(Store(tmp_path)) as opened:
-        opened.begin_round(1, (), 0.0)
+        opened.start_round(1, (), 0.0)
         yield opened
 
 

@@ -51,8 +51,8 @@ async def new_child(before: set[psutil.Process]) -> psutil.Process:
 async def test_the_norms_are_those_of_the_codec(pool: CheckPool, tmp_path: Path) -> None:
     file = tmp_path / "update"
     file.write_bytes(GOOD)
-    found = await asyncio.gather(*(pool.norms(file, Codec.INT8, LAYOUT) for _ in range(20)))
-    assert set(found) == {codecs.check(GOOD, Codec.INT8, LAYOUT)}
+    found = await asyncio.gather(*(pool.compute_norms(file, Codec.INT8, LAYOUT) for _ in range(20)))
+    assert set(found) == {codecs.check_blob(GOOD, Codec.INT8, LAYOUT)}
 
 
 @pytest.mark.parametrize(
@@ -70,35 +70,35 @@ async def test_a_hostile_update_is_refused_as_the_codec_refuses_it(
     file = tmp_path / "update"
     file.write_bytes(data)
     with pytest.raises(ProtocolError) as expected:
-        codecs.check(data, how, LAYOUT)
+        codecs.check_blob(data, how, LAYOUT)
     with pytest.raises(ProtocolError) as refused:
-        await pool.norms(file, how, LAYOUT)
+        await pool.compute_norms(file, how, LAYOUT)
     assert (refused.value.name, str(refused.value)) == (expected.value.name, str(expected.value))
 
 
 async def test_files_that_cannot_be_read(pool: CheckPool, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        await pool.norms(tmp_path / "gone", Codec.INT8, LAYOUT)
+        await pool.compute_norms(tmp_path / "gone", Codec.INT8, LAYOUT)
     with pytest.raises(StoreError, match="cannot be read"):
-        await pool.norms(tmp_path, Codec.INT8, LAYOUT)
+        await pool.compute_norms(tmp_path, Codec.INT8, LAYOUT)
 
 
 @in_processes
 async def test_the_check_of_a_killed_process_is_repeated_by_another(pool: CheckPool, tmp_path: Path) -> None:
     file, before = tmp_path / "update", children()
     os.mkfifo(file)  # whoever reads it waits for its writer
-    check = asyncio.create_task(pool.norms(file, Codec.INT8, LAYOUT))
+    check = asyncio.create_task(pool.compute_norms(file, Codec.INT8, LAYOUT))
     (await new_child(before)).kill()
     await new_child(before)
     await asyncio.to_thread(file.write_bytes, GOOD)
-    assert await check == codecs.check(GOOD, Codec.INT8, LAYOUT)
+    assert await check == codecs.check_blob(GOOD, Codec.INT8, LAYOUT)
 
 
 @in_processes
 async def test_an_update_that_kills_all_its_checkers_is_refused(pool: CheckPool, tmp_path: Path) -> None:
     file, before = tmp_path / "update", children()
     os.mkfifo(file)
-    check = asyncio.create_task(pool.norms(file, Codec.INT8, LAYOUT))
+    check = asyncio.create_task(pool.compute_norms(file, Codec.INT8, LAYOUT))
     for _ in range(ATTEMPTS):
         killed = await new_child(before)
         before.add(killed)
@@ -111,7 +111,7 @@ async def test_an_update_that_kills_all_its_checkers_is_refused(pool: CheckPool,
 async def test_closing_ends_the_processes_and_what_they_check(pool: CheckPool, tmp_path: Path) -> None:
     file, before = tmp_path / "update", children()
     os.mkfifo(file)
-    check = asyncio.create_task(pool.norms(file, Codec.INT8, LAYOUT))
+    check = asyncio.create_task(pool.compute_norms(file, Codec.INT8, LAYOUT))
     child = await new_child(before)
     pool.close()
     assert not child.is_running()
@@ -131,7 +131,7 @@ from tests.support.device import LAYOUT
 checking.SMALL = 0
 async def main():
     pool = checking.CheckPool()  # held: its threads end with it, and the process with its thread
-    await pool.norms(Path({str(file)!r}), Codec.INT8, LAYOUT)
+    await pool.compute_norms(Path({str(file)!r}), Codec.INT8, LAYOUT)
     print("checked", flush=True)
     await asyncio.sleep({WAIT_S})
 asyncio.run(main())

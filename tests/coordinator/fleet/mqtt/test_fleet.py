@@ -28,7 +28,7 @@ from coordinator.store.records import Entry, OrderStatus
 from coordinator.store.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Store
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.steps.contract import Declined, Failed, Result, Unsupported, report_of
+from fedge.steps.contract import Declined, Failed, Result, Unsupported, make_report
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.descriptions.trial import Tried
@@ -36,7 +36,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.steps.training.train_rod import TrainRod
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo, to_bytes
 from fedge.wire.messages import MAX_LEFT_S, Capabilities, Context, Outcome, Presence, Report, Status, Want, Why
@@ -82,11 +82,11 @@ async def federation(
     layout: Layout = LAYOUT,
 ) -> tuple[MqttFleet, list[RawDevice]]:
     """A fleet in round 1, and its devices."""
-    home = store.blobs.path("").parent.parent
+    home = store.blobs.get_path("").parent.parent
     fleet = await stack.enter_async_context(make_fleet(broker, store, deadline_s, layout))
     devices = [await stack.enter_async_context(RawDevice(broker, i, home)) for i in ids]
     async with asyncio.timeout(DEADLINE_S):
-        await fleet.begin(1, len(ids))
+        await fleet.start_round(1, len(ids))
     return fleet, devices
 
 
@@ -96,7 +96,7 @@ def train(fleet: MqttFleet, codec_: Codec = Codec.INT8) -> Train:
 
 async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, stack: AsyncExitStack) -> None:
     fleet, (a, b) = await federation(stack, broker, store, "a", "b")
-    assert [d.id for d in fleet.devices()] == ["a", "b"]
+    assert [d.id for d in fleet.get_devices()] == ["a", "b"]
     action = train(fleet)
     running = asyncio.create_task(fleet.run("train", {"b": action, "a": action}))
     for device, value in ((a, 0.5), (b, 0.25)):
@@ -106,7 +106,7 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
         await device.report(order, device.trained(value))
         ack = await device.ack(order.id)
         assert ack.accepted
-        entry = store.entry(order.id)
+        entry = store.find_entry(order.id)
         assert entry is not None
         assert entry.status is OrderStatus.ACCEPTED  # committed before it was told
     answers = await running
@@ -138,14 +138,14 @@ async def test_answers_of_a_stream_come_as_the_store_numbers_them_also_those_tha
         result = device.trained(0.5)
         if device.id in {"b", "d"}:
             store.blobs.put(device.blobs[result.update.digest])
-            intake.accept(report_of(orders[device.id], result, 0.5), time.time()).result()
+            intake.accept(make_report(orders[device.id], result, 0.5), time.time()).result()
         else:
             await device.report(orders[device.id], result)
             await device.ack(orders[device.id].id)
         accepted.append(device.id)
     handed = [(await first).device_id] + [answer.device_id async for answer in stream]
     assert handed == accepted
-    by_number = sorted((entry.arrival, entry.order.device_id) for entry in store.entries(1))
+    by_number = sorted((entry.arrival, entry.order.device_id) for entry in store.get_entries(1))
     assert [i for _, i in by_number] == accepted
 
 
@@ -159,8 +159,8 @@ async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_
     stream = fleet.stream("s", {"a": train(fleet)})
     first = asyncio.create_task(anext(stream))
     order, result = await a.order("s"), a.trained(0.5)
-    accept, entry = store.accept, store.entry
-    report = report_of(order, result, 0.5)
+    accept, entry = store.accept, store.find_entry
+    report = make_report(order, result, 0.5)
 
     def later(report: Report, now: float) -> Any:
         """While our own check of the report comes to its end, the intake's has been stored."""
@@ -172,13 +172,13 @@ async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_
         return entry(order_id)
 
     monkeypatch.setattr(store, "accept", later)
-    monkeypatch.setattr(store, "entry", slowly)
+    monkeypatch.setattr(store, "find_entry", slowly)
     fleet._look_at = 0.0
     await a.say("reports", report)
     assert (await first).device_id == "a"
     assert [answer async for answer in stream] == []
     assert (await a.ack(order.id)).accepted
-    await fleet.rest(0.6)  # raises what failed in the background
+    await fleet.sleep(0.6)  # raises what failed in the background
 
 
 @pytest.fixture
@@ -211,8 +211,8 @@ async def test_what_an_intake_accepted_while_the_method_worked_is_kept_when_the_
     assert (await first).device_id == "a"
     result = b.trained(0.25)
     store.blobs.put(b.blobs[result.update.digest])
-    os.utime(store.blobs.path(result.update.digest), (0.0, 0.0))  # longer ago than what is spared for its age
-    intake.accept(report_of(await b.order("s"), result, 0.5), time.time()).result()
+    os.utime(store.blobs.get_path(result.update.digest), (0.0, 0.0))  # longer ago than what is spared for its age
+    intake.accept(make_report(await b.order("s"), result, 0.5), time.time()).result()
     await commit(store, fleet, 1, State(round=1, layout=LAYOUT), 0.0, RECALLED_ROUNDS)
     assert result.update.digest in store.blobs
     assert (await anext(stream)).device_id == "b"
@@ -253,7 +253,7 @@ async def test_an_unresponsive_device_holds_up_nobody_beyond_the_deadline(
     await a.report(await a.order("train"), Declined(why=Why.HOT))
     assert await running == {"a": Answer("a", Declined(why=Why.HOT), 0.5), "silent": Answer("silent", None)}
     assert ticks < 20  # it slept meanwhile
-    silent = store.entry("r.1.train.silent")
+    silent = store.find_entry("r.1.train.silent")
     assert silent is not None
     assert silent.status is OrderStatus.EXPIRED
 
@@ -300,20 +300,20 @@ async def test_a_report_that_comes_at_the_fourth_attempt_tells_that_the_broker_l
     fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
     running = asyncio.create_task(fleet.run("train", dict.fromkeys("ab", train(fleet))))
     order, other = await a.order("train"), await b.order("train")
-    again = msgspec.structs.replace(report_of(order, a.trained(0.5), 0.5), again=3)
+    again = msgspec.structs.replace(make_report(order, a.trained(0.5), 0.5), again=3)
     await a.say("reports", again)  # we may have been away when it was sent before
     assert (await a.ack(order.id)).accepted
     assert fleet.problems == {}
     monkeypatch.setattr("coordinator.fleet.mqtt.intake.QUIET_S", 0.0)
-    await b.say("reports", msgspec.structs.replace(report_of(other, b.trained(0.5), 0.5), again=2))
+    await b.say("reports", msgspec.structs.replace(make_report(other, b.trained(0.5), 0.5), again=2))
     assert (await b.ack(other.id)).accepted
     await running
     assert fleet.problems == {}
 
-    await fleet.begin(2, 2)
+    await fleet.start_round(2, 2)
     running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
     order = await a.order("train", 2)
-    await a.say("reports", msgspec.structs.replace(report_of(order, a.trained(0.5), 0.5), again=3))
+    await a.say("reports", msgspec.structs.replace(make_report(order, a.trained(0.5), 0.5), again=3))
     assert (await a.ack(order.id)).accepted
     await running
     assert fleet.problems["a"].reason.startswith("the broker lost 3 copies of its report")
@@ -326,7 +326,7 @@ async def test_copies_that_the_coordinator_itself_dropped_are_no_loss_of_the_bro
     fleet, (a,) = await federation(stack, one_broker, store, "a")
     running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
     order = await a.order("train")
-    report = report_of(order, a.trained(0.5), 0.5)
+    report = make_report(order, a.trained(0.5), 0.5)
     with monkeypatch.context() as full:
         full.setattr("coordinator.fleet.mqtt.intake.MAX_REPORTS", 0)
         await a.say("reports", report)
@@ -349,7 +349,7 @@ async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing
     clock.ahead_s = DEADLINE_S
     fleet._something_happened.set()
     await running
-    before = store.entries(1)
+    before = store.get_entries(1)
     await a.report(order, a.trained(9.0))  # other contents, too
     assert (await a.ack(order.id, 2)).accepted
     await late.report(missed, late.trained(0.5))
@@ -358,7 +358,7 @@ async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing
     await fleet.run("next", {})
     await a.report(order, a.trained(9.0))  # of an earlier step now: answered from the store
     assert (await a.ack(order.id, 3)).accepted
-    assert store.entries(1) == before
+    assert store.get_entries(1) == before
     assert fleet.take_counts()["refused.replayed-report"] == 3
 
 
@@ -370,12 +370,12 @@ async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_ar
 ) -> None:
     """What was accepted comes from the store; what was open is the same order with a fresh deadline."""
     async with AsyncExitStack() as first:
-        home = store.blobs.path("").parent.parent
+        home = store.blobs.get_path("").parent.parent
         fleet = await first.enter_async_context(make_fleet(broker, store))
         done, gone, slow = [
             await stack.enter_async_context(RawDevice(broker, i, home)) for i in ("done", "gone", "slow")
         ]
-        await fleet.begin(1, 3)
+        await fleet.start_round(1, 3)
         action = train(fleet)
         actions = {"done": action, "gone": action, "slow": action}
         running = asyncio.create_task(fleet.run("train", actions))
@@ -389,8 +389,8 @@ async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_ar
     sent = {d.id: len(d.orders) for d in (done, gone)}
 
     again = await stack.enter_async_context(make_fleet(broker, store))
-    await again.begin(1, 99)  # the snapshot is stored: it waits for nobody
-    assert [d.id for d in again.devices()] == ["done", "gone", "slow"]
+    await again.start_round(1, 99)  # the snapshot is stored: it waits for nobody
+    assert [d.id for d in again.get_devices()] == ["done", "gone", "slow"]
     running = asyncio.create_task(again.run("train", actions))
     fresh = await slow.order("train", count=len([o for o in slow.orders if o.label == "train"]) + 1)
     assert DEADLINE_S - 5 < fresh.left_s <= DEADLINE_S
@@ -417,14 +417,14 @@ async def test_after_a_restart_between_rounds_the_devices_of_the_last_round_are_
     # a and b have left; their retained statuses are of no use to a broker that was restarted: clear them.
     async with RawDevice(one_broker, "cleaner", tmp_path, federation="other") as cleaner:
         for device in ("a", "b"):
-            await cleaner.transport.publish(fleet._topics.agent(device, "status"), b"", retain=True)
+            await cleaner.transport.publish(fleet._topics.make_agent_topic(device, "status"), b"", retain=True)
     await stack.enter_async_context(fleet)
-    beginning = asyncio.create_task(fleet.begin(2, 1))
+    beginning = asyncio.create_task(fleet.start_round(2, 1))
     for device in ("a", "b"):
         assert not beginning.done()
         await stack.enter_async_context(RawDevice(one_broker, device, tmp_path))
     await beginning
-    assert [d.id for d in fleet.devices()] == ["a", "b"]
+    assert [d.id for d in fleet.get_devices()] == ["a", "b"]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -436,15 +436,15 @@ async def test_what_devices_said_is_known_to_the_next_process_and_how_old_it_is(
         fleet, (a,) = await federation(inner, one_broker, store, "a")
         await a.appear(presence=Presence.SLEEPING)
         await a.say("context", Context(device_id="a", load=0.5))
-        await until(lambda: fleet.registry.described()["a"]["context"]["load"] == 0.5)
-        before = fleet.registry.described()["a"]
+        await until(lambda: fleet.registry.describe_devices()["a"]["context"]["load"] == 0.5)
+        before = fleet.registry.describe_devices()["a"]
         if killed:
-            await until(lambda: '"load":0.5' in (store.recall(DEVICES) or ""))
-            monkeypatch.setattr(store, "keep", lambda *_: None)  # nothing is kept at its end
+            await until(lambda: '"load":0.5' in (store.find_value(DEVICES) or ""))
+            monkeypatch.setattr(store, "put_value", lambda *_: None)  # nothing is kept at its end
     monkeypatch.undo()
     later = await stack.enter_async_context(make_fleet(one_broker, store))
-    await until(lambda: "a" in later.registry.described())
-    found = later.registry.described()["a"]
+    await until(lambda: "a" in later.registry.describe_devices())
+    found = later.registry.describe_devices()["a"]
     assert (found["presence"], found["context"]["load"]) == ("sleeping", 0.5)
     assert before["seen_at"] <= found["seen_at"] < before["seen_at"] + DEADLINE_S
 
@@ -469,22 +469,22 @@ async def test_a_reconnect_of_ours_makes_no_device_a_new_one(
     fleet = await stack.enter_async_context(make_fleet(network, store))
     for name in ("a", "b"):
         await stack.enter_async_context(RawDevice(broker, name, tmp_path))
-    await fleet.begin(1, 2)
-    before = {device.id: device.incarnation for device in fleet.devices()}
+    await fleet.start_round(1, 2)
+    before = {device.id: device.incarnation for device in fleet.get_devices()}
     late = asyncio.create_task(fleet.registry.wait_for_late_joiner(before, ()))
     repeated: list[str] = []
-    heard = fleet.registry.on_status
+    heard = fleet.registry.handle_status
 
     def counted(device: str, status: Status, now: float) -> bool:
         repeated.append(device)
         return heard(device, status, now)
 
-    fleet.registry.on_status = counted  # type: ignore[method-assign]
+    fleet.registry.handle_status = counted  # type: ignore[method-assign]
     network.cut()
     await until(lambda: {"a", "b"} <= set(repeated))
-    assert {device.id: device.incarnation for device in fleet.registry.online()} == before
-    await fleet.begin(2, 2)
-    assert {device.id: device.incarnation for device in fleet.devices()} == before
+    assert {device.id: device.incarnation for device in fleet.registry.list_online()} == before
+    await fleet.start_round(2, 2)
+    assert {device.id: device.incarnation for device in fleet.get_devices()} == before
     assert not late.done()
     late.cancel()
 
@@ -529,7 +529,7 @@ async def test_a_bad_update_is_rejected_by_name(
     assert isinstance(answers["good"].result, Trained)
     assert fleet.take_counts()[f"refused.{name}"] == 1
     assert f"event=refused name={name} device=bad" in caplog.text
-    assert [e.status for e in store.entries(1)] == [OrderStatus.REJECTED, OrderStatus.ACCEPTED]
+    assert [e.status for e in store.get_entries(1)] == [OrderStatus.REJECTED, OrderStatus.ACCEPTED]
 
 
 @pytest.mark.usefixtures("checked_in_processes")
@@ -687,7 +687,9 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
         await devices[0].appear("2", task=OTHER_TASK)
         await running
     reasons = {i: problem.reason for i, problem in fleet.problems.items()}
-    mismatch = f"task-mismatch: declines has task {OTHER_TASK.fingerprint()}, we have {TASK.fingerprint()}"
+    mismatch = (
+        f"task-mismatch: declines has task {OTHER_TASK.compute_fingerprint()}, we have {TASK.compute_fingerprint()}"
+    )
     assert reasons.pop("declines").startswith(mismatch)
     assert reasons == {
         "fails": "failed: its own code failed; its log says more",
@@ -699,7 +701,7 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
         assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
         assert events.count({"device": device, "round": 1, "reason": reason}) == 1
     again = make_fleet(one_broker, store)
-    await again._take(2, fleet.devices())
+    await again._set_devices(2, fleet.get_devices())
     assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": declined}
 
 
@@ -752,28 +754,28 @@ async def test_a_device_that_offends_again_is_left_out_also_after_a_restart_unti
         fleet, devices = await federation(first, one_broker, store, *ids)
         for r in (1, 2, 3):
             if r > 1:
-                await fleet.begin(r, 1)
+                await fleet.start_round(r, 1)
             running = asyncio.create_task(fleet.run(f"train-{r}", dict.fromkeys(ids, train(fleet))))
             for device in devices:
                 await device.report(await device.order(f"train-{r}"), device.trained(0.5 if device.id != "d" else 20.0))
             answers = await running
             assert isinstance(answers["d"].result, Trained)  # it counts, but as no more than twice the median
-        await fleet.begin(4, 1)
-        assert [device.id for device in fleet.devices()] == ["a", "b", "c"]
+        await fleet.start_round(4, 1)
+        assert [device.id for device in fleet.get_devices()] == ["a", "b", "c"]
         assert [o.round for o in fleet.quarantined["d"].evidence] == [1, 2, 3]
         assert "in quarantine until round 23" in fleet.problems["d"].reason
     assert "event=quarantined device=d until=23" in caplog.text
     fleet = await stack.enter_async_context(make_fleet(one_broker, store))
     for i in ids:
-        await stack.enter_async_context(RawDevice(one_broker, i, store.blobs.path("").parent.parent / "again"))
-    await until(lambda: len(fleet.registry.presence()) == 4)
-    await fleet.begin(5, 1)
-    assert [device.id for device in fleet.devices()] == ["a", "b", "c"]
+        await stack.enter_async_context(RawDevice(one_broker, i, store.blobs.get_path("").parent.parent / "again"))
+    await until(lambda: len(fleet.registry.list_presence()) == 4)
+    await fleet.start_round(5, 1)
+    assert [device.id for device in fleet.get_devices()] == ["a", "b", "c"]
     with pytest.raises(ConfigError, match="b cannot be readmitted"):
         fleet.readmit(["b"])
     fleet.readmit(["d"])
-    await fleet.begin(6, 4)
-    assert [device.id for device in fleet.devices()] == list(ids)
+    await fleet.start_round(6, 4)
+    assert [device.id for device in fleet.get_devices()] == list(ids)
     assert not fleet.quarantined
 
 
@@ -800,7 +802,7 @@ async def test_a_device_with_another_task_is_not_asked(
     stranger = await stack.enter_async_context(RawDevice(one_broker, "stranger", tmp_path))
     await stranger.appear("2", task=OTHER_TASK)
     fleet, _ = await federation(stack, one_broker, store, "a")
-    assert [d.id for d in fleet.devices()] == ["a"]
+    assert [d.id for d in fleet.get_devices()] == ["a"]
     assert fleet.take_counts()["refused.task-mismatch"] == 1
 
 
@@ -816,13 +818,13 @@ async def test_an_agent_of_fedge_0_1_is_told_of_with_its_name_and_what_to_do_unt
         await until(lambda: "cam1" in fleet.problems)
         await old.say("context", msgspec.msgpack.encode((1, {"type": "context", "device_id": "cam1"})))
         await until(lambda: fleet._counted["refused.version"] == 2)
-    assert [d.id for d in fleet.devices()] == ["a"]
+    assert [d.id for d in fleet.get_devices()] == ["a"]
     reason = fleet.problems["cam1"].reason
     assert reason.endswith("update fedge on cam1 to 0.2 or later")
     assert f"name=version device=cam1 topic=fedge/1/f/agents/cam1/status detail={reason!r}" in caplog.text
     await old.appear("2")
     await until(lambda: "cam1" not in fleet.problems)
-    assert [d.id for d in fleet.registry.online()] == ["a", "cam1"]
+    assert [d.id for d in fleet.registry.list_online()] == ["a", "cam1"]
 
 
 async def test_a_message_of_a_newer_fedge_is_refused_and_nobody_is_told_to_update_the_device(
@@ -839,15 +841,15 @@ async def test_a_device_that_lacks_a_step_is_not_asked_and_shown_with_the_reason
 ) -> None:
     fleet, (a, old) = await federation(stack, one_broker, store, "a", "old")
     await old.appear("2", capabilities=Capabilities(trains=True, steps={"install": 1, "train": 7}))
-    await until(lambda: fleet.registry.online()[1].steps is not None)
-    await fleet._take(1, fleet.registry.online())
+    await until(lambda: fleet.registry.list_online()[1].steps is not None)
+    await fleet._set_devices(1, fleet.registry.list_online())
     running = asyncio.create_task(fleet.run("train", dict.fromkeys(("a", "old"), train(fleet))))
     await a.report(await a.order("train"), Declined(why=Why.HOT))
     answers = await running
     assert isinstance(answers["old"].result, Unsupported)
     assert "step train version 1" in fleet.problems["old"].reason
     assert old.orders == []
-    assert [e.order.device_id for e in store.entries(1)] == ["a"]
+    assert [e.order.device_id for e in store.get_entries(1)] == ["a"]
 
 
 async def test_an_unknown_order_is_refused_and_its_sender_may_forget_it(
@@ -875,7 +877,7 @@ async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the
     await a.report(order, Profiled(extractor=extractor.digest, profile=(0.123,) * 4096, n_samples=5))
     with pytest.raises(StoreError, match="full"):
         await running
-    entry = store.entry(order.id)
+    entry = store.find_entry(order.id)
     assert entry is not None
     assert entry.status is OrderStatus.OPEN
     assert a.acks == []
@@ -884,9 +886,9 @@ async def test_a_report_that_cannot_be_written_is_not_acknowledged_and_stops_the
 async def test_models_that_are_not_there_are_errors(one_broker: LocalBroker, store: Store) -> None:
     fleet = make_fleet(one_broker, store)
     ref = fleet.put(tensors(1.0))
-    assert ref.digest == digest_of(codecs.encode(tensors(1.0), Codec.FLOAT32))
+    assert ref.digest == compute_digest(codecs.encode(tensors(1.0), Codec.FLOAT32))
     np.testing.assert_array_equal(fleet.get_tensors(ref)["w"], tensors(1.0)["w"])
-    store.keep_only(())
+    store.remove_others(())
     with pytest.raises((StoreError, ProtocolError)):
         fleet.get(ref, LAYOUT)
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.fleet.fleet import order_for
+from coordinator.fleet.fleet import make_order
 from coordinator.fleet.mqtt.intake import Assignment, Intake
-from coordinator.fleet.mqtt.roles import BlobServer, own_folder
+from coordinator.fleet.mqtt.roles import BlobServer, lock_own_folder
 from coordinator.store.records import Entry, OrderStatus
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
@@ -35,7 +35,7 @@ MODEL = to_bytes(tensors(1.0))
 
 @pytest.fixture
 async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[Intake]:
-    with contextlib.closing(Store(tmp_path, intake=True)) as opened, own_folder(tmp_path) as folder:
+    with contextlib.closing(Store(tmp_path, intake=True)) as opened, lock_own_folder(tmp_path) as folder:
         made = Intake(settings(one_broker), opened, folder, Assignment(federation="f", task=TASK, layout=LAYOUT))
         async with running(made):
             yield made
@@ -55,7 +55,7 @@ async def running(helper: Intake | BlobServer) -> AsyncIterator[None]:
 def written(store: Store, device: str = "cam1") -> Order:
     ref = BlobRef(digest=store.blobs.put(MODEL), size_bytes=len(MODEL))
     action = Train(starts=(Start(model=ref),), sgd=Sgd())
-    order = order_for("r", 3, 1, "train", device, TASK.fingerprint(), action, left_s=60)
+    order = make_order("r", 3, 1, "train", device, TASK.compute_fingerprint(), action, left_s=60)
     store.write_orders([order])
     return order
 
@@ -67,11 +67,11 @@ async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdic
     for n in (1, 2):
         await device.report(order, result)
         assert (await device.ack(order.id, n)).accepted
-    entry = store.entry(order.id)
+    entry = store.find_entry(order.id)
     assert entry is not None
     assert entry.status is OrderStatus.ACCEPTED
     assert result.update.digest in store.blobs
-    assert [one.order.id for one in store.closed_since(0)] == [order.id]
+    assert [one.order.id for one in store.get_closed_since(0)] == [order.id]
 
 
 @pytest.mark.parametrize("where", ["thread", "process"])
@@ -86,7 +86,7 @@ async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_eviden
     ack = await device.ack(order.id)
     assert not ack.accepted
     assert "malformed" in ack.reason
-    assert [offence.name for offence in store.offences()] == ["malformed"]
+    assert [offence.name for offence in store.get_offences()] == ["malformed"]
     assert wrong.digest not in store.blobs
 
 
@@ -175,13 +175,13 @@ async def test_each_report_of_an_order_that_never_was_is_refused_though_they_com
 ) -> None:
     caplog.set_level(logging.INFO, "fedge.coordinator")
     never = msgspec.structs.replace(written(store), id="r.9.train.cam1")
-    entry, may_look = intake._store.entry, threading.Event()
+    entry, may_look = intake._store.find_entry, threading.Event()
 
     def slow(order_id: str) -> Entry | None:
         may_look.wait(WAIT_S)
         return entry(order_id)
 
-    monkeypatch.setattr(intake._store, "entry", slow)
+    monkeypatch.setattr(intake._store, "find_entry", slow)
     for result in (Declined(why=Why.NOT_ALLOWED), Declined(why=Why.NOT_ALLOWED), device.trained(0.5)):
         await device.report(never, result)
     await until(lambda: intake._n_taking["cam1"] == 2)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from coordinator.fleet.mqtt.orders import FIRST_RESEND_S, LAST_RESEND_S, Due, OrderBook
+from coordinator.fleet.mqtt.orders import FIRST_RESEND_S, LAST_RESEND_S, DueOrders, OrderBook
 from fedge.wire.messages import Order
 
 DEADLINE = 60.0
@@ -41,22 +41,22 @@ def book_of(*orders: Order) -> OrderBook:
 
 def test_orders_are_due_at_once_and_an_order_that_is_closed_no_more() -> None:
     book = book_of(order("a"), order("b"))
-    assert book.due(0.0) == Due([order("a"), order("b")], [])
+    assert book.take_due(0.0) == DueOrders([order("a"), order("b")], [])
     assert book.close(A)
     assert not book.close(A)
-    assert book.order(A) is None
-    assert book.due(FIRST_RESEND_S) == Due([order("b", left_s=DEADLINE - FIRST_RESEND_S)], [])
+    assert book.find_order(A) is None
+    assert book.take_due(FIRST_RESEND_S) == DueOrders([order("b", left_s=DEADLINE - FIRST_RESEND_S)], [])
     assert book.close("r.1.s.b")
-    assert book.next_wakeup() == math.inf
+    assert book.get_next_wakeup() == math.inf
 
 
 def test_an_order_is_repeated_ever_more_slowly_until_its_deadline() -> None:
     book = book_of(order(left_s=200.0))
     sent, now, expired = [], 0.0, []
     while not expired:
-        due = book.due(now)
+        due = book.take_due(now)
         sent += [now for _ in due.sent]
-        now, expired = min(book.next_wakeup(), 200.0), due.expired
+        now, expired = min(book.get_next_wakeup(), 200.0), due.expired
     assert sent == [0, 2, 6, 14, 30, 60, 90, 120, 150, 180]
     assert (expired, now) == ([order(left_s=200.0)], 200.0)
 
@@ -64,11 +64,11 @@ def test_an_order_is_repeated_ever_more_slowly_until_its_deadline() -> None:
 def test_a_device_that_is_back_gets_its_order_at_once_and_only_its_own() -> None:
     book = book_of(order("a"), order("b"))
     for now in (0.0, 2.0, 6.0):
-        book.due(now)
-    assert book.appeared("a", 7.0) == [order("a", left_s=DEADLINE - 7.0)]
+        book.take_due(now)
+    assert book.resend("a", 7.0) == [order("a", left_s=DEADLINE - 7.0)]
     again = 7.0 + FIRST_RESEND_S  # as patient as at first
-    assert book.due(again) == Due([order("a", left_s=DEADLINE - again)], [])
-    assert book.appeared("stranger", 10.0) == []
+    assert book.take_due(again) == DueOrders([order("a", left_s=DEADLINE - again)], [])
+    assert book.resend("stranger", 10.0) == []
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -76,12 +76,12 @@ def test_an_order_that_is_answered_is_not_sent_again_and_expires_if_its_report_i
     """Where it was not sent yet, its report is from before a restart."""
     book = book_of(order())
     if sent:
-        book.due(0.0)
-    book.hold(A)
-    assert book.order(A) == order()
-    assert book.appeared("a", 1.0) == []
-    assert book.next_wakeup() == DEADLINE
-    assert book.due(DEADLINE) == Due([], [order()])
+        book.take_due(0.0)
+    book.stop_repeating(A)
+    assert book.find_order(A) == order()
+    assert book.resend("a", 1.0) == []
+    assert book.get_next_wakeup() == DEADLINE
+    assert book.take_due(DEADLINE) == DueOrders([], [order()])
 
 
 def test_closed_orders_take_no_memory_until_their_deadlines() -> None:
@@ -89,25 +89,25 @@ def test_closed_orders_take_no_memory_until_their_deadlines() -> None:
     book = book_of(order("long", left_s=90_000))
     for k in range(500):
         book.add([order(f"d{k}", left_s=86_400)], float(k))
-        book.due(float(k))
-        book.hold(f"r.1.s.d{k}")
+        book.take_due(float(k))
+        book.stop_repeating(f"r.1.s.d{k}")
         assert book.close(f"r.1.s.d{k}")
     assert len(book._heap) < 100
-    assert book.next_wakeup() <= 499 + LAST_RESEND_S
+    assert book.get_next_wakeup() <= 499 + LAST_RESEND_S
 
 
 def test_an_order_whose_time_is_over_is_told_once_and_open_until_the_store_has_closed_it() -> None:
     book = book_of(order())
-    assert book.due(DEADLINE) == Due([], [order()])
-    assert book.due(DEADLINE + 1) == Due([], [])
-    assert book.appeared("a", DEADLINE + 2) == []
-    assert book.next_wakeup() == math.inf
-    assert book.order(A) == order()
+    assert book.take_due(DEADLINE) == DueOrders([], [order()])
+    assert book.take_due(DEADLINE + 1) == DueOrders([], [])
+    assert book.resend("a", DEADLINE + 2) == []
+    assert book.get_next_wakeup() == math.inf
+    assert book.find_order(A) == order()
     assert book.close(A)
 
 
 def test_a_device_that_is_back_at_the_deadline_gets_nothing() -> None:
-    assert book_of(order()).appeared("a", DEADLINE) == []
+    assert book_of(order()).resend("a", DEADLINE) == []
 
 
 def lines_run(n: int) -> int:
@@ -124,14 +124,14 @@ def lines_run(n: int) -> int:
     sys.settrace(count)
     try:
         for i in range(n):
-            book.due(1.0)
-            book.appeared(f"d{i}", 1.0)
-            book.hold(f"r.1.s.d{i}")
+            book.take_due(1.0)
+            book.resend(f"d{i}", 1.0)
+            book.stop_repeating(f"r.1.s.d{i}")
             book.close(f"r.1.s.d{i}")
-            book.next_wakeup()
+            book.get_next_wakeup()
     finally:
         sys.settrace(before)
-    assert book.next_wakeup() == math.inf
+    assert book.get_next_wakeup() == math.inf
     return lines
 
 
@@ -159,7 +159,7 @@ class Life(RuleBasedStateMachine):
     @rule(device=st.sampled_from("ab"))
     def reported(self, device: str) -> None:
         if device not in self.closed:
-            self.book.hold(f"r.1.s.{device}")
+            self.book.stop_repeating(f"r.1.s.{device}")
             self.not_to_be_sent.add(device)
 
     @rule(device=st.sampled_from("ab"))
@@ -170,12 +170,12 @@ class Life(RuleBasedStateMachine):
 
     @rule(device=st.sampled_from("abc"))
     def appeared(self, device: str) -> None:
-        self.sent(self.book.appeared(device, self.now))
+        self.sent(self.book.resend(device, self.now))
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        due = self.book.due(self.now)
+        due = self.book.take_due(self.now)
         self.sent(due.sent)
         for o in due.expired:
             assert o.device_id not in self.closed | self.expired
@@ -187,8 +187,8 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         for device in "ab":
-            assert (self.book.order(f"r.1.s.{device}") is None) == (device in self.closed)
-        wakeup = self.book.next_wakeup()
+            assert (self.book.find_order(f"r.1.s.{device}") is None) == (device in self.closed)
+        wakeup = self.book.get_next_wakeup()
         assert (wakeup == math.inf) == (self.closed | self.expired == {"a", "b"})
         assert wakeup == math.inf or wakeup <= self.now + max(LAST_RESEND_S, DEADLINE)
 

@@ -23,4 +23,4 @@ async def test_no_log_names_the_groups_secret_and_the_client_id_stays(
     async with first._transport:
         await until(lambda: "event=connected client=coordinator:f:" in caplog.text)
     assert second._transport.client_id == first._transport.client_id
-    assert store.at_broker() not in caplog.text
+    assert store.get_broker_secret() not in caplog.text

@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.fleet.mqtt import sole
-from coordinator.fleet.mqtt.sole import Sole
+from coordinator.fleet.mqtt.sole import FederationClaim
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Plain, Signed
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
-from fedge.wire.messages import Claim, encode
+from fedge.wire.messages import Claim, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 from tests.support.broker import settings, transport
@@ -36,11 +36,11 @@ class Coordinator:
         self.ended: list[str] = []
         self.noticed: list[Claim] = []
         end = lambda error: self.ended.append(str(error))  # noqa: E731
-        self.sole = Sole(TOPICS, signed or Plain(), home, end=end, notice=self.noticed.append)
+        self.sole = FederationClaim(TOPICS, signed or Plain(), home, end=end, notice=self.noticed.append)
 
     async def start(self, stack: AsyncExitStack, *, looks: bool = True) -> None:
         if looks:
-            await self.sole.require(self.broker)
+            await self.sole.require_sole(self.broker)
         mine = Transport(self.broker, self.sole._own.incarnation, will=Will(TOPICS.claims, b"", delay_s=0))
         await self.sole.attach(mine)
         await stack.enter_async_context(mine)
@@ -58,7 +58,7 @@ async def test_who_comes_second_ends_and_is_told_who_is_there(
     first, second = (Coordinator(settings(broker), tmp_path / name) for name in ("first", "second"))
     await first.start(stack)
     with pytest.raises(ConfigError) as refused:
-        await second.sole.require(settings(broker))
+        await second.sole.require_sole(settings(broker))
     assert f"{tmp_path / 'first'}, incarnation {first.sole._own.incarnation}, which began at 20" in str(refused.value)
     await until(lambda: first.noticed)
     assert first.noticed[0].where.endswith(str(tmp_path / "second"))
@@ -71,14 +71,14 @@ async def test_who_has_gone_holds_up_nobody(
     first, second = (Coordinator(settings(broker), tmp_path / name) for name in ("first", "second"))
     async with AsyncExitStack() as stack:
         await first.start(stack)
-        await first.sole.withdraw()
+        await first.sole.remove_claim()
     monkeypatch.setattr(sole, "ANSWER_S", 300.0)
-    await second.sole.require(settings(broker))
+    await second.sole.require_sole(settings(broker))
 
     async with transport(broker, "a broker that kept a claim and lost the will") as broken:
-        await broken.publish(TOPICS.claims, encode(OLD), retain=True)
+        await broken.publish(TOPICS.claims, encode_message(OLD), retain=True)
         monkeypatch.setattr(sole, "ANSWER_S", 0.5)
-        await second.sole.require(settings(broker))
+        await second.sole.require_sole(settings(broker))
 
 
 async def test_of_two_that_began_together_the_later_ends_and_the_other_goes_on(
@@ -100,10 +100,10 @@ async def test_of_two_that_began_together_the_later_ends_and_the_other_goes_on(
     listener = transport(broker, "listener")
     await listener.subscribe(TOPICS.claims, hear)
     async with listener:
-        await second.sole.withdraw()
+        await second.sole.remove_claim()
         await until(lambda: b"" in heard and heard[-1])
     with pytest.raises(ConfigError, match=str(tmp_path / "first")):
-        await Coordinator(settings(broker), tmp_path / "third").sole.require(settings(broker))
+        await Coordinator(settings(broker), tmp_path / "third").sole.require_sole(settings(broker))
 
 
 async def test_what_was_said_to_others_or_before_ends_nobody(
@@ -119,16 +119,16 @@ async def test_what_was_said_to_others_or_before_ends_nobody(
     other = transport(one_broker, "other")
     async with other:
         for claim in (OLD, replace(OLD, to="somebody"), replace(OLD, incarnation="young", since=4e9)):
-            await other.publish(TOPICS.claims, encode(claim))
+            await other.publish(TOPICS.claims, encode_message(claim))
         await other.publish(TOPICS.claims, b"nonsense")
         await other.subscribe(TOPICS.claims, hear)
         await answered.wait()
         assert not first.ended
         assert not first.noticed
-        await other.publish(TOPICS.claims, encode(replace(OLD, to=first.sole._own.incarnation, works=False)))
+        await other.publish(TOPICS.claims, encode_message(replace(OLD, to=first.sole._own.incarnation, works=False)))
         await until(lambda: first.noticed)  # one that only looks goes, however early its clock says that it began
         assert not first.ended
-        await other.publish(TOPICS.claims, encode(replace(OLD, to=first.sole._own.incarnation)))
+        await other.publish(TOPICS.claims, encode_message(replace(OLD, to=first.sole._own.incarnation)))
         await until(lambda: first.ended)
 
 
@@ -142,8 +142,8 @@ async def test_two_with_one_key_hear_each_other(mosquitto: LocalBroker, tmp_path
     (tmp_path / "other" / "life").write_bytes(b"4000000000")
     second = Coordinator(settings(mosquitto), tmp_path / "other", Signed(known, tmp_path / "other"))
     async with transport(mosquitto, "liar") as liar:
-        await liar.publish(TOPICS.claims, encode(replace(OLD, to=first.sole._own.incarnation)))
+        await liar.publish(TOPICS.claims, encode_message(replace(OLD, to=first.sole._own.incarnation)))
     with pytest.raises(ConfigError, match="another coordinator of federation f"):
-        await second.sole.require(settings(mosquitto))
+        await second.sole.require_sole(settings(mosquitto))
     await until(lambda: first.noticed)
     assert not first.ended

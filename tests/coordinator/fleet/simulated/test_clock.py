@@ -35,12 +35,12 @@ DITTO = TrainDitto(starts=(Start(model=REF),), sgd=SGD, proximal_lambda=1.0)
 
 
 def test_the_worked_order():
-    taken = clock.seconds(STEADY, ORDER, work=4e9, bytes_down=4_000_000, bytes_up=1_000_000)
+    taken = clock.compute_seconds(STEADY, ORDER, work=4e9, bytes_down=4_000_000, bytes_up=1_000_000)
     assert taken == pytest.approx(0.5 + 4e6 * 8 / 16e6 + 4e9 / (2 * clock.FLOPS) + 1e6 * 8 / 8e6)
 
 
 def test_no_hardware_takes_no_time():
-    assert clock.seconds(Hardware(), ORDER, work=1e15, bytes_down=10**9, bytes_up=10**9) == 0
+    assert clock.compute_seconds(Hardware(), ORDER, work=1e15, bytes_down=10**9, bytes_up=10**9) == 0
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,18 @@ def test_a_batch_is_never_larger_than_the_data():
 
 def test_noise_is_log_normal_and_its_own_for_each_order():
     jittery = Hardware(jitter=0.3)
-    drawn = np.log([clock.noise(jittery, Occasion(0, 1, "train", f"d{i}")) for i in range(2000)])
+    drawn = np.log([clock.draw_noise(jittery, Occasion(0, 1, "train", f"d{i}")) for i in range(2000)])
     assert abs(drawn.mean()) < 4 * 0.3 / math.sqrt(2000)
     assert drawn.std() == pytest.approx(0.3, rel=0.08)
-    assert clock.noise(jittery, Occasion(0, 1, "train", "a")) == clock.noise(jittery, Occasion(0, 1, "train", "a"))
+    assert clock.draw_noise(jittery, Occasion(0, 1, "train", "a")) == clock.draw_noise(
+        jittery, Occasion(0, 1, "train", "a")
+    )
     others = [(1, 1, "train", "a"), (0, 2, "train", "a"), (0, 1, "trial", "a"), (0, 1, "train", "b")]
-    assert len({clock.noise(jittery, Occasion(*where)) for where in [(0, 1, "train", "a"), *others]}) == 5
+    assert len({clock.draw_noise(jittery, Occasion(*where)) for where in [(0, 1, "train", "a"), *others]}) == 5
 
 
 def test_stragglers_are_as_frequent_as_told_and_only_slower():
-    drawn = np.array([clock.noise(Hardware(straggles=0.1), Occasion(0, 1, "train", f"d{i}")) for i in range(3000)])
+    drawn = np.array([clock.draw_noise(Hardware(straggles=0.1), Occasion(0, 1, "train", f"d{i}")) for i in range(3000)])
     assert (drawn >= 1).all()
     assert (drawn > 1).mean() == pytest.approx(0.1, abs=4 * math.sqrt(0.09 / 3000))
 
@@ -93,7 +95,7 @@ def test_stragglers_are_as_frequent_as_told_and_only_slower():
 def test_orders_are_dropped_as_often_as_told():
     def share(drops: float) -> float:
         own = Hardware(drops=drops)
-        return float(np.mean([clock.dropped(own, Occasion(0, 1, "s", f"d{i}")) for i in range(3000)]))
+        return float(np.mean([clock.is_dropped(own, Occasion(0, 1, "s", f"d{i}")) for i in range(3000)]))
 
     assert share(0.0) == 0
     assert share(1.0) == 1
@@ -104,8 +106,8 @@ def test_presence_is_the_markov_chain():
     own = Hardware(stays=0.9, returns=0.4)
 
     def share(before: bool | None) -> float:
-        return float(np.mean([clock.there(own, before, Occasion(0, 1, "", f"d{i}")) for i in range(3000)]))
+        return float(np.mean([clock.is_present(own, before, Occasion(0, 1, "", f"d{i}")) for i in range(3000)]))
 
     for before, chance in ((True, 0.9), (False, 0.4), (None, 0.8)):
         assert share(before) == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / 3000))
-    assert clock.there(Hardware(), None, Occasion(0, 0, "", "d"))
+    assert clock.is_present(Hardware(), None, Occasion(0, 0, "", "d"))

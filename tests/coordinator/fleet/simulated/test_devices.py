@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from coordinator.fleet.simulated.devices import CLASSES, PI_4, PI_5, PI_ZERO_2_W, Hardware, mixed
+from coordinator.fleet.simulated.devices import CLASSES, PI_4, PI_5, PI_ZERO_2_W, Hardware, draw_mixed
 
 
 def test_the_default_takes_no_time_and_is_always_there():
@@ -30,9 +30,9 @@ def test_the_classes_are_plausible():
 
 def test_every_class_is_hardware_out_equally_often_by_the_seed():
     ids = [f"d{i}" for i in range(23)]
-    hardware = mixed(ids, seed=1)
+    hardware = draw_mixed(ids, seed=1)
     assert set(hardware) == set(ids)
     counts = Counter(own.name for own in hardware.values())
     assert sorted(counts.values()) == [4, 4, 5, 5, 5]
-    assert mixed(reversed(ids), seed=1) == hardware
-    assert mixed(ids, seed=2) != hardware
+    assert draw_mixed(reversed(ids), seed=1) == hardware
+    assert draw_mixed(ids, seed=2) != hardware

@@ -12,17 +12,17 @@ import pytest
 
 from coordinator.fleet.simulated import on_ray
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
-from coordinator.fleet.simulated.on_ray import Recipe, Shards
-from coordinator.fleet.simulated.ray import connected, ray
-from coordinator.methods.catalogue import make
+from coordinator.fleet.simulated.on_ray import Shards, WorkerSpec
+from coordinator.fleet.simulated.ray import connect, ray
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
-from coordinator.methods.parts.averaging import averages
+from coordinator.methods.parts.averaging import average_by_cluster
 from coordinator.methods.settings import Option
 from coordinator.simulation.compare import compare
-from coordinator.simulation.federation import Federation, gather, partition_samples
+from coordinator.simulation.federation import Federation, make_fleet, partition_samples
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import CompareSettings, Running, Scenario
-from edge_agent.device.worker import Finished
+from coordinator.simulation.settings import CompareSettings, EngineScenario, Scenario
+from edge_agent.device.worker import FinishedOrder
 from edge_agent.learning import batched
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
@@ -40,7 +40,7 @@ def cluster() -> Iterator[object]:
 
     head = {"num_cpus": 4, "include_dashboard": False}
     found = Cluster(initialize_head=True, head_node_args=head)
-    with connected(found.address):
+    with connect(found.address):
         yield found
     found.shutdown()
 
@@ -54,8 +54,8 @@ async def trained(
     federation: Federation, home: Path, execute: Execute, method_name: str = "fedavg", **options: Option
 ) -> bytes:
     """The global model after the rounds."""
-    fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
-    method = make(method_name, SCENARIO.for_method(SEED, dict(options)), Server(federation.task, None))
+    fleet, first, _ = make_fleet(federation, SCENARIO, SEED, home, execute)
+    method = make_method(method_name, SCENARIO.make_method_settings(SEED, dict(options)), Server(federation.task, None))
     state = method.init(federation.layout, first)
     for number in range(1, SCENARIO.rounds + 1):
         fleet.round = number
@@ -64,14 +64,14 @@ async def trained(
 
 
 def shards(federation: Federation, home: Path, n: int) -> Shards:
-    recipe = Recipe(task=federation.task, layout=federation.layout, home=home)
+    recipe = WorkerSpec(task=federation.task, layout=federation.layout, home=home)
     return Shards(recipe, federation.data, (), n)
 
 
 async def test_bits_do_not_depend_on_the_number_of_actors(cluster: object, federation: Federation, tmp_path: Path):
     of = {n: await trained(federation, tmp_path / str(n), shards(federation, tmp_path / str(n), n)) for n in (1, 2, 4)}
     assert of[1] == of[2] == of[4]
-    here = await trained(federation, tmp_path / "here", batched.execute)
+    here = await trained(federation, tmp_path / "here", batched.execute_jobs)
     np.testing.assert_allclose(np.frombuffer(of[1], np.float32), np.frombuffer(here, np.float32), rtol=1e-6, atol=1e-7)
 
 
@@ -87,7 +87,7 @@ async def test_a_killed_actor_changes_nothing(cluster: object, federation: Feder
     undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
     killed = shards(federation, tmp_path / "killed", 2)
 
-    def and_kill(jobs: list[batched.Job]) -> list[Finished]:
+    def and_kill(jobs: list[batched.Job]) -> list[FinishedOrder]:
         found = killed(jobs)
         ray.kill(killed._idle[0])
         return found
@@ -104,7 +104,7 @@ async def test_a_node_that_dies_under_way_changes_nothing(
     lossy = shards(federation, tmp_path / "lost", 6)
     loses = Timer(0.2, partial(cluster.remove_node, second, allow_graceful=False))
 
-    def and_lose(jobs: list[batched.Job]) -> list[Finished]:
+    def and_lose(jobs: list[batched.Job]) -> list[FinishedOrder]:
         if not loses.is_alive() and not loses.finished.is_set():
             ray.get(list(lossy._coming))  # on both nodes
             loses.start()
@@ -118,9 +118,9 @@ async def trained_once(
     federation: Federation, home: Path, execute: Execute
 ) -> tuple[SimulatedFleet, dict[str, Trained]]:
     """A fleet and the updates of its devices; on Ray they lie with the actors."""
-    fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
+    fleet, first, _ = make_fleet(federation, SCENARIO, SEED, home, execute)
     action = Train(starts=(Start(model=first),), sgd=Sgd(steps=3), codec=Codec.FLOAT32)
-    answers = await fleet.run("train", {device.id: action for device in fleet.devices()})
+    answers = await fleet.run("train", {device.id: action for device in fleet.get_devices()})
     return fleet, {i: answer.result for i, answer in answers.items() if isinstance(answer.result, Trained)}
 
 
@@ -133,9 +133,9 @@ async def averaged(
 
 async def averaged_by(federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rule: str) -> bytes:
     scenario = msgspec.structs.replace(SCENARIO, average=rule)
-    method = make("fedavg", scenario.for_method(SEED, {}), Server(federation.task, None))
+    method = make_method("fedavg", scenario.make_method_settings(SEED, {}), Server(federation.task, None))
     ids = list(updates)
-    whole, half, nobody = await averages(method, fleet, updates, [ids, ids[::2], []], federation.layout)
+    whole, half, nobody = await average_by_cluster(method, fleet, updates, [ids, ids[::2], []], federation.layout)
     assert nobody is None
     assert whole is not None
     assert half is not None
@@ -153,7 +153,7 @@ async def test_averages_do_not_depend_on_who_dies(
 ) -> None:
     """Equal bytes after all actors died, and after the node died that alone had the updates."""
     monkeypatch.setattr(on_ray, "BLOCKS", 3)  # large enough for the object store
-    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute), rules)
+    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute_jobs), rules)
     there = shards(federation, tmp_path / "there", 2)
     fleet, updates = await trained_once(federation, tmp_path / "there", there)
     undisturbed = await averaged(federation, fleet, updates, rules)
@@ -190,7 +190,7 @@ async def test_only_sums_travel(cluster: object, federation: Federation, tmp_pat
 
 
 def test_a_simulation_on_ray_gives_the_figures_of_one_here(cluster: object, tmp_path: Path) -> None:
-    on = Running(engine="ray", ray_address="auto")
+    on = EngineScenario(engine="ray", ray_address="auto")
     here, there = (
         simulate(SCENARIO, "fedge", {}, SEED, tmp_path / name, lambda _: None, "fedge", how)
         for name, how in (("here", None), ("there", on))

@@ -38,7 +38,7 @@ async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_pat
     assert not (tmp_path / "a" / "d00" / "kept").exists()
     assert after.global_mean is not None
     w = fleet.get(after.model, layout)
-    every = np.concatenate([k.network.features(w, k.data.shared[0]) for k in fleet.workers.values()])
+    every = np.concatenate([k.network.compute_features(w, k.data.shared[0]) for k in fleet.workers.values()])
     np.testing.assert_allclose(fleet.get_tensors(after.global_mean)["mean"], every.mean(axis=0), atol=1e-5)
 
 
@@ -68,7 +68,7 @@ async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path:
 
     fleet.before = no_means
     state = await rounds(method, state, fleet)
-    assert (state.global_mean, method.kept_by(state)) == (None, None)
+    assert (state.global_mean, method.find_kept_step(state)) == (None, None)
     fleet.before = lambda *_: None
     fleet.unresponsive = frozenset()
     state = await rounds(method, state, fleet)
@@ -97,8 +97,8 @@ async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
     fleet, layout, method, state = federation(tmp_path)
     for _ in range(3):
         state = await rounds(method, state, fleet)
-    served = fleet.get(method.serves(state, "d00"), layout)
-    mine = fleet.workers["d00"].personal(served)
+    served = fleet.get(method.get_model(state, "d00"), layout)
+    mine = fleet.workers["d00"].make_personal_model(served)
     differs = np.flatnonzero(mine.params != served.params)
     assert set(differs) <= set(range(layout.n_params - 10, layout.n_params))  # the head's bias alone
     assert len(differs)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvg, FedAvgState
-from coordinator.methods.catalogue import make
-from coordinator.methods.rounds import accepted
+from coordinator.methods.catalogue import make_method
+from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
 from deploy import load as load_bundle
-from edge_agent.learning.evaluation import logits
+from edge_agent.learning.evaluation import compute_logits
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
@@ -31,7 +31,7 @@ async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -
 
     start = fleet.get(first, layout).params.astype(np.float64)
     order = Train(starts=(Start(model=first),), sgd=SETTINGS.sgd, codec=Codec.FLOAT32)
-    updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+    updates = select_updates(await fleet.run("train", {device.id: order for device in fleet.get_devices()}))
     n = np.array([u.n_samples for u in updates.values()])
     trained = np.stack([start + fleet.get(u.update, layout).params for u in updates.values()])
     np.testing.assert_allclose(fleet.get(after.model, layout).params, n @ trained / n.sum(), atol=1e-6)
@@ -41,7 +41,7 @@ async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -
 
 async def test_an_unresponsive_round_changes_no_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.get_devices())
     after = await FedAvg(SETTINGS).advance(FedAvg(SETTINGS).init(layout, first), fleet)
     assert (after.round, after.model, after.participations) == (1, first, {})
     assert after.history[-1].answered == 0
@@ -59,8 +59,8 @@ async def test_equal_seeds_give_equal_states_and_a_bundle_of_the_global_model_on
     for turn in range(2):
         fleet, layout, first, _ = digits(tmp_path / str(turn))
         method = FedAvg(MethodSettings(rounds=3, participation=0.5, seed=7))
-        states.append(await run(method, method.init(layout, first), fleet))
-    assert dump(states[0]) == dump(states[1])
+        states.append(await run_rounds(method, method.init(layout, first), fleet))
+    assert encode_state(states[0]) == encode_state(states[1])
     assert set(states[0].installed) == {f"d{i:02d}" for i in range(6)}
     assert {len(found) for found in roles(fleet, states[1]).values()} == {1}
     assert [r.asked for r in states[0].history] == [3, 3, 3]
@@ -76,16 +76,16 @@ async def test_equal_seeds_give_equal_states_and_a_bundle_of_the_global_model_on
 async def test_every_variant_ends_fine_tuned_if_it_is_asked_to(tmp_path, name) -> None:
     """The bundle is at least as good on the device's validation samples as the global model."""
     fleet, layout, first, _ = digits(tmp_path)
-    method = make(f"{name}+ft", SETTINGS)
-    state = await run(method, method.init(layout, first), fleet)
-    assert sorted(state.installed) == [device.id for device in fleet.devices()]
-    assert method.summary(state)["method"] == f"{name}+ft"
+    method = make_method(f"{name}+ft", SETTINGS)
+    state = await run_rounds(method, method.init(layout, first), fleet)
+    assert sorted(state.installed) == [device.id for device in fleet.get_devices()]
+    assert method.summarise(state)["method"] == f"{name}+ft"
     gains = []
     for worker in fleet.workers.values():
         x, y = worker.data.validation
         tuned = predicted(worker, x)
         gains.append(
-            loss(logits(worker, fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean()
+            loss(compute_logits(worker, fleet.get(state.model, layout), x), y) + np.log(tuned[range(len(y)), y]).mean()
         )
     assert min(gains) > -1e-4
     assert max(gains) > 0.1
@@ -100,8 +100,8 @@ async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     speed = {f"d{i:02d}": seconds for i, seconds in enumerate([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])}
     fleet._hardware = {i: replace(own, latency_s=speed[i]) for i, own in fleet._hardware.items()}
-    method = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "fastest"}))
-    state = await run(method, method.init(layout, first), fleet)
+    method = make_method("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "fastest"}))
+    state = await run_rounds(method, method.init(layout, first), fleet)
     # by clock the last three are the quickest (1 to 6 GHz); then what they took counts: 0.5, 3 and 2 s. The median of
     # 0.5 * 4, 3 * 5 and 2 * 6 is 12 cycles, so the others would need 12 / f >= 4 s: nobody else is ever tried.
     assert state.participations == {"d03": 4, "d04": 4, "d05": 4}
@@ -111,10 +111,10 @@ async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
 async def test_a_fast_device_that_stops_answering_is_replaced(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.unresponsive = frozenset(["d05"])
-    method = make("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))
-    state = await run(method, method.init(layout, first), fleet)
+    method = make_method("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.seconds["d05"] == math.inf
-    assert load(dump(state), FedAvgState) == state
+    assert decode_state(encode_state(state), FedAvgState) == state
     # every other answer took no time; the lowest ids win
     assert "d05" not in state.participations
     assert [line.answered for line in state.history] == [2, 3]
@@ -122,12 +122,12 @@ async def test_a_fast_device_that_stops_answering_is_replaced(tmp_path) -> None:
 
 def test_an_unknown_selection_is_refused() -> None:
     with pytest.raises(ConfigError, match="option of the method"):
-        make("fedavg", MethodSettings(options={"selection": "slowest"}))
+        make_method("fedavg", MethodSettings(options={"selection": "slowest"}))
 
 
 async def test_clocks_and_times_leave_no_trace_where_nobody_asks_for_the_fastest(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet._hardware = {i: replace(own, latency_s=2.5) for i, own in fleet._hardware.items()}
-    method = make("fedavg", SETTINGS)
+    method = make_method("fedavg", SETTINGS)
     fleet.round = 1
     assert (await method.advance(method.init(layout, first), fleet)).seconds == {}

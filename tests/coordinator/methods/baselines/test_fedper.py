@@ -49,7 +49,7 @@ async def test_two_rounds_against_a_slow_oracle(tmp_path: Path) -> None:
             model.params[: base_layout.n_params] = mean
     np.testing.assert_allclose(fleet.get(state.model, base_layout).params, mean, atol=1e-5)
     for i, worker in fleet.workers.items():
-        found = worker.personal(fleet.get(method.serves(state, i), layout))
+        found = worker.make_personal_model(fleet.get(method.get_model(state, i), layout))
         np.testing.assert_allclose(found.params, whole[i].params, atol=1e-5)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.settings import MethodSettings
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Codec
@@ -17,7 +17,7 @@ EXACT = {"rounds": 2, "sgd": Sgd(steps=20), "codec": Codec.FLOAT32, "down": "flo
 async def distance(tmp_path, mu: float) -> float:
     """How far a round moves the model."""
     fleet, layout, first, _ = digits(tmp_path / str(mu))
-    method = make("fedprox", MethodSettings(**EXACT, options={"proximal_mu": mu}))
+    method = make_method("fedprox", MethodSettings(**EXACT, options={"proximal_mu": mu}))
     fleet.round = 1
     after = await method.advance(method.init(layout, first), fleet)
     return float(np.linalg.norm(fleet.get(after.model, layout).params - fleet.get(first, layout).params))
@@ -32,17 +32,17 @@ async def test_without_pull_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     models = []
     for name, options in (("fedprox", {"proximal_mu": 0.0}), ("fedavg", {})):
         fleet, layout, first, _ = digits(tmp_path / name)
-        method = make(name, MethodSettings(**EXACT, participation=0.5, options=options))
-        models.append((await run(method, method.init(layout, first), fleet)).model)
+        method = make_method(name, MethodSettings(**EXACT, participation=0.5, options=options))
+        models.append((await run_rounds(method, method.init(layout, first), fleet)).model)
     assert models[0] == models[1]
 
 
 def test_the_pull_is_weak_by_default_and_absent_from_fine_tuning() -> None:
-    method = make("fedprox+ft", MethodSettings())
-    assert method.sgd().proximal_mu == 0.01
+    method = make_method("fedprox+ft", MethodSettings())
+    assert method.get_sgd().proximal_mu == 0.01
     assert method.settings.sgd.proximal_mu == 0
 
 
 def test_a_negative_pull_is_refused() -> None:
     with pytest.raises(ConfigError, match="option of the method"):
-        make("fedprox", MethodSettings(options={"proximal_mu": -1.0}))
+        make_method("fedprox", MethodSettings(options={"proximal_mu": -1.0}))

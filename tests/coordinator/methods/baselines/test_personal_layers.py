@@ -12,24 +12,24 @@ from coordinator.fleet.fleet import Answer
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.baselines.fedper import FedPer
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from coordinator.methods.catalogue import make
-from coordinator.methods.rounds import accepted
+from coordinator.methods.catalogue import make_method
+from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
-from coordinator.simulation.rounds import run
-from edge_agent.learning.evaluation import logits, prior
+from coordinator.methods.state import decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
+from edge_agent.learning.evaluation import compute_logits, compute_prior
 from edge_agent.learning.mixture import PLAIN
-from fedge.bundle.formula import calibrated
+from fedge.bundle.formula import calibrate_logits
 from fedge.errors import ConfigError
-from fedge.models.build import initial
+from fedge.models.build import make_initial_model
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train, Trained
 from fedge.steps.training.train_ditto import TrainDitto
-from fedge.tasks import task_spec
+from fedge.tasks import load_task
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo
-from fedge.wire.messages import BlobRef, Role, blobs_of
+from fedge.wire.messages import BlobRef, Role, iterate_blobs
 from tests.support.simulation import Fleet, digits, predicted, roles, rounds
 
 NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
@@ -44,37 +44,37 @@ def settings(rounds: int = 3, **changes: Any) -> MethodSettings:
 
 def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, PersonalLayers[Any], PersonalState]:
     fleet, layout, first, _ = digits(home, n=5, limit=400)
-    method: Any = make(name, settings(**changes))
+    method: Any = make_method(name, settings(**changes))
     return fleet, layout, method, method.init(layout, first)
 
 
 @every
 async def test_runs_to_bundles_that_predict_what_torch_does(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
-    state = await run(method, state, fleet)
-    assert method.done(state)
+    state = await run_rounds(method, state, fleet)
+    assert method.is_done(state)
     assert set(state.installed) == {f"d{i:02d}" for i in range(5)}
     for i in state.installed:
         assert roles(fleet, state)[i] == (Role.PRIVATE,)
         device = fleet.workers[i]
-        served = fleet.get(method.serves(state, i), layout)
-        found = logits(device, device.personal(served), device.data.x_val)
-        expected = np.exp(calibrated(found, prior(device), PLAIN))
+        served = fleet.get(method.get_model(state, i), layout)
+        found = compute_logits(device, device.make_personal_model(served), device.data.x_val)
+        expected = np.exp(calibrate_logits(found, compute_prior(device), PLAIN))
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
-        assert np.abs(found - logits(device, served, device.data.x_val)).max() > 1e-3  # what it kept matters
+        assert np.abs(found - compute_logits(device, served, device.data.x_val)).max() > 1e-3  # what it kept matters
     assert [(r.asked, r.answered) for r in state.history] == [(5, 5)] * 3
-    assert method.summary(state)["method"] == name
+    assert method.summarise(state)["method"] == name
 
 
 @every
 async def test_equal_seeds_give_equal_states_also_through_dump_and_load(tmp_path: Path, name: str) -> None:
     one, _, method, state = federation(tmp_path / "1", name, participation=0.6, seed=7)
-    whole = await run(method, state, one)
+    whole = await run_rounds(method, state, one)
     two, _, method, state = federation(tmp_path / "2", name, participation=0.6, seed=7)
-    while not method.done(state):
-        state = await rounds(method, load(dump(state), type(state)), two)
-        two.keep_only({ref.digest for ref in blobs_of(state)})
-    assert dump(state) == dump(whole)
+    while not method.is_done(state):
+        state = await rounds(method, decode_state(encode_state(state), type(state)), two)
+        two.remove_others({ref.digest for ref in iterate_blobs(state)})
+    assert encode_state(state) == encode_state(whole)
     assert [r.asked for r in whole.history] == [3, 3, 3]
 
 
@@ -82,7 +82,7 @@ async def test_equal_seeds_give_equal_states_also_through_dump_and_load(tmp_path
 async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
     part = {t.name for t in layout.without(method.personal).tensors}
-    while not method.done(state):
+    while not method.is_done(state):
         before, first = len(fleet.orders), state.initial
         state = await rounds(method, state, fleet)
         for _, _, _, action in fleet.orders[before:]:
@@ -93,11 +93,11 @@ async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp
                 assert action.initial == (first if method.personal else None)
             if isinstance(action, Install):
                 assert set(fleet.get_tensors(action.model)) == part
-                assert (action.personal, action.kept_by) == (method.personal, method.kept_by(state))
+                assert (action.personal, action.kept_by) == (method.personal, method.find_kept_step(state))
     sent = [answer.result for answer in fleet.heard if answer.result is not None]
-    blobs = [ref for result in sent for ref in blobs_of(result) if isinstance(result, Trained)]
+    blobs = [ref for result in sent for ref in iterate_blobs(result) if isinstance(result, Trained)]
     assert len(blobs) == 15
-    assert sum(1 for result in sent for _ in blobs_of(result)) == 15  # nothing else carries tensors
+    assert sum(1 for result in sent for _ in iterate_blobs(result)) == 15  # nothing else carries tensors
     for ref in blobs:
         assert set(fleet.get_tensors(ref)) == part
 
@@ -111,7 +111,7 @@ async def test_the_shared_part_is_the_mean_of_the_parts_weighted_by_samples(tmp_
     part = layout.without(method.personal)
     start = fleet.get(state.model, part).params.astype(np.float64)
     after = await rounds(method, state, fleet)
-    updates = accepted({a.device_id: a for a in fleet.heard})
+    updates = select_updates({a.device_id: a for a in fleet.heard})
     n = np.array([u.n_samples for u in updates.values()])
     parts = np.stack([start + fleet.get(u.update, part).params for u in updates.values()])
     np.testing.assert_allclose(fleet.get(after.model, part).params, n @ parts / n.sum(), atol=1e-6)
@@ -122,9 +122,9 @@ async def test_the_shared_part_is_the_mean_of_the_parts_weighted_by_samples(tmp_
 async def test_what_is_served_is_the_initial_model_with_the_shared_part_over_it(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
     first = fleet.get_tensors(state.initial)
-    assert method.serves(state, "d00") == state.initial
+    assert method.get_model(state, "d00") == state.initial
     state = await rounds(method, state, fleet)
-    served, shared = fleet.get_tensors(method.serves(state, "d00")), fleet.get_tensors(state.model)
+    served, shared = fleet.get_tensors(method.get_model(state, "d00")), fleet.get_tensors(state.model)
     assert set(shared) == {t.name for t in layout.without(method.personal).tensors}
     for tensor, value in served.items():
         np.testing.assert_array_equal(value, shared.get(tensor, first[tensor]))
@@ -138,7 +138,7 @@ async def test_an_unresponsive_round_changes_no_model(tmp_path: Path, name: str)
     after = await rounds(method, state, fleet)
     assert (after.model, after.whole, after.round) == (state.model, state.whole, 2)
     fleet.unresponsive = frozenset(["d00", "d01"])
-    strict: Any = make(name, settings(min_reports=4))
+    strict: Any = make_method(name, settings(min_reports=4))
     after = await rounds(strict, state, fleet)
     assert (after.model, after.whole, after.history[-1].answered) == (state.model, state.whole, 3)
 
@@ -157,10 +157,12 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
     assert state.participations == {"d00": 2, "d01": 2, "d02": 4, "d03": 4}
     assert set(state.installed) == set(fleet.workers)
     for i, device in fleet.workers.items():
-        served = fleet.get(method.serves(state, i), layout)
-        mine = device.personal(served)
+        served = fleet.get(method.get_model(state, i), layout)
+        mine = device.make_personal_model(served)
         assert (mine is served) == (i == "d04")  # it kept nothing: the initial model stands in
-        expected = np.exp(calibrated(logits(device, mine, device.data.x_val), prior(device), PLAIN))
+        expected = np.exp(
+            calibrate_logits(compute_logits(device, mine, device.data.x_val), compute_prior(device), PLAIN)
+        )
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
@@ -188,24 +190,24 @@ async def test_refusals_failures_and_updates_of_nothing_count_as_absent(tmp_path
 @every
 async def test_without_rounds_the_initial_model_is_installed(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name, rounds=0)
-    state = await run(method, state, fleet)
+    state = await run_rounds(method, state, fleet)
     device = fleet.workers["d00"]
     first = fleet.get(state.initial, layout)
-    expected = np.exp(calibrated(logits(device, first, device.data.x_val), prior(device), PLAIN))
+    expected = np.exp(calibrate_logits(compute_logits(device, first, device.data.x_val), compute_prior(device), PLAIN))
     np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
 @every
 async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, f"{name}+ft")
-    state = await run(method, state, fleet)
+    state = await run_rounds(method, state, fleet)
     tuned = fleet.sent(Install).values()
-    assert all(action.fine_tune is not None and action.kept_by == method.kept_by(state) for action in tuned)
+    assert all(action.fine_tune is not None and action.kept_by == method.find_kept_step(state) for action in tuned)
     losses = {}
     for i, device in fleet.workers.items():
         x, y = device.data.x_val, device.data.y_val
-        mine = logits(device, device.personal(fleet.get(method.serves(state, i), layout)), x)
-        before = -calibrated(mine, prior(device), PLAIN)[np.arange(len(y)), y].mean()
+        mine = compute_logits(device, device.make_personal_model(fleet.get(method.get_model(state, i), layout)), x)
+        before = -calibrate_logits(mine, compute_prior(device), PLAIN)[np.arange(len(y)), y].mean()
         losses[i] = -np.log(predicted(device, x)[np.arange(len(y)), y]).mean() - before
     assert max(losses.values()) < 1e-4  # 0 steps compete: it never gets worse on the validation samples
     assert min(losses.values()) < -0.01
@@ -214,7 +216,7 @@ async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"ditto"}))
 def test_a_network_without_a_head_is_refused_before_the_first_round_but_by_ditto(name: str) -> None:
     layout = Layout(tensors=(TensorInfo(name="w", shape=(3, 3)), TensorInfo(name="g", shape=(3,))))
-    method: Any = make(name, settings())
+    method: Any = make_method(name, settings())
     with pytest.raises(ConfigError, match="last layer"):
         method.init(layout, None)
 
@@ -229,8 +231,8 @@ async def test_with_nothing_private_it_is_fedavg(tmp_path: Path) -> None:
     one, layout, first, _ = digits(tmp_path / "1", n=5, limit=400)
     two, _, _, _ = digits(tmp_path / "2", n=5, limit=400)
     given = settings(participation=0.6)
-    fedavg = await run(FedAvg(given), FedAvg(given).init(layout, first), one)
-    keeping = await run(Everything(given), Everything(given).init(layout, first), two)
+    fedavg = await run_rounds(FedAvg(given), FedAvg(given).init(layout, first), one)
+    keeping = await run_rounds(Everything(given), Everything(given).init(layout, first), two)
     assert keeping.model == keeping.whole == fedavg.model
     assert (keeping.history, keeping.participations) == (fedavg.history, fedavg.participations)
     x = np.random.default_rng(0).random((9, 1, 8, 8), np.float32)
@@ -243,7 +245,7 @@ async def test_bytes_up_are_those_of_the_part(tmp_path: Path) -> None:
     up = {}
     for name in ("fedper", "lg-fedavg", "ditto"):
         fleet, _, method, state = federation(tmp_path / name, name, rounds=2)
-        await run(method, state, fleet)
+        await run_rounds(method, state, fleet)
         up[name] = fleet.bytes_up
     headers = 10 * 300
     assert 10 * 4 * 2080 < up["fedper"] < 10 * 4 * 2080 + headers
@@ -253,7 +255,7 @@ async def test_bytes_up_are_those_of_the_part(tmp_path: Path) -> None:
 
 async def test_the_initial_model_travels_once_to_each_device(tmp_path: Path) -> None:
     fleet, _, method, state = federation(tmp_path, "lg-fedavg", rounds=4)
-    await run(method, state, fleet)
+    await run_rounds(method, state, fleet)
     whole, part = 4 * 2410, 4 * 330
     assert 5 * (whole + 5 * part) < fleet.bytes_down < 5 * (whole + 5 * part) + 30 * 400
 
@@ -268,19 +270,19 @@ async def test_the_initial_model_travels_once_to_each_device(tmp_path: Path) -> 
     ],
 )
 def test_options(name: str, option: str, good: Any, bad: Any) -> None:
-    make(name, settings(options={option: good}))
+    make_method(name, settings(options={option: good}))
     with pytest.raises(ConfigError):
-        make(name, settings(options={option: bad}))
+        make_method(name, settings(options={option: bad}))
     with pytest.raises(ConfigError, match="no option"):
-        make(name, settings(options={option + "s": good}))
+        make_method(name, settings(options={option + "s": good}))
 
 
 def test_defaults_are_those_of_the_specification() -> None:
-    layout = initial(task_spec("digits"), 0)[0]
+    layout = make_initial_model(load_task("digits"), 0)[0]
 
     def order(name: str) -> Train:
-        method: Any = make(name, settings())
-        return method.order(method.init(layout, BlobRef(digest="0" * 64, size_bytes=1)))  # type: ignore[no-any-return]
+        method: Any = make_method(name, settings())
+        return method.make_order(method.init(layout, BlobRef(digest="0" * 64, size_bytes=1)))  # type: ignore[no-any-return]
 
     ditto = order("ditto")
     assert isinstance(ditto, TrainDitto)

@@ -15,13 +15,13 @@ import deploy
 from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
 from coordinator.fleet.fleet import Answer
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Samples, Server
 from coordinator.methods.papers.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
-from coordinator.methods.rounds import accepted
+from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
 from coordinator.store.records import Device
 from edge_agent.device.worker import Worker
 from fedge.data import preprocessing
@@ -30,21 +30,21 @@ from fedge.steps.contract import Declined, Failed
 from fedge.steps.descriptions.route import Routed
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tasks import DeviceData, pool, task_spec
+from fedge.tasks import DeviceData, load_pool, load_task
 from fedge.tensors.layout import Codec, Layout, Model, Tensors
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import Fleet, digits
 
-TASK = task_spec("digits")
+TASK = load_task("digits")
 
 
 def held_out() -> Samples:
     """Samples that no device has: the devices of `digits(limit=1200)` draw from the first 1200 of the shuffled set."""
-    samples = pool("digits", seed=0)
-    used = pool("digits", seed=0, limit=1200).x.reshape(1200, -1)
+    samples = load_pool("digits", seed=0)
+    used = load_pool("digits", seed=0, limit=1200).x.reshape(1200, -1)
     known = {row.tobytes() for row in used}
     free = [k for k, row in enumerate(samples.x.reshape(len(samples.x), -1)) if row.tobytes() not in known]
-    return preprocessing.apply(TASK, samples.x[free]), samples.y[free]
+    return preprocessing.preprocess(TASK, samples.x[free]), samples.y[free]
 
 
 X, Y = held_out()
@@ -87,8 +87,8 @@ class Hiding(Fleet):
     late: frozenset[str] = frozenset()
     last = 3
 
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(d for d in super().devices() if self.round == self.last or d.id not in self.late)
+    def get_devices(self) -> tuple[Device, ...]:
+        return tuple(d for d in super().get_devices() if self.round == self.last or d.id not in self.late)
 
 
 def params(fleet: Fleet, ref: BlobRef, layout: Layout) -> np.ndarray:
@@ -106,18 +106,18 @@ async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> Non
     fleet.round = 1
     after = await method.advance(method.init(layout, first), fleet)
 
-    before = await method._pretrained(method.init(layout, first), fleet)
+    before = await method._pretrain(method.init(layout, first), fleet)
     old = [params(fleet, ref, layout) for ref in before.experts]
     common = params(fleet, before.common, layout)
     np.testing.assert_allclose(common, np.mean(old, axis=0), atol=1e-6)
     order = Train(starts=(Start(model=before.common),), sgd=method.sgd, codec=Codec.FLOAT32)
-    updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+    updates = select_updates(await fleet.run("train", {device.id: order for device in fleet.get_devices()}))
     theta = np.stack([common + params(fleet, u.update, layout) for u in updates.values()])
     gate = fleet.get_tensors(before.gate)
     m = np.zeros((3, 4))
     empty = np.zeros(0, np.float32), np.zeros(0, np.int64)
-    scores = [method.server_data.probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
-    for k, (y, p) in enumerate(zip(SERVER_DATA[1], method.server_data.routing(gate), strict=True)):
+    scores = [method.server_data.compute_probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
+    for k, (y, p) in enumerate(zip(SERVER_DATA[1], method.server_data.compute_routing(gate), strict=True)):
         for i in range(4):
             m[:, i] += p * scores[i][k, y]
     m_e, m_c = m / m.sum(axis=1, keepdims=True), m / m.sum(axis=0, keepdims=True)
@@ -143,7 +143,7 @@ async def test_repaired_keeps_experts_apart_and_printed_makes_them_one(tmp_path:
     for preset in ("repaired", "printed"):
         fleet, layout, first = federation(tmp_path / preset, n=6, alpha=0.1)
         method = method_of(rounds=8, kind=FedCoE, preset=preset)
-        found[preset] = await run(method, method.init(layout, first), fleet)
+        found[preset] = await run_rounds(method, method.init(layout, first), fleet)
         accuracy[preset] = (predict(method, found[preset], fleet, TEST[0]).argmax(axis=1) == TEST[1]).mean()
     repaired, printed = (found[preset].diagnostics[-1] for preset in ("repaired", "printed"))
     assert repaired.overlap < 0.7
@@ -160,7 +160,7 @@ async def test_a_uniform_gate_makes_equal_experts_and_is_told(tmp_path: Path, ca
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(tau=1.0, ranking="raw", suitability_temperature=1e6, n_experts=3)
     with caplog.at_level(logging.WARNING):
-        state = await run(method, method.init(layout, first), fleet)
+        state = await run_rounds(method, method.init(layout, first), fleet)
     experts = [params(fleet, ref, layout) for ref in state.experts]
     assert state.diagnostics[-1].overlap == 1
     assert state.diagnostics[-1].spread < 1e-3
@@ -174,7 +174,7 @@ async def test_a_round_in_which_all_is_well_says_nothing(tmp_path: Path, caplog:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(rounds=1)
     with caplog.at_level(logging.INFO, logger="fedge.method"):
-        state = await run(method, method.init(layout, first), fleet)
+        state = await run_rounds(method, method.init(layout, first), fleet)
     assert not state.diagnostics[-1].collapsed
     assert "event=experts" not in caplog.text
 
@@ -183,10 +183,12 @@ async def test_tau_zero_changes_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=3)
     method = method_of(tau=0.0)
     fleet.round = 1
-    before = await method._pretrained(method.init(layout, first), fleet)
+    before = await method._pretrain(method.init(layout, first), fleet)
     after = await method.advance(before, fleet)
     assert after.experts == before.experts
-    updates = accepted(await fleet.run("train", {d.id: method._order(before, d.id) for d in fleet.devices()}))
+    updates = select_updates(
+        await fleet.run("train", {d.id: method._make_order(before, d.id) for d in fleet.get_devices()})
+    )
     for i, update in updates.items():
         own = fleet.get(before.common, layout).params + fleet.get(update.update, layout).params
         np.testing.assert_array_equal(fleet.get(after.clients[i], layout).params, own)
@@ -197,8 +199,8 @@ class NoGate(Quick):
 
     TOP = 4
 
-    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
-        gate = super().trained_gate(experts, start, epochs=epochs, seed=seed)
+    def train_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
+        gate = super().train_gate(experts, start, epochs=epochs, seed=seed)
         return {name: np.zeros_like(value) for name, value in gate.items()}
 
 
@@ -209,10 +211,10 @@ async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
     hiding._blobs = fleet._blobs
     hiding.late = frozenset({"d03"})
     method = method_of(kind=NoGate, n_experts=4, refresh_every=1)  # preset "printed" has refreshes
-    state = await run(method, method.init(layout, first), hiding)
+    state = await run_rounds(method, method.init(layout, first), hiding)
     assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
     np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
-    experts = [method.server_data.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
+    experts = [method.server_data.compute_probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
     np.testing.assert_allclose(predict(method, state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
 
 
@@ -223,7 +225,7 @@ async def test_clients_and_experts_learn_with_weight_decay(tmp_path: Path) -> No
     for decay in (0.0, 0.2):
         method = method_of(weight_decay=decay)
         fleet.round = 1
-        before = await method._pretrained(method.init(layout, first), fleet)
+        before = await method._pretrain(method.init(layout, first), fleet)
         after = await method.advance(before, fleet)
         norms.append([np.linalg.norm(params(fleet, ref, layout)) for ref in (before.experts[0], after.clients["d00"])])
     assert norms[1][0] < norms[0][0]
@@ -237,7 +239,7 @@ async def test_one_expert_takes_all_clients_and_its_gate_is_constant(tmp_path: P
     state = await method.advance(method.init(layout, first), fleet)
     assert not state.diagnostics[0].collapsed
     assert state.diagnostics[0].gate_maximum == 1
-    own = np.stack([params(fleet, state.clients[d.id], layout) for d in fleet.devices()])
+    own = np.stack([params(fleet, state.clients[d.id], layout) for d in fleet.get_devices()])
     assert np.linalg.norm(own - params(fleet, state.experts[0], layout), axis=1).max() < 1.0
 
 
@@ -258,18 +260,18 @@ async def test_the_gate_is_trained_again_when_it_is_time(tmp_path: Path) -> None
 async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of()
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(state.clients) == {f"d{k:02d}" for k in range(4)}
-    raw = pool("digits", seed=0).x[:20]
-    x = preprocessing.apply(TASK, raw)
+    raw = load_pool("digits", seed=0).x[:20]
+    x = preprocessing.preprocess(TASK, raw)
     for i, ref in state.clients.items():
-        expected = method.server_data.probabilities(fleet.get(ref, layout), x)
+        expected = method.server_data.compute_probabilities(fleet.get(ref, layout), x)
         runtime = deploy.load(tmp_path / i / "bundles" / "1")
         np.testing.assert_allclose(runtime.predict(raw).probabilities, expected, atol=1e-4)
-        assert method.serves(state, i) == ref
+        assert method.get_model(state, i) == ref
     assert len({ref.digest for ref in state.clients.values()}) == 4
-    assert load(dump(state), FedCoEState) == state
-    summary = method.summary(state)
+    assert decode_state(encode_state(state), FedCoEState) == state
+    summary = method.summarise(state)
     assert (summary["method"], summary["done"], len(summary["diagnostics"])) == ("fedcoe", True, 2)
 
 
@@ -278,8 +280,8 @@ async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
     for turn in range(2):
         fleet, layout, first = federation(tmp_path / str(turn), n=4)
         method = method_of(seed=5, refresh_every=1)
-        states.append(await run(method, method.init(layout, first), fleet))
-    assert dump(states[0]) == dump(states[1])
+        states.append(await run_rounds(method, method.init(layout, first), fleet))
+    assert encode_state(states[0]) == encode_state(states[1])
 
 
 @pytest.mark.parametrize("assemble", ["parameters", "functions"])
@@ -287,12 +289,12 @@ async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
 async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemble: str, prior: bool) -> None:
     fleet, layout, first = federation(tmp_path, n=5)
     own = fleet.workers["d04"].data.x_train[:40]
-    workers = dict(fleet.workers) | {"e": Worker("e", TASK, DeviceData.unlabelled(own), tmp_path / "e", trains=False)}
+    workers = dict(fleet.workers) | {"e": Worker("e", TASK, DeviceData.from_inputs(own), tmp_path / "e", trains=False)}
     hiding = Hiding(TASK, layout, workers, seed=0)
     hiding._blobs = fleet._blobs
     hiding.late = frozenset({"d03"})
     method = method_of(assemble=assemble, profile_prior=prior)
-    state = await run(method, method.init(layout, first), hiding)
+    state = await run_rounds(method, method.init(layout, first), hiding)
     assert set(state.installed) == {*workers}
     assert set(state.profiles) == {"d03", "e"}
     asked = [(step, i) for number, step, i in hiding.asked if number == 3]
@@ -301,12 +303,14 @@ async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemb
 
     rho = np.array(state.profiles["e"])
     gate = hiding.get_tensors(state.gate)
-    np.testing.assert_allclose(rho, method.server_data.routing(gate, own).mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(rho, method.server_data.compute_routing(gate, own).mean(axis=0), atol=1e-5)
     experts = [hiding.get(ref, layout) for ref in state.experts]
     x = TEST[0]
     if assemble == "parameters":
-        expected = method.server_data.probabilities(method.assembled(experts, rho), x)
-        t = correlation.profile_prior(rho, method.server_data.routing(gate).mean(axis=0), method._groups, 0.02)
+        expected = method.server_data.compute_probabilities(method.assemble(experts, rho), x)
+        t = correlation.compute_profile_prior(
+            rho, method.server_data.compute_routing(gate).mean(axis=0), method._groups, 0.02
+        )
         expected = expected * np.exp(t * prior)
         expected /= expected.sum(axis=1, keepdims=True)
         pre = TASK.preprocessing
@@ -338,7 +342,7 @@ async def test_a_profile_that_is_none_is_refused(tmp_path: Path) -> None:
     lying._blobs = fleet._blobs
     lying.late = frozenset({"d00", "d01", "d02"})
     method = method_of()
-    state = await run(method, method.init(layout, first), lying)
+    state = await run_rounds(method, method.init(layout, first), lying)
     assert set(state.profiles) == {"d02"}
     assert set(state.installed) == {"d02", "d03"}
 
@@ -365,8 +369,8 @@ async def test_an_unresponsive_device_keeps_its_model_and_comes_back(tmp_path: P
 async def test_an_unresponsive_round_and_one_with_too_few_reports_change_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of()
-    before = await method._pretrained(method.init(layout, first), fleet)
-    fleet.round, fleet.unresponsive = 1, frozenset(d.id for d in fleet.devices())
+    before = await method._pretrain(method.init(layout, first), fleet)
+    fleet.round, fleet.unresponsive = 1, frozenset(d.id for d in fleet.get_devices())
     after = await method.advance(before, fleet)
     assert (after.round, after.experts, after.clients) == (1, before.experts, {})
     fleet.unresponsive = frozenset({"d00"})
@@ -389,7 +393,7 @@ async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> Non
     refusing._blobs = fleet._blobs
     refusing.late = frozenset({"d00", "d01"})
     method = method_of()
-    state = await run(method, method.init(layout, first), refusing)
+    state = await run_rounds(method, method.init(layout, first), refusing)
     assert set(state.installed) == {"d01", "d02"}
 
 
@@ -398,7 +402,7 @@ async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> Non
 
 def test_without_a_reserved_set_it_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--server-data.*fedavg"):
-        make("fedcoe", MethodSettings(), Server(TASK))
+        make_method("fedcoe", MethodSettings(), Server(TASK))
 
 
 def test_printed_is_what_the_paper_has_and_tau_stands_above_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.baselines.fedprox import FedProx
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.papers.fedepc import (
     GONE_AFTER,
@@ -19,22 +19,22 @@ from coordinator.methods.papers.fedepc import (
     FedEpcState,
     RoundLoss,
     has_converged,
-    inherited,
-    without,
+    inherit_model,
+    remove_devices,
 )
 from coordinator.methods.parts.grouping import Description
-from coordinator.methods.rounds import accepted
+from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
+from coordinator.methods.state import decode_state, encode_state
 from coordinator.selection import ccmab
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from fedge.data import preprocessing
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import Network
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tasks import pool
+from fedge.tasks import load_pool
 from fedge.tensors.layout import Codec
 from tests.support.simulation import Fleet, digits, predicted, rounds
 
@@ -44,8 +44,8 @@ SGD = Sgd(steps=10)
 class Unfair(FedEpc):
     """Overdue devices are not asked."""
 
-    def bandit(self) -> ccmab.Settings:
-        return dataclasses.replace(super().bandit(), fairness=False)
+    def make_bandit_settings(self) -> ccmab.Settings:
+        return dataclasses.replace(super().make_bandit_settings(), fairness=False)
 
 
 def method(
@@ -97,19 +97,19 @@ def truth(groups: dict[str, int]) -> set[tuple[str, ...]]:
 async def test_it_finds_planted_groups_and_every_device_installs_the_model_of_its_cluster(tmp_path) -> None:
     fleet, layout, first, groups = four_groups(tmp_path)
     of = method(rounds=9, participation=0.5)
-    state = await run(of, await warm(fleet, layout, first), fleet)
+    state = await run_rounds(of, await warm(fleet, layout, first), fleet)
     assert partition_of(state) == truth(groups)
     assert len({cluster.model for cluster in state.clusters}) == 4
     assert set(state.installed) == set(groups)
     for i, worker in fleet.workers.items():
         network = Network(worker.task)
-        logits = network.logits(fleet.get(of.serves(state, i), layout), worker.data.x_val)
+        logits = network.compute_logits(fleet.get(of.get_model(state, i), layout), worker.data.x_val)
         own = predicted(worker, worker.data.x_val)
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         np.testing.assert_allclose(own, odds / odds.sum(axis=1, keepdims=True), atol=1e-5)
-    assert load(dump(state), FedEpcState) == state
-    assert of.summary(state)["clusters"] == {str(k): list(c.members) for k, c in enumerate(state.clusters)}
-    assert of.summary(state)["split"]
+    assert decode_state(encode_state(state), FedEpcState) == state
+    assert of.summarise(state)["clusters"] == {str(k): list(c.members) for k, c in enumerate(state.clusters)}
+    assert of.summarise(state)["split"]
 
 
 async def test_equal_seeds_give_equal_states(tmp_path) -> None:
@@ -117,8 +117,8 @@ async def test_equal_seeds_give_equal_states(tmp_path) -> None:
     for turn in range(2):
         of = method(participation=0.3, rounds=8, seed=4, selection="uniform")
         fleet, layout, first, _ = four_groups(tmp_path / str(turn))
-        states.append(await run(of, of.init(layout, first), fleet))
-    assert dump(states[0]) == dump(states[1])
+        states.append(await run_rounds(of, of.init(layout, first), fleet))
+    assert encode_state(states[0]) == encode_state(states[1])
 
 
 async def test_while_it_warms_up_it_is_fedprox_bit_for_bit(tmp_path) -> None:
@@ -132,7 +132,7 @@ async def test_while_it_warms_up_it_is_fedprox_bit_for_bit(tmp_path) -> None:
         theirs = await average.advance(theirs, fleet)
     assert ours.shared == theirs.model
     assert ours.clusters == ()
-    assert of.serves(ours, "d00") == ours.shared
+    assert of.get_model(ours, "d00") == ours.shared
 
 
 async def test_a_cluster_model_is_the_mean_of_its_members_models(tmp_path) -> None:
@@ -143,7 +143,7 @@ async def test_a_cluster_model_is_the_mean_of_its_members_models(tmp_path) -> No
         w = fleet.get(before.model, state.layout).params.astype(np.float64)
         sgd = msgspec.structs.replace(SGD, proximal_mu=0.01)
         order = Train(starts=(Start(model=before.model),), sgd=sgd, codec=Codec.FLOAT32)
-        updates = accepted(await fleet.run("train", dict.fromkeys(cluster.members, order)))
+        updates = select_updates(await fleet.run("train", dict.fromkeys(cluster.members, order)))
         trained = np.stack([w + fleet.get(u.update, state.layout).params for u in updates.values()])
         np.testing.assert_allclose(fleet.get(cluster.model, state.layout).params, trained.mean(axis=0), atol=1e-6)
 
@@ -200,10 +200,10 @@ async def test_without_a_single_device_every_round_of_training_passes(tmp_path) 
     fleet, layout, first, groups = digits(tmp_path, limit=200)
     fleet.absent = frozenset(groups)
     of = method(rounds=3, warm_up=1)
-    state = await run(of, of.init(layout, first), fleet, rounds=2)
+    state = await run_rounds(of, of.init(layout, first), fleet, rounds=2)
     assert (state.shared, state.clusters, state.installed) == (first, (), {})
     with pytest.raises(FruitlessError):
-        await run(of, state, fleet)
+        await run_rounds(of, state, fleet)
     assert fleet.round == 3
 
 
@@ -227,13 +227,13 @@ async def test_a_device_with_profiles_of_another_length_leaves_when_it_is_outvot
 def with_server_data(home, **options):
     """A federation whose server has 200 labelled samples."""
     fleet, layout, first, groups = four_groups(home)
-    apart = pool("digits", seed=9, limit=200)
+    apart = load_pool("digits", seed=9, limit=200)
     spec = next(iter(fleet.workers.values())).task
-    server_data = preprocessing.apply(spec, apart.x), apart.y
+    server_data = preprocessing.preprocess(spec, apart.x), apart.y
     settings = MethodSettings(
         rounds=3, participation=0.5, sgd=SGD, codec=Codec.FLOAT32, options={"extractor": "server"} | options
     )
-    return make("fedepc", settings, Server(spec, server_data)), fleet, layout, first, groups
+    return make_method("fedepc", settings, Server(spec, server_data)), fleet, layout, first, groups
 
 
 async def test_server_data_give_extractor_and_unit_before_anybody_has_learned(tmp_path) -> None:
@@ -242,7 +242,7 @@ async def test_server_data_give_extractor_and_unit_before_anybody_has_learned(tm
     assert state.extractor not in (None, state.shared)
     assert state.unit is not None
     assert partition_of(state) == truth(groups)
-    later = await rounds(of, load(dump(state), FedEpcState), fleet, 1)
+    later = await rounds(of, decode_state(encode_state(state), FedEpcState), fleet, 1)
     assert (later.extractor, later.unit) == (state.extractor, state.unit)
     assert [step for _, step, _ in fleet.asked].count("describe") == len(groups)
 
@@ -316,7 +316,7 @@ async def test_who_is_gone_for_long_has_left_and_an_empty_cluster_goes_with_its_
     assert after.clusters[0].members == first[-1:]
     assert after.n_moved == 5
     assert not fleet.absent & (after.described.keys() | after.seen.keys())
-    assert len(without(after.clusters, first)) == 3
+    assert len(remove_devices(after.clusters, first)) == 3
     fleet.absent = frozenset()
     back = await rounds(of, after, fleet, 1)
     assert partition_of(back) == truth(groups)
@@ -358,10 +358,10 @@ async def test_inheritance_has_one_term_per_member(tmp_path) -> None:
     zeros = {name: 0 * array for name, array in ones.items()}
     a, b = Cluster(members=("a", "b", "c"), model=fleet.put(ones)), Cluster(members=("d",), model=fleet.put(zeros))
     state = FedEpcState(round=0, layout=layout, shared=first, clusters=(a, b))
-    mean = fleet.get(inherited(["a", "b", "d", "new"], state, fleet), layout)
+    mean = fleet.get(inherit_model(["a", "b", "d", "new"], state, fleet), layout)
     np.testing.assert_allclose(mean.params, 2 / 3, rtol=1e-6)
-    np.testing.assert_array_equal(fleet.get(inherited(["new"], state, fleet), layout).params, start.params)
-    assert inherited(["a", "c"], state, fleet) == a.model
+    np.testing.assert_array_equal(fleet.get(inherit_model(["new"], state, fleet), layout).params, start.params)
+    assert inherit_model(["a", "c"], state, fleet) == a.model
 
 
 async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster_and_the_log_says_so(tmp_path, caplog) -> None:
@@ -393,7 +393,7 @@ async def test_other_clusterings(tmp_path) -> None:
         state = await rounds(of, await warm(fleet, layout, first), fleet, 1)
         fleet.absent = frozenset()
         after = await of._describe(state, fleet)
-        assert {c.members for c in without(after.clusters, {"d09"})} == partition_of(state), options
+        assert {c.members for c in remove_devices(after.clusters, {"d09"})} == partition_of(state), options
         if options["clustering"] == "labels":
             majority = {i: int(np.bincount(w.data.shared[1]).argmax()) for i, w in fleet.workers.items()}
             assert partition_of(after) == truth(majority)
@@ -441,10 +441,10 @@ async def test_a_cluster_of_devices_that_are_all_too_slow_skips_three_rounds(tmp
 
 
 def test_deadlines() -> None:
-    assert method().bandit().deadline_s == math.inf
-    assert method(participation=0.5).bandit().deadline_s is None
-    assert method(participation=0.5, deadline="none").bandit().deadline_s == math.inf
-    assert method(deadline=3).bandit().deadline_s == 3.0
+    assert method().make_bandit_settings().deadline_s == math.inf
+    assert method(participation=0.5).make_bandit_settings().deadline_s is None
+    assert method(participation=0.5, deadline="none").make_bandit_settings().deadline_s == math.inf
+    assert method(deadline=3).make_bandit_settings().deadline_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_options_out_of_range_are_refused(options) -> None:
 
 
 def test_a_third_of_the_rounds_warms_up_and_never_more_than_there_are() -> None:
-    assert make("fedepc", MethodSettings(rounds=31))._warm_up == 10
+    assert make_method("fedepc", MethodSettings(rounds=31))._warm_up == 10
     assert method(rounds=4)._warm_up == 4
 
 
@@ -530,7 +530,7 @@ async def test_directions_of_the_warm_ups_model_place_late_joiners_and_devices_w
     assert partition_of(state) == truth(groups)
     described = [(r, i) for r, step, i in fleet.asked if step == "describe"]
     assert [i for r, i in described if r == 8] == [stepped, late]
-    assert load(dump(state), FedEpcState) == state
+    assert decode_state(encode_state(state), FedEpcState) == state
 
 
 @pytest.mark.parametrize("clustering", ["labels", "mctc"])

@@ -14,26 +14,26 @@ from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.papers import fedge as module
 from coordinator.methods.papers import fedge_groups, fedge_mixture
 from coordinator.methods.papers.fedge import Fedge, train_experts, train_shared
-from coordinator.methods.papers.fedge_experts import offered, starts
-from coordinator.methods.papers.fedge_groups import group, is_outdated
-from coordinator.methods.papers.fedge_state import FedgeState, Primary, TrialOutcome
-from coordinator.methods.parts.asynchronous import discount
+from coordinator.methods.papers.fedge_experts import list_offered_experts, list_starts
+from coordinator.methods.papers.fedge_groups import group_devices, is_outdated
+from coordinator.methods.papers.fedge_state import FedgeState, PrimaryExpert, TrialOutcome
+from coordinator.methods.parts.asynchronous import compute_discount
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import dump, load
+from coordinator.methods.state import decode_state, encode_state
 from coordinator.selection import ccmab
 from coordinator.simulation.reports.outcome import RunOutcome
-from coordinator.simulation.rounds import run
+from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from coordinator.store.records import Device
 from edge_agent.device.worker import Worker
-from edge_agent.learning.candidates import Fitted
-from edge_agent.learning.evaluation import final_prior
-from edge_agent.steps.descriptions.describe_labels import label_feature
-from fedge.bundle.formula import calibrated
-from fedge.bundle.manifest import read as read_bundle
+from edge_agent.learning.candidates import FittedModels
+from edge_agent.learning.evaluation import compute_final_prior
+from edge_agent.steps.descriptions.describe_labels import compute_label_feature
+from fedge.bundle.formula import calibrate_logits
+from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
 from fedge.steps.sgd import Sgd
@@ -93,7 +93,7 @@ async def test_an_unresponsive_round_changes_neither_model_nor_velocity(tmp_path
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(EXACT)
     before = await rounds(method, method.init(layout, first), fleet, 2)
-    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.get_devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
 
 
@@ -103,7 +103,7 @@ async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) 
 
     def asked(method: Fedge, layout: Layout) -> list[object]:
         state = method.init(layout, first)
-        return [method._order(state, "d00", r, measure=False).class_means for r in (1, 2, 9)]
+        return [method._make_order(state, "d00", r, measure=False).class_means for r in (1, 2, 9)]
 
     drawn = Fedge(msgspec.structs.replace(EXACT, options={"class_means": 0.1}))
     assert asked(drawn, layout) == [UNSET, 0.1, 0.1]
@@ -138,7 +138,7 @@ async def test_worked_step_of_stale_updates(tmp_path) -> None:
         "a/0": Trained(update=put(vector(1, 0)), n_samples=1),
         "b/1": Trained(update=put(vector(0, 2)), n_samples=3),
     }
-    discounts = {"a/0": discount(0), "b/1": discount(3)}
+    discounts = {"a/0": compute_discount(0), "b/1": compute_discount(3)}
     after = (await train_shared(method, state, updates, fleet, (), discounts)).shared
     np.testing.assert_allclose(fleet.get(after.model, layout).params[:2], [0.4, 0.75], atol=1e-7)
     split = with_clusters(state, fleet, ("a", "b", "c", "d"), ("c", "d"))
@@ -157,9 +157,9 @@ async def test_before_and_after_the_split_nobody_waits_and_in_between_everybody_
         fleet._hardware[i] = dataclasses.replace(fleet._hardware[i], latency_s=1.0)
     method = Fedge(MethodSettings(rounds=30, options={"buffer": 6, "split": "always"}))
     state, took = method.init(layout, first), {}
-    while not method.done(state):
+    while not method.is_done(state):
         fleet.round, before = state.round + 1, fleet.seconds
-        state = load(dump(await method.advance(state, fleet)), FedgeState)
+        state = decode_state(encode_state(await method.advance(state, fleet)), FedgeState)
         took[state.round] = fleet.seconds - before
     assert {number for number, seconds in took.items() if seconds > 10} == {10, 11, 12, 31}
     assert [line.answered for line in state.history] == [8 if n in {10, 11, 12} else 6 for n in range(1, 31)]
@@ -280,7 +280,7 @@ async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(t
     async def untried(_, state, *__: object):
         return state, {}
 
-    monkeypatch.setattr(module, "try_clusters", untried)
+    monkeypatch.setattr(module, "run_trial", untried)
     fleet, layout, first, _ = digits(tmp_path, n=4)
     method = Fedge(EXACT)
     before = method.init(layout, first)
@@ -292,7 +292,7 @@ async def test_what_a_trial_leaves_grows_with_the_devices_not_with_their_pairs(t
         state = await method._split(state, fleet, 4)
         assert state.trial is not None
         assert len(state.trial.places) == n
-        left.append([len(dump(state)), len(json.dumps(method.summary(state), indent=1))])
+        left.append([len(encode_state(state)), len(json.dumps(method.summarise(state), indent=1))])
     assert (np.diff(left, axis=0) < 200 * 400).all(), "bytes of the state and of summary.json"
 
 
@@ -302,11 +302,11 @@ async def test_a_device_without_cluster_is_offered_as_many_experts_as_an_order_h
     fleet, layout, first, _ = digits(tmp_path, n=4)
     clusters = [(f"x{k}", f"y{k}") if k == 65 else (f"x{k}",) for k in range(n)]
     state = with_clusters(Fedge(EXACT).init(layout, first), fleet, *clusters)
-    order = Train(starts=starts(state, "d00", 8), sgd=EXACT.sgd)
-    fit = Fedge(EXACT).fit(state, fleet.devices()[0], local=False)
+    order = Train(starts=list_starts(state, "d00", 8), sgd=EXACT.sgd)
+    fit = Fedge(EXACT).make_fit_order(state, fleet.get_devices()[0], local=False)
     require_sendable([order, fit])
     assert [start.cluster for start in order.starts] == [*range(63), 63 if n == 64 else 65]
-    assert [start.cluster for start in starts(state, "x63", 8)] == [63]
+    assert [start.cluster for start in list_starts(state, "x63", 8)] == [63]
 
 
 async def test_fewer_than_four_devices_are_never_split(tmp_path) -> None:
@@ -351,14 +351,14 @@ async def test_after_a_split_the_global_model_is_frozen_and_experts_move(tmp_pat
 def test_what_a_device_may_start_from(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     state = Fedge(EXACT).init(layout, first)
-    assert starts(state, "d00", 1) == (Start(model=first),)
+    assert list_starts(state, "d00", 1) == (Start(model=first),)
     state = with_clusters(state, fleet, ("d00", "d01"), ("d01",))
-    assert [start.cluster for start in starts(state, "d00", 5)] == [0]
-    assert [start.cluster for start in starts(state, "d01", 5)] == [0, 1]
-    assert [start.cluster for start in offered(state, "stranger")] == [0, 1]
-    state = msgspec.structs.replace(state, primary={"d01": Primary(cluster=1, round=5)})
-    assert [start.cluster for start in starts(state, "d01", 9)] == [1]
-    assert [start.cluster for start in starts(state, "d01", 10)] == [0, 1]
+    assert [start.cluster for start in list_starts(state, "d00", 5)] == [0]
+    assert [start.cluster for start in list_starts(state, "d01", 5)] == [0, 1]
+    assert [start.cluster for start in list_offered_experts(state, "stranger")] == [0, 1]
+    state = msgspec.structs.replace(state, primary={"d01": PrimaryExpert(cluster=1, round=5)})
+    assert [start.cluster for start in list_starts(state, "d01", 9)] == [1]
+    assert [start.cluster for start in list_starts(state, "d01", 10)] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------- selection
@@ -463,7 +463,7 @@ async def test_a_device_that_stops_answering_in_any_step_costs_its_deadline_once
 
     fleet.before = stops_answering
     method = Fedge(settings)
-    await run(method, method.init(layout, first), fleet)
+    await run_rounds(method, method.init(layout, first), fleet)
     assert (
         in_vain
         == {
@@ -486,7 +486,7 @@ async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_
 
     fleet.before = misses_one
     method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=5)))
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.installed.keys() == everybody
 
 
@@ -504,7 +504,7 @@ async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_
 
 async def test_where_all_are_unresponsive_all_are_asked(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.get_devices())
     method = Fedge(EXACT)
     state = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.unresponsive = frozenset()
@@ -526,7 +526,9 @@ def grouped(tmp_path) -> FedgeState:
     """Two groups of three and one of one, each with a bandit that has held as many rounds as the group is large."""
     _, layout, first, _ = digits(tmp_path, n=3)
     ids = "abcdefg"
-    state = group(Fedge(EXACT).init(layout, first), dict(zip(ids, map(profiled, (0, 0, 0, 1, 1, 1, 0.5)), strict=True)))
+    state = group_devices(
+        Fedge(EXACT).init(layout, first), dict(zip(ids, map(profiled, (0, 0, 0, 1, 1, 1, 0.5)), strict=True))
+    )
     assert state.groups == (("a", "b", "c"), ("d", "e", "f"), ("g",))
     return msgspec.structs.replace(state, bandits=tuple(ccmab.State(round=len(members)) for members in state.groups))
 
@@ -540,37 +542,39 @@ def test_who_is_profiled() -> None:
 
 
 def test_a_device_whose_data_changed_goes_where_they_belong_and_all_others_stay(grouped) -> None:
-    after = group(grouped, {"c": profiled(1, n_samples=20)})
+    after = group_devices(grouped, {"c": profiled(1, n_samples=20)})
     assert after.groups == (("a", "b"), ("c", "d", "e", "f"), ("g",))
     assert after.bandits == grouped.bandits
     assert after.profiles["c"].n_samples == 20
 
 
 def test_a_device_whose_data_became_more_of_the_same_stays(grouped) -> None:
-    after = group(grouped, {"c": profiled(0.05, n_samples=20)})
+    after = group_devices(grouped, {"c": profiled(0.05, n_samples=20)})
     assert (after.groups, after.bandits, after.n_moved) == (grouped.groups, grouped.bandits, 0)
     assert after.profiles["c"].n_samples == 20
 
 
 def test_a_group_that_its_last_device_leaves_is_gone_with_its_bandit(grouped) -> None:
-    after = group(grouped, {"g": profiled(0)})
+    after = group_devices(grouped, {"g": profiled(0)})
     assert after.groups == (("a", "b", "c", "g"), ("d", "e", "f"))
     assert after.bandits == grouped.bandits[:2]
 
 
 def test_a_device_that_is_like_no_other_founds_a_group(grouped) -> None:
-    after = group(msgspec.structs.replace(group(grouped, {"g": profiled(0)}), n_moved=0), {"f": profiled(0.5)})
+    after = group_devices(
+        msgspec.structs.replace(group_devices(grouped, {"g": profiled(0)}), n_moved=0), {"f": profiled(0.5)}
+    )
     assert after.groups == (("a", "b", "c", "g"), ("d", "e"), ("f",))
     assert after.bandits == (*grouped.bandits[:2], ccmab.State())
 
 
 def test_after_many_changes_all_groups_are_made_anew_and_inherit_bandits(grouped) -> None:
     """2 of 7 are more than 20 %: new and changed devices count alike. By placing alone b, c would have stayed."""
-    after = group(grouped, {"b": profiled(1), "c": profiled(1)})
+    after = group_devices(grouped, {"b": profiled(1), "c": profiled(1)})
     assert after.groups == (("a",), ("b", "c", "d", "e", "f"), ("g",))
     assert after.bandits == grouped.bandits
     assert after.n_moved == 0
-    assert group(grouped, {"g": profiled(0)}).n_moved == 1
+    assert group_devices(grouped, {"g": profiled(0)}).n_moved == 1
 
 
 async def test_a_device_with_other_data_is_profiled_anew_and_nobody_else(tmp_path) -> None:
@@ -580,7 +584,7 @@ async def test_a_device_with_other_data_is_profiled_anew_and_nobody_else(tmp_pat
     before = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
     fleet.asked = []
     fleet.give("d02", fleet.data("d03"))
-    assert len({device.n_samples for device in fleet.devices() if device.id in {"d02", "d03"}}) == 1
+    assert len({device.n_samples for device in fleet.get_devices() if device.id in {"d02", "d03"}}) == 1
     assert before.profiles["d02"].n_samples != before.profiles["d03"].n_samples
     after = await rounds(method, before, fleet, 3)
     assert [(r, i) for r, step, i in fleet.asked if step == "profile"] == [(module.WARM_UP + 2, "d02")]
@@ -647,7 +651,7 @@ async def test_the_local_model_can_be_kept_out_or_in_and_the_energy_off(tmp_path
     fleet, layout, first, _ = digits(tmp_path)
     kind = variant(row, default_method.NoEnergy, default_method.PooledWeights)
     method = kind(MethodSettings(rounds=2, sgd=Sgd(steps=3), options={"split": "never"}))
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert (state.pool.local, state.pool.beta) == (roles == 3, 0.0)
     assert {len(found) for found in roles_of(fleet, state).values()} == {roles}
@@ -676,17 +680,17 @@ async def test_candidates_may_be_left_out_of_the_mixture(tmp_path, kind, options
     """Section 15.4's privonly, globonly, exponly, noglobal; without a split the global model is the expert."""
     fleet, layout, first, _ = digits(tmp_path, limit=400)
     method = with_options(kind=kind, rounds=4, **options)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert bool(state.experts) == (options.get("split") == "always")
     assert set(roles_of(fleet, state).values()) == {roles}
     assert tuple(state.pool.weights) == roles
 
 
-def fitted_on(worker: Worker) -> Fitted:
+def fitted_on(worker: Worker) -> FittedModels:
     """The candidates that it keeps."""
     (file,) = (worker.home / "kept").glob("*/candidates/*")
-    return msgspec.msgpack.decode(file.read_bytes(), type=Fitted)
+    return msgspec.msgpack.decode(file.read_bytes(), type=FittedModels)
 
 
 @pytest.mark.parametrize(
@@ -699,12 +703,14 @@ def fitted_on(worker: Worker) -> Fitted:
 async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(tmp_path, role, kind) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400, sensitive=0.0)  # no shadows
     method = with_options(kind=kind, rounds=3)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.pool is not None
     for i, worker in fleet.workers.items():
         x = worker.data.x_val
         model = flatten(from_bytes(fitted_on(worker).models[role]), layout)
-        q = calibrated(worker.network.logits(model, x), final_prior(worker), state.pool.calibration[role])
+        q = calibrate_logits(
+            worker.network.compute_logits(model, x), compute_final_prior(worker), state.pool.calibration[role]
+        )
         np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
         assert manifests(fleet, state)[i].fusion.guard is None
 
@@ -715,7 +721,7 @@ async def test_a_device_that_lacks_the_one_candidate_takes_the_global_model(tmp_
     one = {name: getattr(data, name)[:1] for name in ("x_train", "y_train", "sensitive")}
     fleet.give("d00", dataclasses.replace(data, **one))
     method = with_options(kind=default_method.PrivateAlone, rounds=1)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert roles_of(fleet, state) == {"d00": (Role.GLOBAL,)} | dict.fromkeys(("d01", "d02", "d03"), (Role.PRIVATE,))
 
 
@@ -724,7 +730,7 @@ async def test_uniform_weights_are_uniform_and_learned_ones_are_not(tmp_path) ->
     for which, kind in (("learned", Fedge), ("uniform", default_method.UniformWeights)):
         fleet, layout, first, _ = digits(tmp_path / which, limit=400)
         method = with_options(kind=kind, rounds=2)
-        state = await run(method, method.init(layout, first), fleet)
+        state = await run_rounds(method, method.init(layout, first), fleet)
         steps = {step for _, step, _ in fleet.asked}
         assert ("weights-1" in steps) == (which == "learned")
         manifests = [read_bundle(tmp_path / which / i / "bundles" / "1").manifest for i in state.installed]
@@ -737,23 +743,23 @@ async def test_a_whole_run_leaves_a_mixture_on_each_device_and_can_be_interrupte
     settings = MethodSettings(rounds=10, participation=0.75, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path / "straight")
     method = Fedge(settings)
-    straight = await run(method, method.init(layout, first), fleet)
+    straight = await run_rounds(method, method.init(layout, first), fleet)
     assert set(straight.installed) == {f"d{i:02d}" for i in range(6)}
     assert all(Role.GLOBAL in found for found in roles_of(fleet, straight).values())
     assert all(manifest.max_abs_diff < 1e-4 for manifest in manifests(fleet, straight).values())
     assert straight.pool is not None
     assert sum(straight.pool.weights.values()) == pytest.approx(1)
-    summary = method.summary(straight)
+    summary = method.summarise(straight)
     assert summary["done"]
     msgspec.json.encode(summary)
 
     fleet, layout, first, _ = digits(tmp_path / "interrupted")
     state = method.init(layout, first)
-    while not method.done(state):
+    while not method.is_done(state):
         fleet.round = state.round + 1
         await method.advance(state, fleet)  # killed before its state was committed
-        state = load(dump(await method.advance(state, fleet)), FedgeState)
-    assert dump(state) == dump(straight)
+        state = decode_state(encode_state(await method.advance(state, fleet)), FedgeState)
+    assert encode_state(state) == encode_state(straight)
 
 
 # ---------------------------------------------------------------------------------------------------- options
@@ -771,7 +777,7 @@ async def test_only_the_first_model_travels_whole_and_no_difference_twice(tmp_pa
     """30 rounds are more than the models that a device keeps: what the end needs of the beginning is at hand."""
     fleet, layout, first, _ = digits(tmp_path, n=4)
     method = Fedge(MethodSettings(rounds=30, sgd=Sgd(steps=1), options={"split": "never"}))
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.trial is not None
     n_models = 30 + 2  # of the rounds, and what the trial adds: G and an expert
     assert len(state.installed) == 4
@@ -814,7 +820,7 @@ async def test_without_the_bandit_the_cohort_is_drawn_within_the_groups(tmp_path
 async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=3, mode="shift")
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert set(roles_of(fleet, state).values()) == {(Role.GLOBAL,)}
     assert len(state.installed) == 4
 
@@ -823,7 +829,7 @@ async def test_a_late_joiner_after_the_end_gets_a_mixture_with_what_was_pooled(t
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=500)
     fleet.unresponsive = frozenset({"d04"})
     method = with_options(rounds=3)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
     fleet.unresponsive = frozenset()
     fleet.incarnations = {"d04": "2"}
@@ -840,7 +846,7 @@ async def test_a_late_joiner_after_the_end_gets_a_mixture_with_what_was_pooled(t
 async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=2)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     fleet.drifting = frozenset(["d02"])
     fleet.asked.clear()
     fleet.round = state.round + 1
@@ -867,7 +873,7 @@ async def test_final_fit_and_guard_can_be_switched_off(tmp_path, kind) -> None:
     for on in (True, False):
         fleet, layout, first, _ = digits(tmp_path / str(on), n=4, limit=400)
         method = with_options(rounds=2, kind=Fedge if on else kind)
-        state = await run(method, method.init(layout, first), fleet)
+        state = await run_rounds(method, method.init(layout, first), fleet)
         found = manifests(fleet, state).values()
         parts.append([candidate.part for manifest in found for candidate in manifest.candidates])
         if not on and kind is default_method.NoGuard:
@@ -894,7 +900,7 @@ async def test_other_selections_keep_to_the_groups_and_the_quota(selection, tmp_
 def by_majority_label(fleet: Fleet) -> tuple[tuple[str, ...], ...]:
     """CFIC's groups, from the devices' samples themselves."""
     psi = {
-        i: label_feature(np.bincount(worker.data.shared[1], minlength=10).tolist())
+        i: compute_label_feature(np.bincount(worker.data.shared[1], minlength=10).tolist())
         for i, worker in fleet.workers.items()
     }
     return tuple(sorted((tuple(sorted(i for i in psi if psi[i] == label)) for label in set(psi.values())), key=min))
@@ -928,7 +934,7 @@ async def test_with_pilots_the_others_fit_a_local_model_only_if_it_comes_in(
     fleet, layout, first, _ = digits(tmp_path, n=6, alpha=10.0, n_groups=1, groups=groups)
     settings = MethodSettings(rounds=10, options={"local_pilot": True, "split": "never"})
     method = Fedge(settings)
-    state = await run(method, method.init(layout, first), fleet)
+    state = await run_rounds(method, method.init(layout, first), fleet)
     assert state.pool is not None
     assert state.pool.local == comes_in
     have_one = {i for i, worker in fleet.workers.items() if Role.LOCAL in fitted_on(worker).models}

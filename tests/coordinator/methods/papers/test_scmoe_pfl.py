@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import geometry, mctc
-from coordinator.methods.papers.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, clusters_of, starts
-from coordinator.methods.rounds import accepted
+from coordinator.methods.papers.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, find_own_clusters, list_starts
+from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
-from coordinator.methods.state import RoundSummary, dump, load
-from coordinator.simulation.rounds import run
+from coordinator.methods.state import RoundSummary, decode_state, encode_state
+from coordinator.simulation.rounds import run_rounds
 from deploy import load as load_bundle
-from edge_agent.steps.descriptions.describe_labels import label_feature
+from edge_agent.steps.descriptions.describe_labels import compute_label_feature
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
@@ -43,7 +43,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
     after = await rounds(method, method.init(layout, first), fleet, 1)
     order = Train(starts=(Start(model=first),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
     fleet.round = 1
-    updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+    updates = select_updates(await fleet.run("train", {device.id: order for device in fleet.get_devices()}))
     start = fleet.get(first, layout).params.astype(np.float64)
     models = {i: start + fleet.get(u.update, layout).params for i, u in updates.items()}
     assert after.clusters is not None
@@ -52,7 +52,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
         n = np.array([updates[i].n_samples for i in members])
         expected = n @ np.stack([models[i] for i in members]) / n.sum()
         np.testing.assert_allclose(fleet.get(expert, layout).params, expected, atol=1e-6)
-    z = geometry.embed(geometry.gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
+    z = geometry.embed_gram(geometry.compute_gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
     found = mctc.mctc(z)
     assert after.clusters.members == tuple(tuple(list(updates)[i] for i in c) for c in found.clusters)
 
@@ -88,12 +88,12 @@ async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
     state = await rounds(method, method.init(layout, first), fleet, 3)
     assert state.clusters is not None
     assert "d07" not in {i for members in state.clusters.members for i in members}
-    assert len(starts(state, "d07")) == len(state.experts), "unknown: all experts"
+    assert len(list_starts(state, "d07")) == len(state.experts), "unknown: all experts"
     fleet.unresponsive = frozenset()
     after = await rounds(method, state, fleet, 1)
     assert after.clusters == state.clusters
     assert after.attached["d07"]
-    assert {s.cluster for s in starts(after, "d07")} == set(after.attached["d07"])
+    assert {s.cluster for s in list_starts(after, "d07")} == set(after.attached["d07"])
 
 
 async def test_a_stored_direction_goes_stale(tmp_path) -> None:
@@ -122,7 +122,7 @@ async def test_a_cluster_without_members_this_round_keeps_its_expert(tmp_path) -
 
 async def test_an_unresponsive_round_changes_nothing_but_the_count(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.get_devices())
     method = method_of()
     after = await rounds(method, method.init(layout, first), fleet, 1)
     assert (after.round, after.experts, after.clusters, after.directions) == (1, (), None, None)
@@ -139,13 +139,13 @@ async def test_ten_rounds_without_progress_end_it_with_the_best_experts(tmp_path
     other = fleet.put(unflatten(dataclasses.replace(fleet.get(first, layout)), layout))
     clusters = Clusters(made=1, members=(("d00",),), tau=0.5, separability=None, silhouette=0.0)
     before = state_with(layout, first, 0.5, experts=(first,), clusters=clusters)
-    better = method._converged(state_with(layout, first, 0.8, experts=(other,), clusters=clusters), before)
+    better = method._record_best(state_with(layout, first, 0.8, experts=(other,), clusters=clusters), before)
     assert (better.best, better.best_accuracy, better.since_best) == ((first,), 0.8, 0)
     state = better
     for _ in range(9):
-        state = method._converged(msgspec.structs.replace(state, round=6), state)
+        state = method._record_best(msgspec.structs.replace(state, round=6), state)
         assert state.round == 6
-    last = method._converged(state, state)
+    last = method._record_best(state, state)
     assert last.round == 50
     assert last.experts == better.best
 
@@ -162,12 +162,12 @@ async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_at
     later = state_with(
         layout, first, 0.8, experts=(first,) * 3, clusters=made(("d00",), ("d01",), ("d02",)), attached={"d03": (2,)}
     )
-    state = method._converged(later, good)
+    state = method._record_best(later, good)
     for _ in range(10):
-        state = method._converged(state, state)
+        state = method._record_best(state, state)
     assert (state.round, len(state.experts)) == (50, 1)
-    assert clusters_of(state, "d03") == (0,)
-    assert starts(state, "d03") == (Start(model=first, cluster=0),)
+    assert find_own_clusters(state, "d03") == (0,)
+    assert list_starts(state, "d03") == (Start(model=first, cluster=0),)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ async def test_the_best_experts_come_back_with_the_clusters_that_devices_were_at
 async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = method_of(rounds=3, participation=0.75, **options)
-    state = await run(method, method.init(layout, first), fleet)
-    assert load(dump(state), ScmoeState) == state
+    state = await run_rounds(method, method.init(layout, first), fleet)
+    assert decode_state(encode_state(state), ScmoeState) == state
     assert set(state.installed) == {f"d{i:02d}" for i in range(4)}
     for device_id, manifest in manifests(fleet, state).items():
         found = roles(fleet, state)[device_id]
@@ -188,8 +188,8 @@ async def test_it_ends_in_a_mixture_on_every_device(tmp_path, options) -> None:
         prediction = load_bundle(tmp_path / device_id / "bundles" / "1").predict(np.zeros((2, 1, 8, 8), np.float32))
         np.testing.assert_allclose(prediction.probabilities.sum(axis=1), 1, atol=1e-5)
     if options.get("clustering") == "k-means":
-        assert all(len(clusters_of(state, i)) == 1 for members in state.clusters.members for i in members)
-    assert method.summary(state)["clusters"]
+        assert all(len(find_own_clusters(state, i)) == 1 for members in state.clusters.members for i in members)
+    assert method.summarise(state)["clusters"]
 
 
 @pytest.mark.parametrize("clustering", ["k-means", "agglomerative"])
@@ -208,7 +208,9 @@ async def test_a_rival_makes_as_many_clusters_as_it_is_told_or_as_mctc(tmp_path,
 async def test_label_features_make_the_clusters_and_who_comes_late_joins_its_own(tmp_path) -> None:
     """Each device tells its label once; who sat out joins the cluster of its label, whatever its direction."""
     fleet, layout, first, _ = digits(tmp_path, n=8, how="dirichlet", alpha=0.1, limit=600)
-    psi = {i: label_feature(np.bincount(w.data.shared[1], minlength=10).tolist()) for i, w in fleet.workers.items()}
+    psi = {
+        i: compute_label_feature(np.bincount(w.data.shared[1], minlength=10).tolist()) for i, w in fleet.workers.items()
+    }
     late = next(i for i in psi if list(psi.values()).count(psi[i]) > 1)
     fleet.absent = frozenset({late})
     method = method_of(8, clustering="labels")
@@ -234,7 +236,7 @@ async def test_uploads_do_not_depend_on_sensitive_samples(tmp_path) -> None:
             y[data.sensitive] = np.roll(y[data.sensitive], 1)
             worker.data = dataclasses.replace(data, y_train=y)
         order = Train(starts=(Start(model=first),), sgd=Sgd(steps=5), choose="accuracy")
-        updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+        updates = select_updates(await fleet.run("train", {device.id: order for device in fleet.get_devices()}))
         digests.append([u.update.digest for u in updates.values()])
     assert digests[0] == digests[1]
 
@@ -251,10 +253,10 @@ async def test_of_more_experts_than_an_order_holds_a_device_without_cluster_is_o
     made = Clusters(made=1, members=members, tau=0.5, separability=None, silhouette=0.0)
     method = method_of(clustering="labels")
     state = msgspec.structs.replace(method.init(layout, first), round=4, clusters=made, experts=(first,) * 70)
-    assert [start.cluster for start in starts(state, "d00")] == list(range(6, 70))
-    assert [start.cluster for start in starts(state, "x3")] == [3]
+    assert [start.cluster for start in list_starts(state, "d00")] == list(range(6, 70))
+    assert [start.cluster for start in list_starts(state, "x3")] == [3]
     fleet.round = 5
-    assert accepted(await fleet.run("train", {"d00": method._order(state, "d00")}))
+    assert select_updates(await fleet.run("train", {"d00": method._make_order(state, "d00")}))
 
 
 def test_a_wrong_option_is_named() -> None:
@@ -265,7 +267,9 @@ def test_a_wrong_option_is_named() -> None:
 
 
 def test_what_is_given_stands_above_the_preset() -> None:
-    assert method_of(preset="paper").parameters() == PRESETS["paper"]
-    given = method_of(preset="paper", n_clusters=3, freeze_after=2, private_data="all", private_steps=0).parameters()
+    assert method_of(preset="paper").make_parameters() == PRESETS["paper"]
+    given = method_of(
+        preset="paper", n_clusters=3, freeze_after=2, private_data="all", private_steps=0
+    ).make_parameters()
     expected = {"n_clusters": 3, "freeze_after": 2, "private_data": "all", "private_steps": 0}
     assert given == msgspec.structs.replace(PRESETS["paper"], **expected)

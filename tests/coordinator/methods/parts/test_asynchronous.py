@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedbuff import FedBuff
-from coordinator.methods.parts.asynchronous import KEPT, buffered, discount
+from coordinator.methods.parts.asynchronous import KEPT, compute_discount, fill_buffer
 from coordinator.methods.settings import MethodSettings
 from fedge.steps.training.train import Start, Train
 from fedge.tensors.layout import Codec
@@ -18,7 +18,7 @@ from tests.support.simulation import declining, digits, multiplying
 
 
 def test_what_an_update_counts() -> None:
-    assert [discount(tau) for tau in (0, 3, 8)] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert [compute_discount(tau) for tau in (0, 3, 8)] == [1.0, 0.5, pytest.approx(1 / 3)]
 
 
 async def federation(home: Path, latencies: tuple[float, ...], **changes: Any) -> Any:
@@ -33,7 +33,7 @@ async def federation(home: Path, latencies: tuple[float, ...], **changes: Any) -
     async def fill(number: int, size: int, seen: tuple[Any, ...] = ()) -> Any:
         fleet.round = number
         state = msgspec.structs.replace(method.init(layout, first), round=number - 1)
-        return await buffered(method, state, fleet, seen, size, lambda _: order)
+        return await fill_buffer(method, state, fleet, seen, size, lambda _: order)
 
     return fleet, fill
 
@@ -49,7 +49,7 @@ async def test_nobody_waits_for_a_device_that_answers_once_an_hour(tmp_path: Pat
     buffer = await fill(4, 3)
     assert buffer.staleness == {"d00/0": 1, "d01/2": 0, "d02/1": 3}
     assert buffer.discounts["d02/1"] == 0.5
-    assert "d02" in fleet.busy()
+    assert "d02" in fleet.get_busy_devices()
 
 
 async def test_as_many_work_at_a_time_as_take_part(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_who_declines_is_not_asked_again_in_this_step(tmp_path: Path) -> N
     buffer = await fill(1, 10)
     assert list(buffer.updates) == ["d01/0"]
     assert buffer.asked == 3
-    assert not fleet.busy()
+    assert not fleet.get_busy_devices()
 
 
 async def test_a_huge_update_is_refused_in_the_first_step_of_a_round_as_in_all_others(tmp_path: Path) -> None:

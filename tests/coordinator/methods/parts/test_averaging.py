@@ -12,9 +12,9 @@ from coordinator.aggregation.protection import Protection, Rule
 from coordinator.fleet import sites
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
-from coordinator.methods.catalogue import make
-from coordinator.methods.options import method_and_options
-from coordinator.methods.parts.averaging import averages, lengths
+from coordinator.methods.catalogue import make_method
+from coordinator.methods.options import parse_method
+from coordinator.methods.parts.averaging import average_by_cluster, compute_update_factors
 from coordinator.methods.settings import MethodSettings
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
@@ -27,7 +27,7 @@ from tests.support.simulation import digits, multiplying
 async def test_the_rule_is_that_of_the_settings_in_every_method(tmp_path: Path, name: str) -> None:
     """One of six sends its update fifty times as long: a mean goes far, another rule about as far as it should."""
     moved: dict[Rule, float] = {}
-    kind, options = method_and_options(name)
+    kind, options = parse_method(name)
     rules: tuple[Rule, ...] = ("mean", "clipped", "median")
     for rule in rules:
         fleet, layout, first, _ = digits(tmp_path / rule, n=6, how="iid", limit=400)
@@ -39,11 +39,11 @@ async def test_the_rule_is_that_of_the_settings_in_every_method(tmp_path: Path, 
             protection=Protection(average=rule),
             options=options,
         )
-        method = make(kind, settings)
+        method = make_method(kind, settings)
         state = method.init(layout, first)
         fleet.round = 1
         state = await method.round(state, fleet)
-        start, now = (fleet.get(ref, layout).params for ref in (first, method.serves(state, "d01")))
+        start, now = (fleet.get(ref, layout).params for ref in (first, method.get_model(state, "d01")))
         moved[rule] = float(np.linalg.norm(now - start))
     assert all(moved[rule] < 0.5 * moved["mean"] for rule in rules[1:]), moved
 
@@ -56,7 +56,7 @@ async def test_large_updates_which_are_read_ahead_give_the_same_mean(tmp_path: P
     updates = {
         i: Trained(update=fleet.put({"w": np.float32(k) * w}), n_samples=k) for k, i in enumerate("abc", start=1)
     }
-    (found,) = await averages(make("fedavg", settings), fleet, updates, [updates], large)
+    (found,) = await average_by_cluster(make_method("fedavg", settings), fleet, updates, [updates], large)
     assert found is not None
     np.testing.assert_allclose(found.params, w * (1 + 4 + 9) / 6, rtol=1e-6)
 
@@ -68,14 +68,14 @@ async def test_updates_that_others_weigh_are_shortened_too(tmp_path: Path) -> No
     for i, times in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 10.0)):
         ref = fleet.put({name: np.float32(times) * tensor for name, tensor in unflatten(w, layout).items()})
         updates[i] = Trained(update=ref, n_samples=5)
-    method = make("fedavg", MethodSettings(protection=Protection(average="clipped")))
-    assert lengths(method, fleet, updates, layout) == {
+    method = make_method("fedavg", MethodSettings(protection=Protection(average="clipped")))
+    assert compute_update_factors(method, fleet, updates, layout) == {
         **dict.fromkeys("abc", (1.0, 1.0)),
         "d": (pytest.approx(0.2, rel=1e-4), 1.0),
     }
-    plain = make("fedavg", MethodSettings(protection=Protection(average="mean")))
-    assert set(lengths(plain, fleet, updates, layout).values()) == {(1.0, 1.0)}
-    (found,) = await averages(method, fleet, updates, [["a", "b", "c", "d"]], layout)
+    plain = make_method("fedavg", MethodSettings(protection=Protection(average="mean")))
+    assert set(compute_update_factors(plain, fleet, updates, layout).values()) == {(1.0, 1.0)}
+    (found,) = await average_by_cluster(method, fleet, updates, [["a", "b", "c", "d"]], layout)
     assert found is not None
     np.testing.assert_allclose(found.params, 1.25 * w.params, rtol=1e-4)
 
@@ -87,14 +87,14 @@ class TwoSites(Fleet):
     def sites(self) -> TwoSites:
         return self
 
-    def held(self, updates: dict[str, BlobRef]) -> set[str]:
+    def find_remote(self, updates: dict[str, BlobRef]) -> set[str]:
         return {i for i in updates if i in "abcde"}
 
-    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
+    async def compute_means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
         found = []
         for names in ("abc", "de"):
-            own = wanted.at({i: ref for i, ref in wanted.updates.items() if i in names})
-            means, _ = sites.averages(own, own.updates, lambda ref: self.get(ref, wanted.layout))
+            own = wanted.narrow_to({i: ref for i, ref in wanted.updates.items() if i in names})
+            means, _ = sites.average_updates(own, own.updates, lambda ref: self.get(ref, wanted.layout))
             found += [SiteMean(k, m, tuple(own.sums[k])) for k, m in enumerate(means) if m is not None]
         return found
 
@@ -118,10 +118,10 @@ async def test_what_lies_on_sites_counts_as_it_would_here(tmp_path: Path, rule: 
         ref = fleet.put({**floats, "batches": np.int64([5, 9, 2, 7, 8, 1, 3, 4][n])})
         updates[i] = Trained(update=ref, n_samples=[10, 400, 20, 10, 5000, 30, 900, 40][n])
     members = [[*"abcdefgh"], [*"abd"], [*"begh"], [*"ef"], [*"gh"], []]
-    method = make("fedavg", MethodSettings(protection=Protection(average=rule)))
+    method = make_method("fedavg", MethodSettings(protection=Protection(average=rule)))
     stale = {"b": 0.5, "g": 0.7}
     here, there = [
-        await averages(method, f, updates, members, layout, discounts=stale) for f in (fleet, TwoSites(fleet))
+        await average_by_cluster(method, f, updates, members, layout, discounts=stale) for f in (fleet, TwoSites(fleet))
     ]
     for ours, theirs in zip(here[:-1], there[:-1], strict=True):
         assert ours is not None

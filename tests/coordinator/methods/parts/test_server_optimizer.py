@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.aggregation import Average
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.parts.server_optimizer import ServerModel, apply, stepped
+from coordinator.methods.parts.server_optimizer import ServerModel, apply, step_server
 from fedge.data.task import TaskSpec
 from fedge.steps.training.train import Trained
 from fedge.tensors.layout import Layout, Model, TensorInfo, unflatten
@@ -38,7 +38,7 @@ def change(*params: float) -> Average:
 def test_two_steps(fleet) -> None:
     moving = ServerModel(model=fleet.put(unflatten(model(0, 0), LAYOUT)))
     for _ in range(2):
-        moving = stepped(moving, change(1, -2), LAYOUT, fleet, gamma=0.5)
+        moving = step_server(moving, change(1, -2), LAYOUT, fleet, gamma=0.5)
     found = fleet.get(moving.model, LAYOUT)
     np.testing.assert_array_equal(found.params, np.float32([1 + 1.5, -2 - 3]))  # v = 1, then 0.5 + 1
     assert moving.velocity is not None
@@ -47,7 +47,7 @@ def test_two_steps(fleet) -> None:
 
 
 def test_without_momentum_no_velocity_is_kept(fleet) -> None:
-    moving = stepped(
+    moving = step_server(
         ServerModel(model=fleet.put(unflatten(model(1, 1), LAYOUT))), change(1, -2), LAYOUT, fleet, gamma=0.0
     )
     assert moving.velocity is None
@@ -59,7 +59,7 @@ def test_a_step_that_is_not_finite_is_not_taken_and_said(fleet, caplog) -> None:
         model=fleet.put(unflatten(model(3e38, 0), LAYOUT)), velocity=fleet.put({"v": np.float32([1, 1])})
     )
     with caplog.at_level(logging.ERROR):
-        after = stepped(before, change(3e38, 0), LAYOUT, fleet, gamma=0.5)
+        after = step_server(before, change(3e38, 0), LAYOUT, fleet, gamma=0.5)
     assert after == ServerModel(model=before.model)
     assert "event=diverged" in caplog.text
 

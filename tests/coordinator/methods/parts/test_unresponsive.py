@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from coordinator.fleet.fleet import Answer
-from coordinator.methods.parts.unresponsive import LONGEST_REST, AskingState, ask, awake
-from coordinator.methods.rounds import results
+from coordinator.methods.parts.unresponsive import LONGEST_REST, AskingState, find_responsive, run_and_record
+from coordinator.methods.rounds import select_results
 from coordinator.store.records import Device
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.descriptions.describe_labels import DescribeLabels
@@ -33,9 +33,9 @@ async def rounds_asked(fleet: Deaf, n: int, state: AskingState = NOBODY) -> list
     asked = []
     for r in range(1, n + 1):
         state = msgspec.structs.replace(state, round=r - 1)
-        there = awake(state, fleet)
+        there = find_responsive(state, fleet)
         asked += [r] if "b" in there else []
-        state, _ = await ask(state, fleet, "train", {i: DescribeLabels() for i in there})
+        state, _ = await run_and_record(state, fleet, "train", {i: DescribeLabels() for i in there})
     return asked
 
 
@@ -47,26 +47,26 @@ async def test_rests_double_up_to_the_longest() -> None:
 
 async def test_a_new_incarnation_wakes_it() -> None:
     fleet = Deaf()
-    state, _ = await ask(NOBODY, fleet, "train", {"b": DescribeLabels()})
+    state, _ = await run_and_record(NOBODY, fleet, "train", {"b": DescribeLabels()})
     assert state.unresponsive["b"].misses == 1
     state = msgspec.structs.replace(state, round=1)
-    assert set(awake(state, fleet)) == {"a"}
+    assert set(find_responsive(state, fleet)) == {"a"}
     fleet.incarnation = "2"
-    assert set(awake(state, fleet)) == {"a", "b"}
+    assert set(find_responsive(state, fleet)) == {"a", "b"}
 
 
 async def test_where_all_rest_all_are_asked_and_an_answer_forgives() -> None:
     fleet = Deaf()
-    state, answers = await ask(NOBODY, fleet, "train", {"a": DescribeLabels()})
+    state, answers = await run_and_record(NOBODY, fleet, "train", {"a": DescribeLabels()})
     assert state.unresponsive == {}
-    assert results(answers, Declined) == {"a": Declined(reason="train")}
-    assert results(answers, Failed) == {}
+    assert select_results(answers, Declined) == {"a": Declined(reason="train")}
+    assert select_results(answers, Failed) == {}
 
 
 @pytest.mark.parametrize("r", [2, 3])
 async def test_nobody_awake(r) -> None:
     fleet = Deaf()
     fleet.devices = lambda: (Device("b", 5),)
-    state, _ = await ask(NOBODY, fleet, "train", {"b": DescribeLabels()})
+    state, _ = await run_and_record(NOBODY, fleet, "train", {"b": DescribeLabels()})
     state = msgspec.structs.replace(state, round=r - 1)
-    assert set(awake(state, fleet)) == {"b"}
+    assert set(find_responsive(state, fleet)) == {"b"}

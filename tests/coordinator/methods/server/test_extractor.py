@@ -12,23 +12,23 @@ import pytest
 from coordinator.methods.server import extractor, extractor_training
 from fedge.data import preprocessing
 from fedge.errors import ConfigError
-from fedge.tasks import pool
+from fedge.tasks import load_pool
 
-POOL = pool("digits", seed=0, limit=60)
+POOL = load_pool("digits", seed=0, limit=60)
 TASK = POOL.spec
-X, Y = preprocessing.apply(TASK, POOL.x), POOL.y
+X, Y = preprocessing.preprocess(TASK, POOL.x), POOL.y
 
 
 def test_the_child_makes_what_this_process_would_make() -> None:
-    found = extractor.trained_extractor(TASK, X, Y, seed=3)
-    network = extractor_training.trained(TASK, X, Y, seed=3)
+    found = extractor.train_extractor(TASK, X, Y, seed=3)
+    network = extractor_training.train_network(TASK, X, Y, seed=3)
     np.testing.assert_array_equal(found.model.params, network.dump().params)
-    np.testing.assert_array_equal(found.class_profiles, extractor_training.class_profiles(network, X, Y))
+    np.testing.assert_array_equal(found.class_profiles, extractor_training.profile_classes(network, X, Y))
 
 
 def test_a_child_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match="unknown model transformer"):
-        extractor.trained_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
+        extractor.train_extractor(msgspec.structs.replace(TASK, model="transformer"), X, Y, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_child_that_fails_says_why() -> None:
 )
 def test_samples_that_will_not_do_are_refused(x: np.ndarray, y: np.ndarray, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        extractor.check_samples(TASK, x, y)
+        extractor.require_samples(TASK, x, y)
 
 
 def test_the_coordinator_holds_no_torch_for_it() -> None:

@@ -10,15 +10,15 @@ import pytest
 from sklearn.metrics import adjusted_rand_score
 
 from coordinator.clustering import aidc
-from coordinator.methods.server.extractor_training import class_profiles, trained
-from edge_agent.learning.profile import sparsity_profile
+from coordinator.methods.server.extractor_training import profile_classes, train_network
+from edge_agent.learning.profile import measure_sparsity
 from fedge.data import preprocessing
 from fedge.models.training import Network
-from fedge.tasks import pool
+from fedge.tasks import load_pool
 
-POOL = pool("digits")
+POOL = load_pool("digits")
 TASK = msgspec.structs.replace(POOL.spec, model="mlp", model_options={"hidden": 64})
-X, Y = preprocessing.apply(TASK, POOL.x), POOL.y
+X, Y = preprocessing.preprocess(TASK, POOL.x), POOL.y
 SEEDS = range(5, 10)  # 0 to 3 have chosen how it learns
 
 
@@ -27,8 +27,8 @@ def proxied(seed: int) -> tuple[Network, float, np.ndarray]:
     """Extractor and D_ref of 200 images, and which others there are."""
     order = np.random.default_rng(seed).permutation(len(Y))
     server_data, rest = order[:200], order[200:]
-    network = trained(TASK, X[server_data], Y[server_data], seed=seed)
-    return network, aidc.class_unit(class_profiles(network, X[server_data], Y[server_data])), rest
+    network = train_network(TASK, X[server_data], Y[server_data], seed=seed)
+    return network, aidc.compute_class_unit(profile_classes(network, X[server_data], Y[server_data])), rest
 
 
 COLUMNS = {  # groups of classes, and the specification's index for 40 devices of 60 to 100 samples
@@ -47,7 +47,7 @@ def found(seed: int, classes: list[tuple[int, ...]], n: int = 40) -> tuple[np.nd
     for group in truth:
         mine = rest[np.isin(Y[rest], classes[group])]
         chosen = rng.choice(mine, min(len(mine), rng.integers(60, 101)), replace=False)
-        profiles.append(sparsity_profile(network.module, X[chosen]).shares)
+        profiles.append(measure_sparsity(network.module, X[chosen]).shares)
     labels = np.empty(n, np.int64)
     for k, members in enumerate(aidc.aidc(np.stack(profiles), unit=unit)):
         labels[list(members)] = k

@@ -99,7 +99,7 @@ class Tokens:
 
     def device_data(self, source, *, seed):
         x = np.random.default_rng(seed).integers(0, 30, (40, 5)).astype(np.float32)
-        return DeviceData.of(x, (x[:, 0] > 14).astype(np.int64), seed=seed)
+        return DeviceData.from_samples(x, (x[:, 0] > 14).astype(np.int64), seed=seed)
 
 
 class Net(nn.Module):

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.simulation.reports.report import FILES, Report, of_comparison, of_demo, of_run, write_results
+from coordinator.simulation.reports.report import (
+    FILES,
+    Report,
+    make_comparison_report,
+    make_demo_report,
+    make_run_report,
+    write_results,
+)
 from coordinator.simulation.settings import CompareSettings, DemoSettings, Scenario, SimulationSettings
 from coordinator.watch import runs
 from fedge.commands.cli import main
@@ -20,18 +27,18 @@ SUMMARY = {
 
 
 def simulated(folder: Path) -> Report:
-    runs.note(folder, "simulate", SimulationSettings(out=folder, target=0.5))
-    return of_run(a_run("m", 0), Scenario(), 0.5)
+    runs.record_run(folder, "simulate", SimulationSettings(out=folder, target=0.5))
+    return make_run_report(a_run("m", 0), Scenario(), 0.5)
 
 
 def compared(folder: Path) -> Report:
-    runs.note(folder, "compare", CompareSettings(out=folder))
-    return of_comparison(a_comparison(2))
+    runs.record_run(folder, "compare", CompareSettings(out=folder))
+    return make_comparison_report(a_comparison(2))
 
 
 def demonstrated(folder: Path) -> Report:
-    runs.note(folder, "demo", DemoSettings(out=folder))
-    return of_demo(a_demonstration())
+    runs.record_run(folder, "demo", DemoSettings(out=folder))
+    return make_demo_report(a_demonstration())
 
 
 @pytest.mark.parametrize("made", [simulated, compared, demonstrated])
@@ -45,7 +52,7 @@ def test_a_report_is_made_again_from_its_folder(tmp_path: Path, made: Callable[[
 
 
 def test_a_coordinators_home_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.note(tmp_path, "simulate", SimulationSettings())
+    runs.record_run(tmp_path, "simulate", SimulationSettings())
     text = (tmp_path / runs.FILE).read_text().replace('"simulate"', '"coordinator"')
     (tmp_path / runs.FILE).write_text(text)
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
@@ -62,7 +69,7 @@ def test_a_coordinators_home_becomes_a_page(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.note(tmp_path, "simulate", SimulationSettings())
+    runs.record_run(tmp_path, "simulate", SimulationSettings())
     assert main(["report", str(tmp_path)]) == 4
     assert "has the run ended?" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from fedge.commands.cli import main
-from fedge.tasks import device_data, task_spec
+from fedge.tasks import load_task, read_device_data
 
 
 def test_an_agent_can_read_what_it_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["sample", "--devices", "2", "--samples", "120", "--sensitive", "0.5", "--out", str(out)]) == 0
     assert f"{out / 'cam2.npz'}: " in capfd.readouterr().out
-    data = device_data(task_spec(str(out / "task.json")), out / "cam1.npz", seed=0)
+    data = read_device_data(load_task(str(out / "task.json")), out / "cam1.npz", seed=0)
     assert data.n_train > data.n_shared > 0
     with np.load(out / "cam1-test.npz") as test:
         assert len(test["x"]) == len(test["y"]) > 0

@@ -11,18 +11,18 @@ from coordinator.simulation.reports.outcome import (
     Cost,
     Point,
     Score,
-    as_csv,
-    cost_of,
-    sample_accuracy,
-    score,
-    worst_decile,
+    compute_cost,
+    compute_sample_accuracy,
+    compute_score,
+    compute_worst_decile,
+    format_csv,
 )
 from tests.support.comparison import a_run
 
 
 def test_a_worked_score() -> None:
     # class 0: TP 2, FP 1, FN 0: 4/5; class 1: TP 1, FP 0, FN 1: 2/3; class 2 is not there: it does not count
-    found = score(np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1]))
+    found = compute_score(np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1]))
     assert found.n == 4
     assert found.accuracy == 0.75
     assert found.macro_f1 == pytest.approx((4 / 5 + 2 / 3) / 2)
@@ -32,11 +32,11 @@ def test_a_worked_score() -> None:
 def test_the_worked_accuracy_over_all_samples() -> None:
     """Accuracies (0.9, 0.5, 1) on (10, 30, 60) samples: 0.84 (pm_moe.md section 12)."""
     scores = [Score(n=n, accuracy=a, macro_f1=0.0, weighted_f1=0.0) for n, a in ((10, 0.9), (30, 0.5), (60, 1.0))]
-    assert sample_accuracy(scores) == pytest.approx(0.84)
+    assert compute_sample_accuracy(scores) == pytest.approx(0.84)
 
 
 def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
-    found = score(np.array([0, 3]), np.array([0, 0]))
+    found = compute_score(np.array([0, 3]), np.array([0, 0]))
     assert found.macro_f1 == pytest.approx((2 / 3 + 0) / 2)
     assert found.weighted_f1 == pytest.approx(2 / 3)
 
@@ -44,7 +44,7 @@ def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 def test_scores_agree_with_scikit_learn(pairs: list[tuple[int, int]]) -> None:
     predicted, y = np.array(pairs).T
-    found = score(predicted, y)
+    found = compute_score(predicted, y)
     assert found.accuracy == pytest.approx((predicted == y).mean())
     assert found.macro_f1 == pytest.approx(f1_score(y, predicted, average="macro", zero_division=0))
     assert found.weighted_f1 == pytest.approx(f1_score(y, predicted, average="weighted", zero_division=0))
@@ -61,18 +61,18 @@ def test_scores_agree_with_scikit_learn(pairs: list[tuple[int, int]]) -> None:
     ],
 )
 def test_the_worst_decile_is_a_tenth_and_at_least_one(accuracies: list[float], expected: float) -> None:
-    assert worst_decile(accuracies[::-1]) == pytest.approx(expected)
+    assert compute_worst_decile(accuracies[::-1]) == pytest.approx(expected)
 
 
 def test_the_cost_is_that_of_the_first_point_at_or_above_the_target() -> None:
     curve = a_run(accuracy=0.7).curve  # 0.1, 0.3, 0.5, 0.7
-    assert cost_of(curve, 0.1) == Cost(round=0, bytes=0, seconds=0.0)
-    assert cost_of(curve, curve[2].accuracy) == Cost(round=20, bytes=2_000_000, seconds=4.0)
-    assert cost_of(curve, 0.71) is None
+    assert compute_cost(curve, 0.1) == Cost(round=0, bytes=0, seconds=0.0)
+    assert compute_cost(curve, curve[2].accuracy) == Cost(round=20, bytes=2_000_000, seconds=4.0)
+    assert compute_cost(curve, 0.71) is None
     falling = [
         Point(round=r, accuracy=a, bytes_up=0, bytes_down=0, seconds=0) for r, a in ((0, 0.2), (5, 0.9), (9, 0.4))
     ]
-    assert cost_of(falling, 0.5) == Cost(round=5, bytes=0, seconds=0.0)
+    assert compute_cost(falling, 0.5) == Cost(round=5, bytes=0, seconds=0.0)
 
 
 FORMULAS = {
@@ -83,7 +83,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_no_name_of_a_device_class_or_reason_is_a_formula_in_a_spreadsheet(name: str) -> None:
-    text = as_csv([{"device": name, f"{name} f1": -0.5, "why": name}])
+    text = format_csv([{"device": name, f"{name} f1": -0.5, "why": name}])
     header, row = csv.reader(io.StringIO(text, newline=""))
     assert header == ["device", f"{FORMULAS[name]} f1", "why"]
     assert row == [FORMULAS[name], "-0.5", FORMULAS[name]]

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from coordinator.simulation.reports import plots
-from coordinator.simulation.reports.plots import common_points, curves, floor_of
+from coordinator.simulation.reports.plots import compute_floor, draw_curves, select_common_points
 from tests.support.comparison import a_comparison, a_run
 
 
 @pytest.mark.parametrize("label", ["round", "MB up and down", "simulated seconds"])
 def test_a_line_for_each_method_in_the_colours_of_the_page(label: str) -> None:
-    svg = curves(a_comparison(10).runs, label)
+    svg = draw_curves(a_comparison(10).runs, label)
     assert svg.startswith("<svg")
     assert f">{label}</text>" in svg
     for k in range(10):
@@ -22,27 +22,27 @@ def test_a_line_for_each_method_in_the_colours_of_the_page(label: str) -> None:
 
 def test_one_seed_and_a_method_without_traffic_can_be_drawn() -> None:
     still = [a_run("local", curve=a_run().curve[:1])]
-    assert "local" in curves(still, "MB up and down")
+    assert "local" in draw_curves(still, "MB up and down")
 
 
 def test_a_seed_that_ended_early_is_drawn_with_the_others() -> None:
     whole = a_run("fedepc", 0).curve
     early = (*whole[:2], whole[3])
-    assert [[point.round for point in curve] for curve in common_points([whole, early])] == [[0, 10, 30]] * 2
-    assert "fedepc" in curves([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
+    assert [[point.round for point in curve] for curve in select_common_points([whole, early])] == [[0, 10, 30]] * 2
+    assert "fedepc" in draw_curves([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
 
 
 @pytest.mark.parametrize(
     ("final", "floor"), [([0.95, 0.87], 0.7), ([0.9], 0.8), ([0.05], 0.0), ([0.93, 0.81], 0.7), ([1.0], 0.9)]
 )
 def test_the_axis_begins_below_the_lowest_end(final: list[float], floor: float) -> None:
-    assert floor_of(final) == pytest.approx(floor)
+    assert compute_floor(final) == pytest.approx(floor)
 
 
 def test_outside_a_page_colours_are_fixed() -> None:
-    svg = plots.without_a_page(curves(a_comparison(10).runs))
+    svg = plots.fix_colours(draw_curves(a_comparison(10).runs))
     assert "var(" not in svg
-    assert plots.light_colours()["--cluster-0"] in svg
+    assert plots.read_light_colours()["--cluster-0"] in svg
 
 
 def test_curves_are_drawn_on_axes_of_the_callers_own() -> None:
@@ -61,7 +61,7 @@ def test_ticks_say_where_they_are_and_lie_evenly(lowest: float, highest: float) 
 
     axes = Figure(figsize=(5.4, 3.4)).add_subplot()
     axes.set_ylim(lowest, highest)
-    plots.in_percent(axes.yaxis, "accuracy", 0.0)
+    plots.set_percent_ticks(axes.yaxis, "accuracy", 0.0)
     places = axes.yaxis.get_majorticklocs()
     told = [float(tick.removesuffix("%")) for tick in axes.yaxis.get_major_formatter().format_ticks(places)]
     np.testing.assert_allclose(told, 100 * places, atol=1e-6)
@@ -74,12 +74,12 @@ def test_an_axis_that_does_not_begin_at_zero_says_so() -> None:
 
     assert a_run(accuracy=0.95).plot(Figure().add_subplot()).get_ylabel() == "accuracy, from 80%"
     assert a_run(accuracy=0.05).plot(Figure().add_subplot()).get_ylabel() == "accuracy"
-    assert "test accuracy, from 80%" in plots.device_bars([a_run(accuracy=0.95)])
-    assert "validation accuracy, from 40%" in plots.accuracy_by_round({"m": {1: 0.55, 2: 0.7}})
+    assert "test accuracy, from 80%" in plots.draw_device_bars([a_run(accuracy=0.95)])
+    assert "validation accuracy, from 40%" in plots.draw_validation({"m": {1: 0.55, 2: 0.7}})
 
 
 def test_a_bar_is_as_long_as_the_accuracy() -> None:
-    svg = plots.device_bars([a_run(accuracy=0.95), a_run(accuracy=0.9)])
+    svg = plots.draw_device_bars([a_run(accuracy=0.95), a_run(accuracy=0.9)])
     lengths = []
     for colour in ("cluster-0", "cluster-1"):
         bars = [
@@ -92,10 +92,10 @@ def test_a_bar_is_as_long_as_the_accuracy() -> None:
 
 def test_groups_take_the_colour_of_the_cluster_that_found_them() -> None:
     groups = {"a": 0, "b": 0, "c": 1, "d": 1, "e": 2}
-    assert plots.group_colours(groups, {"a": 1, "b": 1, "c": 0, "d": 0, "e": 2}) == {0: 1, 1: 0, 2: 2}
+    assert plots.choose_group_colours(groups, {"a": 1, "b": 1, "c": 0, "d": 0, "e": 2}) == {0: 1, 1: 0, 2: 2}
 
 
 def test_no_two_groups_have_one_colour_even_if_one_cluster_holds_all() -> None:
-    numbers = plots.group_colours({"a": 0, "b": 1, "c": 2}, {"a": 1, "b": 1})
+    numbers = plots.choose_group_colours({"a": 0, "b": 1, "c": 2}, {"a": 1, "b": 1})
     assert numbers[0] == 1
     assert len(set(numbers.values())) == 3

@@ -7,17 +7,17 @@ from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.reports import plots
 from coordinator.simulation.reports.outcome import Cost
 from coordinator.simulation.reports.report import (
-    headings,
-    of_comparison,
-    of_demo,
-    of_run,
-    own_rows,
-    row,
-    seed_row,
+    format_row,
+    format_seed_row,
+    list_headings,
+    list_own_rows,
+    make_comparison_report,
+    make_demo_report,
+    make_run_report,
     write_results,
 )
-from coordinator.simulation.reports.terminal import legend_of, lines_of, table_of
-from coordinator.simulation.reports.words import cost
+from coordinator.simulation.reports.terminal import describe_columns, list_figures, make_table
+from coordinator.simulation.reports.words import format_cost
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_comparison, a_run
 from tests.support.demo import a_demonstration
@@ -25,34 +25,36 @@ from tests.support.demo import a_demonstration
 
 def test_a_row_has_means_spreads_and_signs() -> None:
     first, second = a_comparison(2).methods
-    assert row(first) == (
+    assert format_row(first) == (
         *("m0", "80.5 ±0.7", "–", "-2.0 ±0.0 m1", "5.0 ±0.0", "71.5 ±0.7", "70.5 ±0.7", "70.0 ±0.0", "3.0 MB"),
         *("30 r, 3.0 MB, 6.0 s", "4.5"),
     )
-    assert row(second)[2:4] == ("+2.0 ±0.0", "+2.0 ±0.0 m0")
-    assert seed_row(second) == ("m1", "82.0", "83.0")
-    assert cost(None) == "not reached"
-    assert cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9.4 s"
+    assert format_row(second)[2:4] == ("+2.0 ±0.0", "+2.0 ±0.0 m0")
+    assert format_seed_row(second) == ("m1", "82.0", "83.0")
+    assert format_cost(None) == "not reached"
+    assert format_cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9.4 s"
 
 
 def test_the_methods_own_numbers_are_on_the_page() -> None:
     runs = [a_run("m", seed, details={"silhouette": 0.5 + 0.2 * seed, "tau": 0.25}) for seed in (0, 1)]
     found = compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)
-    assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
-    assert "0.60 ±0.14" in of_comparison(found).page
-    assert own_rows(a_comparison()) == []
-    assert "own numbers" not in of_comparison(a_comparison()).page
+    assert list_own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
+    assert "0.60 ±0.14" in make_comparison_report(found).page
+    assert list_own_rows(a_comparison()) == []
+    assert "own numbers" not in make_comparison_report(a_comparison()).page
 
 
 def test_late_joiners_have_a_column_where_there_are_any() -> None:
     runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
     some = compare_runs(Scenario(late_joiners=1), runs, ["m"], (0, 1), "m", None)
-    assert row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
-    assert headings(some)[8] == "Late joiners"
-    assert [column.header for column in table_of(some).columns][7] == "new"
-    assert "training was over" in legend_of(some)
-    assert ("late joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None)
-    assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
+    assert format_row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
+    assert list_headings(some)[8] == "Late joiners"
+    assert [column.header for column in make_table(some).columns][7] == "new"
+    assert "training was over" in describe_columns(some)
+    assert ("late joiners", "60.0 %  over 0 devices") in list_figures(runs[0], None)
+    assert (
+        len(list_headings(a_comparison())) == len(format_row(a_comparison().methods[0])) == len(list_headings(some)) - 1
+    )
 
 
 class Page(HTMLParser):
@@ -78,7 +80,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     comparison = a_comparison(3)
-    write_results(tmp_path, of_comparison(comparison), tmp_path / "too.json")
+    write_results(tmp_path, make_comparison_report(comparison), tmp_path / "too.json")
     assert (tmp_path / "too.json").read_bytes() == (tmp_path / "figures.json").read_bytes()
     text = (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "figures.json").read_bytes())["baseline"] == "m0"
@@ -90,15 +92,15 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert page.open == []
     assert all(target.startswith("#") for target in page.loads)
     assert text.count("<svg") == 3
-    assert text == of_comparison(comparison).page
+    assert text == make_comparison_report(comparison).page
     for method in comparison.methods:
-        assert all(cell in text for cell in (*row(method), *seed_row(method)))
+        assert all(cell in text for cell in (*format_row(method), *format_seed_row(method)))
     assert "$" not in text
 
 
 def test_the_report_of_a_run_has_its_figures_its_curves_and_its_devices() -> None:
     outcome = a_run()
-    text = of_run(outcome, Scenario()).page
+    text = make_run_report(outcome, Scenario()).page
     page = Page()
     page.feed(text)
     assert page.open == []
@@ -113,11 +115,11 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
     shown = a_comparison(2)._repr_html_()
     assert "<svg" in shown
     assert "var(" not in shown
-    assert all(cell in shown for cell in row(a_comparison(2).methods[1]))
+    assert all(cell in shown for cell in format_row(a_comparison(2).methods[1]))
 
 
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
-    html = of_demo(a_demonstration()).page
+    html = make_demo_report(a_demonstration()).page
     assert "http" not in html
     assert not re.search(r"<script|<link|@import|\ssrc=", html)
     assert html.count("<svg") == 3
@@ -125,7 +127,7 @@ def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
 
 
 def test_it_holds_every_figure_of_every_device() -> None:
-    html = of_demo(a_demonstration()).page
+    html = make_demo_report(a_demonstration()).page
     for cells in (
         "<td>camera-00</td><td>80</td><td>30</td><td>6</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
         "<td>camera-03</td><td>83</td><td>30</td><td>3</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
@@ -136,7 +138,7 @@ def test_it_holds_every_figure_of_every_device() -> None:
 
 
 def test_plots_take_their_colours_from_the_page() -> None:
-    html = of_demo(a_demonstration()).page
+    html = make_demo_report(a_demonstration()).page
     plots = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     assert not re.search(r"(fill|stroke): #", plots)
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
@@ -148,20 +150,20 @@ def test_plots_take_their_colours_from_the_page() -> None:
 
 
 def test_the_curve_of_the_federation_has_its_methods_name() -> None:
-    assert ">a-method<" in plots.accuracy_by_round({"a-method": {1: 0.5, 2: 0.6}})
+    assert ">a-method<" in plots.draw_validation({"a-method": {1: 0.5, 2: 0.6}})
 
 
 def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
-    assert "<svg" in plots.accuracy_by_round({"fedge": {}})
+    assert "<svg" in plots.draw_validation({"fedge": {}})
 
 
 def test_what_comes_from_a_user_is_text_not_markup() -> None:
-    html = of_demo(a_demonstration(task="<script>alert(1)</script>")).page
+    html = make_demo_report(a_demonstration(task="<script>alert(1)</script>")).page
     assert "<script>" not in html
 
 
 def test_the_curve_of_the_shared_model_is_not_called_as_the_bundles_are() -> None:
-    shared, *rest = re.findall(r"<svg.*?</svg>", of_demo(a_demonstration()).page, flags=re.DOTALL)
+    shared, *rest = re.findall(r"<svg.*?</svg>", make_demo_report(a_demonstration()).page, flags=re.DOTALL)
     assert ">fedge, shared<" in shared
     assert ">fedavg<" in shared
     assert ">personal<" not in shared
@@ -169,7 +171,7 @@ def test_the_curve_of_the_shared_model_is_not_called_as_the_bundles_are() -> Non
 
 
 def test_without_clusters_there_is_no_map_of_them() -> None:
-    html = of_demo(a_demonstration(split=False)).page
+    html = make_demo_report(a_demonstration(split=False)).page
     assert html.count("<svg") == 2
     assert "This method made no clusters: there is nothing to draw." in html
     assert "Ring: true group" not in html
@@ -178,18 +180,18 @@ def test_without_clusters_there_is_no_map_of_them() -> None:
 def test_one_seed_has_neither_a_deviation_nor_a_table_of_seeds() -> None:
     runs = [a_run(method, 7) for method in ("a", "b")]
     one = compare_runs(Scenario(), runs, ["a", "b"], (7,), "a", None)
-    page = of_comparison(one).page
+    page = make_comparison_report(one).page
     assert "Percent, of one seed: how far another would be from it is not known." in page
     assert "Seed by seed" not in page
     assert "; seed 7. " in page
     assert "±" not in str(one)
     assert "seed by seed" not in str(one)
     two = a_comparison(2)
-    assert "Seed by seed" in of_comparison(two).page
+    assert "Seed by seed" in make_comparison_report(two).page
     assert "± over seeds" in str(two)
 
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
-    html = of_demo(a_demonstration(split=False, places={})).page
+    html = make_demo_report(a_demonstration(split=False, places={})).page
     assert html.count("<svg") == 2
     assert "compares no updates" in html

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_agent.device.worker import Worker
-from edge_agent.steps.descriptions.describe_labels import label_feature, randomised_response
+from edge_agent.steps.descriptions.describe_labels import compute_label_feature, randomised_response
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Failed
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
@@ -36,7 +36,7 @@ TASK = TaskSpec(name="toy", classes=CLASSES, input_shape=(2,), model="mlp")
     ],
 )
 def test_the_table(counts, expected) -> None:
-    assert label_feature(counts) == expected
+    assert compute_label_feature(counts) == expected
 
 
 some_counts = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -45,16 +45,16 @@ some_counts = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 @given(some_counts, st.integers(1, 10**12))
 def test_it_is_the_first_of_the_largest_counts_whatever_the_scale(counts, factor) -> None:
     expected = counts.index(max(counts)) if any(counts) else -1
-    assert label_feature(counts) == label_feature([factor * c for c in counts]) == expected
+    assert compute_label_feature(counts) == compute_label_feature([factor * c for c in counts]) == expected
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 100), min_size=6, max_size=6, unique=True))
 def test_relabelling_carries_through(order, counts) -> None:
-    assert label_feature([counts[k] for k in order]) == order.index(label_feature(counts))
+    assert compute_label_feature([counts[k] for k in order]) == order.index(compute_label_feature(counts))
 
 
 def test_large_counts_that_differ_by_one_are_told_apart() -> None:
-    assert label_feature([10**15, 10**15 + 1, 10**15]) == 1
+    assert compute_label_feature([10**15, 10**15 + 1, 10**15]) == 1
 
 
 def test_randomised_response_has_the_promised_probabilities() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from coordinator.methods.server.learning import Gate
 from edge_agent.steps.descriptions.route import CHUNK
-from export.gate import gate_onnx
+from export.gate import encode_gate
 from fedge.steps.contract import Failed
 from fedge.steps.descriptions.route import Route, Routed
 from tests.support.cold_device import ColdDevice
@@ -20,7 +20,7 @@ from tests.support.cold_device import ColdDevice
 def gate_of(input_shape: tuple[int, ...] = (1,), n_experts: int = 4) -> tuple[Gate, bytes]:
     torch.manual_seed(1)
     gate = Gate(input_shape, n_experts)
-    return gate, gate_onnx({name: value.detach().numpy() for name, value in gate.state_dict().items()}, input_shape)
+    return gate, encode_gate({name: value.detach().numpy() for name, value in gate.state_dict().items()}, input_shape)
 
 
 @pytest.mark.parametrize("n", [1, 6, CHUNK + 3])

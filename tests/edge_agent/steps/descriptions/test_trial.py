@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.learning.evaluation import loss
+from edge_agent.learning.evaluation import compute_loss
 from fedge.steps.descriptions.trial import Trial, Tried
 from tests.support.orders import Blobs, device, device_data, order, worker
 
@@ -16,7 +16,7 @@ def test_delta_is_the_difference_of_the_mean_validation_losses(tmp_path: Path) -
     found = worker(tmp_path).execute(order(action), blobs).result
     assert isinstance(found, Tried)
     here = device(tmp_path, action, blobs)
-    losses = [loss(here, here.model(ref), here.data.validation) for ref in (one, other)]
+    losses = [compute_loss(here, here.fetch_model(ref), here.data.validation) for ref in (one, other)]
     assert found.delta == pytest.approx((losses[0] - losses[1]) / 15)
     back = worker(tmp_path).execute(order(Trial(global_model=other, expert=one)), blobs).result
     assert isinstance(back, Tried)

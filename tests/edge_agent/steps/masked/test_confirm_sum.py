@@ -36,8 +36,8 @@ def test_it_signs_the_sum(cohort: Cohort) -> None:
     action = cohort.confirming(0, *EVERYBODY)
     confirmed = cohort.result(0, action)
     assert isinstance(confirmed, SumConfirmed)
-    statement = cohort.roster.summing(action.sharers, action.summed)
-    assert cohort.roster.signers(statement, {0: confirmed.confirmation}) == {0}
+    statement = cohort.roster.make_sum_statement(action.sharers, action.summed)
+    assert cohort.roster.find_signers(statement, {0: confirmed.confirmation}) == {0}
 
 
 def test_asked_again_it_signs_the_same_also_after_a_kill(cohort: Cohort) -> None:
@@ -56,7 +56,9 @@ def test_another_sum_of_the_session_is_refused_also_after_a_kill(cohort: Cohort,
 
 def test_killed_before_it_has_signed_it_takes_no_sum_that_is_too_close(cohort: Cohort) -> None:
     """The sum is noted for the run first, then for the session."""
-    Session(cohort.workers[0].device(order(cohort.sharing()), cohort.blobs), SESSION).note([f"d{k}" for k in EVERYBODY])
+    Session(cohort.workers[0].make_device(order(cohort.sharing()), cohort.blobs), SESSION).record_sum(
+        [f"d{k}" for k in EVERYBODY]
+    )
     cohort.workers[0] = cohort.started(0)
     assert "differs by 1 devices" in refusal(cohort, 0, 0, 1, 2, 3, 4)
     cohort.confirm(*EVERYBODY, who=[0])

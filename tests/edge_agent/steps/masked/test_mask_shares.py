@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from edge_agent.privacy.masking import Keys, Session, Shared
-from fedge.privacy.masked_sums import Member, commitment
-from fedge.privacy.shares import combine
+from fedge.privacy.masked_sums import Member, make_commitment
+from fedge.privacy.shares import combine_shares
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.masked.mask_shares import SharesMade
 from fedge.wire.messages import Why
@@ -17,7 +17,7 @@ from tests.support.orders import order
 
 
 def session(cohort: Cohort, k: int) -> Session:
-    return Session(cohort.workers[k].device(order(cohort.sharing()), cohort.blobs), SESSION)
+    return Session(cohort.workers[k].make_device(order(cohort.sharing()), cohort.blobs), SESSION)
 
 
 def test_neighbours_shares_give_back_both_secrets(tmp_path: Path) -> None:
@@ -27,12 +27,12 @@ def test_neighbours_shares_give_back_both_secrets(tmp_path: Path) -> None:
     made = cohort.made[2]
     opened = {j: cohort.roster.unseal(session(cohort, j).encryption, 2, j, sealed) for j, sealed in made.sealed.items()}
     some = sorted(opened)[: cohort.roster.threshold]
-    kept, keys = session(cohort, 2).read(Shared), session(cohort, 2).read(Keys)
+    kept, keys = session(cohort, 2).load(Shared), session(cohort, 2).load(Keys)
     assert kept is not None
     assert keys is not None
-    assert combine({j + 1: opened[j][:33] for j in some}) == kept.seed
-    assert combine({j + 1: opened[j][33:] for j in some}) == keys.masking
-    assert made.commitment == commitment(kept.seed)
+    assert combine_shares({j + 1: opened[j][:33] for j in some}) == kept.seed
+    assert combine_shares({j + 1: opened[j][33:] for j in some}) == keys.masking
+    assert made.commitment == make_commitment(kept.seed)
 
 
 def test_asked_again_it_gives_the_same_shares_also_after_a_kill(tmp_path: Path) -> None:

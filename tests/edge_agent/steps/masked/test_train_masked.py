@@ -15,10 +15,10 @@ from edge_agent.steps.masked.train_masked import many
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.masked.train_masked import TrainedMasked
 from fedge.steps.training.train import Trained
-from fedge.system.files import volatile
+from fedge.system.files import skip_fsync
 from fedge.tensors import fixed_point
 from fedge.tensors.codecs import decode
-from fedge.tensors.fixed_point import from_bytes, summand, zero
+from fedge.tensors.fixed_point import from_bytes, make_summand, make_zero
 from fedge.tensors.layout import Codec
 from fedge.wire.messages import Why
 from tests.support.cohort import Cohort
@@ -45,11 +45,11 @@ def test_it_learns_what_train_learns_and_tells_as_much(cohort: Cohort) -> None:
     plain = cohort.does(0, msgspec.structs.replace(action.train, codec=Codec.FLOAT32))
     assert isinstance(plain.result, Trained)
     update = decode(plain.blobs[plain.result.update.digest], Codec.FLOAT32, LAYOUT)
-    total = zero(LAYOUT)
+    total = make_zero(LAYOUT)
     for k in range(6):
         total.add(from_bytes(vector(cohort, k), LAYOUT))
         total.subtract(own_mask(cohort, k))
-    expected = summand(update, plain.result.n_samples, 6, 100)
+    expected = make_summand(update, plain.result.n_samples, 6, 100)
     assert plain.result.n_samples == total.others[-1] / 6 == 30
     np.testing.assert_array_equal(total.params, expected.params * np.uint32(6), "all have the same samples and seed")
     masked = cohort.result(0, action)
@@ -60,16 +60,16 @@ def test_it_learns_what_train_learns_and_tells_as_much(cohort: Cohort) -> None:
 
 def own_mask(cohort: Cohort, k: int) -> fixed_point.Summand:
     from edge_agent.privacy.masking import Session, Shared
-    from fedge.privacy.masked_sums import prg
+    from fedge.privacy.masked_sums import expand_seed
 
-    shared = Session(cohort.workers[k].device(order(cohort.sharing()), cohort.blobs), "train").read(Shared)
+    shared = Session(cohort.workers[k].make_device(order(cohort.sharing()), cohort.blobs), "train").load(Shared)
     assert shared is not None
-    return prg(shared.seed, LAYOUT)
+    return expand_seed(shared.seed, LAYOUT)
 
 
 def test_a_device_counts_at_most_as_the_heaviest(cohort: Cohort) -> None:
     heavy = {k: from_bytes(vector(cohort, k, heaviest=7), LAYOUT) for k in range(6)}
-    total = zero(LAYOUT)
+    total = make_zero(LAYOUT)
     for k, own in heavy.items():
         total.add(own)
         total.subtract(own_mask(cohort, k))
@@ -80,7 +80,7 @@ def test_nothing_but_the_masked_vector_leaves(cohort: Cohort) -> None:
     finished = cohort.does(0, cohort.training(0))
     assert list(finished.blobs) == [finished.result.masked.digest]  # type: ignore[attr-defined]
     assert not finished.unpacked
-    assert len(finished.blobs[finished.result.masked.digest]) == fixed_point.n_bytes(LAYOUT)  # type: ignore[attr-defined]
+    assert len(finished.blobs[finished.result.masked.digest]) == fixed_point.count_bytes(LAYOUT)  # type: ignore[attr-defined]
 
 
 def test_a_single_masked_update_is_uniform_whatever_it_hides(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_single_masked_update_is_uniform_whatever_it_hides(tmp_path: Path) -> 
     """
     vectors = []
     for turn in range(40):
-        with volatile():
+        with skip_fsync():
             cohort = Cohort(tmp_path / str(turn), 5)
             cohort.advertise()
             cohort.share()
@@ -158,7 +158,9 @@ def test_it_signs_with_whom_it_has_masked(cohort: Cohort) -> None:
         action = cohort.training(k, among=among)
         result = cohort.result(k, action)
         assert isinstance(result, TrainedMasked)
-        assert cohort.roster.signers(cohort.roster.masked_with(action.sharers), {k: result.statement}) == {k}
+        assert cohort.roster.find_signers(cohort.roster.make_mask_statement(action.sharers), {k: result.statement}) == {
+            k
+        }
 
 
 def test_before_its_secrets_are_shared_it_masks_nothing(tmp_path: Path) -> None:
@@ -184,20 +186,22 @@ def test_many_are_as_each_alone_to_float_tolerance(tmp_path: Path) -> None:
     cohort.advertise()
     cohort.share()
     alone = [from_bytes(vector(cohort, k), LAYOUT) for k in range(6)]
-    devices = [w.device(order(cohort.training(k)), cohort.blobs) for k, w in enumerate(cohort.workers)]
+    devices = [w.make_device(order(cohort.training(k)), cohort.blobs) for k, w in enumerate(cohort.workers)]
     assert many(devices, [cohort.training(k) for k in range(6)]) == [None] * 6
     fresh = Cohort(tmp_path / "fresh")
     fresh.advertise()
     fresh.share()
     actions = [fresh.training(k) for k in range(6)]
-    devices = [w.device(order(action, seed=7), fresh.blobs) for w, action in zip(fresh.workers, actions, strict=True)]
+    devices = [
+        w.make_device(order(action, seed=7), fresh.blobs) for w, action in zip(fresh.workers, actions, strict=True)
+    ]
     found = many(devices, actions)
-    totals = [zero(LAYOUT), zero(LAYOUT)]
+    totals = [make_zero(LAYOUT), make_zero(LAYOUT)]
     for k, (device, result) in enumerate(zip(devices, found, strict=True)):
         assert isinstance(result, TrainedMasked)
         totals[0].add(from_bytes(device.blobs[result.masked.digest], LAYOUT))
         totals[0].subtract(own_mask(fresh, k))
         totals[1].add(alone[k])
         totals[1].subtract(own_mask(cohort, k))
-    means = [fixed_point.mean_change(total, LAYOUT, 6, 100) for total in totals]
+    means = [fixed_point.compute_mean_change(total, LAYOUT, 6, 100) for total in totals]
     np.testing.assert_allclose(means[0].params, means[1].params, atol=1e-5)

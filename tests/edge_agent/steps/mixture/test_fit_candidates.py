@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_candidates import FitAblatedCandidates
-from edge_agent.learning.candidates import Fitted, fitted_on
-from edge_agent.learning.evaluation import loss
+from edge_agent.learning.candidates import FittedModels, load_fitted
+from edge_agent.learning.evaluation import compute_loss
 from fedge.steps.contract import Failed
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted
@@ -28,10 +28,10 @@ def blobs() -> Blobs:
     return Blobs()
 
 
-def done(home: Path, action: FitCandidates, blobs: Blobs) -> tuple[CandidatesFitted, Fitted]:
+def done(home: Path, action: FitCandidates, blobs: Blobs) -> tuple[CandidatesFitted, FittedModels]:
     result = worker(home).execute(order(action), blobs, action=action).result
     assert isinstance(result, CandidatesFitted), result
-    return result, fitted_on(device(home, action, blobs))
+    return result, load_fitted(device(home, action, blobs))
 
 
 def test_each_candidate_is_told_by_its_losses_and_kept(tmp_path: Path, blobs: Blobs) -> None:
@@ -47,11 +47,13 @@ def test_the_expert_is_the_one_with_the_smallest_validation_loss(tmp_path: Path,
     action = fit_candidates(blobs, experts=0, local_steps=0)
     action = msgspec.structs.replace(action, experts=starts)
     here = device(tmp_path, action, blobs)
-    losses = {start.cluster: loss(here, here.model(start.model), here.data.validation) for start in starts}
+    losses = {
+        start.cluster: compute_loss(here, here.fetch_model(start.model), here.data.validation) for start in starts
+    }
     result, kept = done(tmp_path, action, blobs)
     assert result.cluster == min(losses, key=losses.__getitem__) != starts[0].cluster
-    expected = here.model(next(start.model for start in starts if start.cluster == result.cluster))
-    np.testing.assert_array_equal(kept.model(here, Role.EXPERT).params, expected.params)
+    expected = here.fetch_model(next(start.model for start in starts if start.cluster == result.cluster))
+    np.testing.assert_array_equal(kept.decode_model(here, Role.EXPERT).params, expected.params)
 
 
 def test_the_private_model_may_start_from_the_initial_model_and_take_a_number_of_steps(

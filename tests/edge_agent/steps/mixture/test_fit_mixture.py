@@ -15,8 +15,8 @@ from deploy import load
 from edge_agent.device.device import Device
 from edge_agent.learning import evaluation, gate, private_model
 from edge_agent.steps.mixture import fit_mixture
-from fedge.bundle.formula import gate_features
-from fedge.bundle.manifest import read
+from fedge.bundle.formula import compute_gate_features
+from fedge.bundle.manifest import read_bundle
 from fedge.models import build
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
@@ -67,14 +67,14 @@ def looking(tmp_path, blobs, data=None) -> Device:
 def logits_of_candidates(own, tmp_path, x):
     """(M, n, C) by torch from the parts of the bundle."""
     folder = tmp_path / "bundles" / "1"
-    parts = [from_bytes((folder / c.part.file_name).read_bytes()) for c in read(folder).manifest.candidates]
-    return np.stack([evaluation.logits(own, flatten(part, own.layout), x) for part in parts])
+    parts = [from_bytes((folder / c.part.file_name).read_bytes()) for c in read_bundle(folder).manifest.candidates]
+    return np.stack([evaluation.compute_logits(own, flatten(part, own.layout), x) for part in parts])
 
 
 def gate_scores(tmp_path, x):
     folder = tmp_path / "bundles" / "1"
-    tensors = from_bytes((folder / read(folder).manifest.gate.file_name).read_bytes())
-    hidden = np.maximum(gate_features(x) @ tensors["gate.hidden.weight"].T + tensors["gate.hidden.bias"], 0)
+    tensors = from_bytes((folder / read_bundle(folder).manifest.gate.file_name).read_bytes())
+    hidden = np.maximum(compute_gate_features(x) @ tensors["gate.hidden.weight"].T + tensors["gate.hidden.bias"], 0)
     return hidden @ tensors["gate.out.weight"].T + tensors["gate.out.bias"]
 
 
@@ -160,7 +160,7 @@ def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
             folder = tmp_path / learns / name
             one = (Start(model=blobs.model(10, scale=4.0)), Start(model=blobs.model(11, scale=4.0)))
             ablated(folder, blobs, d, experts=one, learns=learns, sgd=Sgd(steps=0), private_start="initial")
-            found[name] = read(folder / "bundles" / "1").manifest.gate.digest
+            found[name] = read_bundle(folder / "bundles" / "1").manifest.gate.digest
         assert {name for name in others if found[name] != found["as it is"]} == changes
 
 
@@ -174,8 +174,8 @@ def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
     own, result, runtime = ablated(tmp_path, blobs, experts=2, alone="average")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
-    mean = private_model.mean_model([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
-    logits = evaluation.logits(own, mean, own.data.x_val)
+    mean = private_model.average_models([own.fetch_model(blobs.fetch_model(10 + k, scale=4.0)) for k in range(2)])
+    logits = evaluation.compute_logits(own, mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 
@@ -184,10 +184,10 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
     """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
     own, result, runtime = ablated(tmp_path, blobs, experts=5, alone="best")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
-    models = [own.model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
-    ranks = [evaluation.rank(own, model, "accuracy") for model in models]
+    models = [own.fetch_model(blobs.fetch_model(10 + k, scale=4.0)) for k in range(5)]
+    ranks = [evaluation.rank_model(own, model, "accuracy") for model in models]
     assert ranks[0] != max(ranks), "the first one is not the best by chance"
-    logits = evaluation.logits(own, models[ranks.index(max(ranks))], own.data.x_val)
+    logits = evaluation.compute_logits(own, models[ranks.index(max(ranks))], own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 
@@ -197,7 +197,9 @@ def test_the_private_model_can_serve_alone(tmp_path, blobs) -> None:
     own, result, runtime = ablated(tmp_path / "alone", blobs, alone="private")
     assert roles_of(tmp_path / "alone", result) == (Role.PRIVATE,)
     fitted(tmp_path / "mixed", blobs)
-    alone, mixed = (read(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed"))
+    alone, mixed = (
+        read_bundle(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed")
+    )
     assert alone.part == mixed.part
     np.testing.assert_allclose(runtime.predict(own.data.x_val).weights, 1)
     _, without, _ = ablated(tmp_path / "without", blobs, device_data(0, 0), alone="private")
@@ -213,14 +215,14 @@ def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> N
         for name, d in (("data", data), ("other", other)):
             folder = tmp_path / what / name
             fitted(folder, blobs, d, private_data=what, private_start="initial")
-            private[what, name] = read(folder / "bundles" / "1").manifest.candidates[0].part.digest
+            private[what, name] = read_bundle(folder / "bundles" / "1").manifest.candidates[0].part.digest
     assert private["sensitive", "data"] == private["sensitive", "other"]
     assert private["all", "data"] != private["all", "other"]
 
 
 def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
     own = looking(tmp_path, blobs)
-    ranks = [evaluation.rank(own, own.model(blobs.model(k, scale=4.0)), "accuracy") for k in range(6)]
+    ranks = [evaluation.rank_model(own, own.fetch_model(blobs.fetch_model(k, scale=4.0)), "accuracy") for k in range(6)]
     best = max(range(6), key=lambda k: (ranks[k][0], ranks[k][1], -k))
     action = mixture_of(
         blobs,
@@ -228,7 +230,7 @@ def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
         sgd=Sgd(steps=0),
     )
     fit_mixture.run(own, action)
-    manifest = read(tmp_path / "bundles" / "1").manifest
+    manifest = read_bundle(tmp_path / "bundles" / "1").manifest
     assert manifest.candidates[0].part == manifest.candidates[1 + best].part
 
 
@@ -242,9 +244,9 @@ def test_a_device_without_data_is_a_consumer_of_experts(tmp_path, blobs) -> None
 
 def test_unknown_experts_are_thinned_to_the_near_best(tmp_path, blobs) -> None:
     own = looking(tmp_path, blobs, device_data(40, 100))
-    experts = [own.model(blobs.model(k, scale=4.0)) for k in range(8)]
-    kept = fit_mixture.near_best(own, experts)
-    correct = [evaluation.rank(own, model, "accuracy")[0] for model in experts]
+    experts = [own.fetch_model(blobs.fetch_model(k, scale=4.0)) for k in range(8)]
+    kept = fit_mixture.select_near_best(own, experts)
+    correct = [evaluation.rank_model(own, model, "accuracy")[0] for model in experts]
     chosen = [next(k for k, e in enumerate(experts) if e is model) for model in kept]
     assert 1 <= len(chosen) <= 3
     assert chosen == sorted(chosen)
@@ -266,7 +268,7 @@ def test_the_gate_prefers_the_candidate_that_is_right(tmp_path, blobs) -> None:
 
 def test_selected_keeps_the_lower_index_on_a_tie() -> None:
     scores = torch.tensor([[0.0, 1.0, 1.0, 1.0], [9.0, 1.0, 2.0, 3.0]])
-    kept = gate._selected(scores, torch.tensor([1, 2, 3]), 2)
+    kept = gate._select_top(scores, torch.tensor([1, 2, 3]), 2)
     assert torch.isinf(kept).tolist() == [[False, False, False, True], [False, True, False, False]]
 
 
@@ -274,4 +276,4 @@ def test_models_of_the_layout_only(tmp_path, blobs) -> None:
     own = worker(tmp_path)
     result = own.execute(order(mixture_of(blobs, experts=(Start(model=blobs.file(b"junk")),))), blobs).result
     assert "malformed" in result.reason
-    assert build.initial(TASK, 0)[0] == own.network.layout
+    assert build.make_initial_model(TASK, 0)[0] == own.network.layout

@@ -16,18 +16,18 @@ from torch import nn
 from deploy import load
 from edge_agent.learning import evaluation
 from edge_agent.steps.mixture import fit_pool as stage2
-from edge_agent.steps.mixture.fit_pool import confidences, denoised, gate_network, select
-from export.pool import gate_logits, top_weights
+from edge_agent.steps.mixture.fit_pool import compute_confidences, denoise_pool, make_gate_network, select_weights
+from export.pool import compute_gate_logits, select_top_weights
 from fedge.models.training import Network
 from fedge.steps.contract import Failed
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd
-from fedge.steps.training.train import Start, Train, kept_by
+from fedge.steps.training.train import Start, Train, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.steps.training.train_rod import TrainRod
-from fedge.system.files import highest_release
+from fedge.system.files import find_highest_release
 from fedge.tensors.layout import BASE, HEAD, to_bytes
 from fedge.wire.messages import Role
 from tests.support.orders import TASK, Blobs, D, device_data, manifest_of, order, roles_of, worker
@@ -37,7 +37,7 @@ def test_worked_energies() -> None:
     wanted = [1.173147, 0.953262, 0.804178, 0.693147, 1.202915]
     others = [(4, 3), (-3, 4), (4, -3), (0, 0), (6, 8)]
     outputs = np.array([[(3, 4), *others]], float)
-    np.testing.assert_allclose(confidences(outputs, 0)[1:], wanted, atol=5e-7)
+    np.testing.assert_allclose(compute_confidences(outputs, 0)[1:], wanted, atol=5e-7)
 
 
 def test_worked_mass_on_experts_that_are_right() -> None:
@@ -48,23 +48,23 @@ def test_worked_mass_on_experts_that_are_right() -> None:
     right = np.array(list(itertools.product([0.0, 1.0], repeat=5)))
     chances = (0.6**right * 0.4 ** (1 - right)).prod(axis=1)
     alpha = 2**right / (2**right).sum(axis=1, keepdims=True)
-    mass = (top_weights(alpha, 5) * right).sum(axis=1)
+    mass = (select_top_weights(alpha, 5) * right).sum(axis=1)
     assert chances @ mass == pytest.approx(0.724617, abs=5e-7)
     bound = 0.6 * 2 * 5 / (5 + 1 + 4 * 0.6)
     assert bound == pytest.approx(0.714286, abs=5e-7)
-    best = (top_weights(alpha, 1) * right).sum(axis=1) > 0
+    best = (select_top_weights(alpha, 1) * right).sum(axis=1) > 0
     assert chances @ best == pytest.approx(1 - 0.4**5), "with k = 1 it takes one that is right where there is one"
 
 
 def test_worked_way_from_outputs_to_logits() -> None:
     """Four heads, the own one first, one sample; a dropped expert has no weight, however large its z is."""
     outputs = np.array([[(3, 4), (4, 3), (-3, 4), (4, -3)]], float)
-    keep = denoised(confidences(outputs, 0), 0, 0.5, np.ones(4, bool))
+    keep = denoise_pool(compute_confidences(outputs, 0), 0, 0.5, np.ones(4, bool))
     assert keep.tolist() == [True, True, True, False]
     z = np.where(keep, [[1.0, 2.0, 0.5, 3.0]], -np.inf)
     alpha = np.exp(z) / np.exp(z).sum()
     np.testing.assert_allclose(alpha, [[0.231224, 0.628532, 0.140244, 0]], atol=5e-7)
-    paper, anchored = (top_weights(alpha, 2, own=own, keep=keep) for own in (None, 0))
+    paper, anchored = (select_top_weights(alpha, 2, own=own, keep=keep) for own in (None, 0))
     np.testing.assert_allclose(paper @ outputs[0], [[3.207799, 2.810491]], atol=5e-7)
     np.testing.assert_allclose(anchored, [[0.268941, 0.731059, 0, 0]], atol=5e-7)
     np.testing.assert_allclose(anchored @ outputs[0], [[3.731059, 3.268941]], atol=5e-7)
@@ -79,14 +79,14 @@ def test_scaling_an_expert_changes_no_confidence(outputs, factor, which) -> None
     outputs[norms < 1e-6] = 1.0
     scaled = outputs.copy()
     scaled[:, which] *= factor
-    np.testing.assert_allclose(confidences(scaled, 0), confidences(outputs, 0), atol=1e-9)
+    np.testing.assert_allclose(compute_confidences(scaled, 0), compute_confidences(outputs, 0), atol=1e-9)
 
 
 def test_worked_denoising_and_its_count() -> None:
-    keep = denoised(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool))
+    keep = denoise_pool(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool))
     assert keep.tolist() == [True, True, True, False, True, False]
-    assert (~denoised(np.arange(20.0), 0, 0.2, np.ones(20, bool))).sum() == 3
-    equal = denoised(np.ones(6), 5, 0.4, np.ones(6, bool))
+    assert (~denoise_pool(np.arange(20.0), 0, 0.2, np.ones(20, bool))).sum() == 3
+    equal = denoise_pool(np.ones(6), 5, 0.4, np.ones(6, bool))
     assert equal.tolist() == [True, True, True, False, False, True], "ties: the highest other indices go"
 
 
@@ -96,7 +96,7 @@ def test_the_own_expert_survives_and_the_right_number_goes(values, ratio, data) 
     own = data.draw(st.integers(0, m - 1))
     present = np.array(data.draw(st.lists(st.booleans(), min_size=m, max_size=m)))
     present[own] = True
-    keep = denoised(np.array(values), own, ratio, present)
+    keep = denoise_pool(np.array(values), own, ratio, present)
     others = int(present.sum()) - 1
     assert keep[own]
     assert not keep[~present].any()
@@ -106,17 +106,17 @@ def test_the_own_expert_survives_and_the_right_number_goes(values, ratio, data) 
 def test_what_is_not_finite_never_survives() -> None:
     outputs = np.ones((2, 3, 2))
     outputs[0, 2, 1] = np.nan
-    conf = confidences(outputs, 0)
+    conf = compute_confidences(outputs, 0)
     assert conf[2] == -np.inf
-    assert denoised(conf, 0, 0.0, np.ones(3, bool)).tolist() == [True, True, False]
-    assert denoised(np.array([-np.inf, 1]), 1, 0.2, np.ones(2, bool)).tolist() == [False, True]
-    four = denoised(np.array([-np.inf, 0, 1, 2]), 3, 0.5, np.ones(4, bool))
+    assert denoise_pool(conf, 0, 0.0, np.ones(3, bool)).tolist() == [True, True, False]
+    assert denoise_pool(np.array([-np.inf, 1]), 1, 0.2, np.ones(2, bool)).tolist() == [False, True]
+    four = denoise_pool(np.array([-np.inf, 0, 1, 2]), 3, 0.5, np.ones(4, bool))
     assert four.tolist() == [False, False, True, True], "it is missing, so one of the two others goes"
 
 
 def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
     torch.manual_seed(0)
-    network = gate_network(64, 17, 3)
+    network = make_gate_network(64, 17, 3)
     for layer in [m for m in network if isinstance(m, nn.Linear)][:-1]:
         w = layer.weight.detach()
         square = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
@@ -133,7 +133,7 @@ def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
 
 def test_the_gate_of_512_inputs_and_20_experts_has_the_size_of_the_specification() -> None:
     """pm_moe.md section 8."""
-    sizes = [p.numel() for p in gate_network(512, 20, None).parameters()]
+    sizes = [p.numel() for p in make_gate_network(512, 20, None).parameters()]
     assert sum(sizes) == 134_164
     layers = [weight + bias for weight, bias in zip(sizes[::2], sizes[1::2], strict=True)]
     assert layers == [128 * 512 + 128, 33_024, 32_896, 129 * 20]
@@ -154,9 +154,9 @@ def test_the_head_of_512_features_has_the_bytes_of_the_specification() -> None:
 def test_torch_and_numpy_select_alike_and_the_rest_gets_no_gradient(own) -> None:
     z = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     keep = torch.tensor([True, True, True, False, True, True])
-    w = select(z, keep, 3, own)
+    w = select_weights(z, keep, 3, own)
     alpha = torch.softmax(z.detach().masked_fill(~keep, -torch.inf), dim=1).double().numpy()
-    np.testing.assert_allclose(w.detach(), top_weights(alpha, 3, own=own, keep=keep.numpy()), atol=1e-6)
+    np.testing.assert_allclose(w.detach(), select_top_weights(alpha, 3, own=own, keep=keep.numpy()), atol=1e-6)
     w.square().sum().backward()
     assert (z.grad[:, 3] == 0).all()
 
@@ -184,7 +184,7 @@ class Device:
         if base == "dbe":
             self.fields = {"global_mean": self.blobs.put({"mean": np.zeros(D, np.float32)})}
         self.personal = self.fields.get("personal", ())
-        self.layout = kept_by(self.kind.STEP, self.personal, self.worker.network.layout)
+        self.layout = find_kept(self.kind.STEP, self.personal, self.worker.network.layout)
         self.initial = self.blobs.model(1)
         self.shared = self.blobs.model(1, self.personal)
         self.rng = np.random.default_rng(0)
@@ -194,8 +194,8 @@ class Device:
         return self.worker.execute(order(action, 1, seed=1), self.blobs).result
 
     def kept(self):
-        here = self.worker.device(order(self.action([None]), 2), self.blobs)
-        return here.kept(self.kind.STEP, self.layout)
+        here = self.worker.make_device(order(self.action([None]), 2), self.blobs)
+        return here.load_kept(self.kind.STEP, self.layout)
 
     def module(self, scale=0.3):
         return self.blobs.put(
@@ -213,7 +213,7 @@ class Device:
         return self.worker.execute(order(self.action(pool, own, **changes), 2, seed=2), self.blobs).result
 
     def predict(self, x):
-        return load(self.home / "bundles" / str(highest_release(self.home))).predict(x)
+        return load(self.home / "bundles" / str(find_highest_release(self.home))).predict(x)
 
 
 @pytest.mark.parametrize("base", POOLED)
@@ -239,10 +239,12 @@ def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> No
 def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> None:
     device = Device(tmp_path, base)
     device.train()
-    same = device.blobs.put(device.kept().tensors())
+    same = device.blobs.put(device.kept().get_tensors())
     assert isinstance(device.fit([same, same, same], own=2), Installed)
-    here = device.worker.device(order(device.action([same]), 2), device.blobs)
-    logits = evaluation.logits(here, device.worker.personal(here.model(device.initial)), device.worker.data.x_val)
+    here = device.worker.make_device(order(device.action([same]), 2), device.blobs)
+    logits = evaluation.compute_logits(
+        here, device.worker.make_personal_model(here.fetch_model(device.initial)), device.worker.data.x_val
+    )
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(device.predict(device.worker.data.x_val).probabilities, expected, atol=1e-5)
 
@@ -327,7 +329,7 @@ def test_the_bundle_has_the_gate_that_was_trained(tmp_path) -> None:
 
 def test_gate_logits_are_the_networks() -> None:
     torch.manual_seed(1)
-    network = gate_network(6, 4, None).eval()
+    network = make_gate_network(6, 4, None).eval()
     layers = [layer for layer in network if isinstance(layer, nn.Linear)]
     from export import PoolGate
 
@@ -338,4 +340,4 @@ def test_gate_logits_are_the_networks() -> None:
         np.ones(6),
     )
     x = torch.randn(5, 6)
-    np.testing.assert_allclose(gate_logits(gate, x.numpy()), network(x).detach(), atol=1e-5)
+    np.testing.assert_allclose(compute_gate_logits(gate, x.numpy()), network(x).detach(), atol=1e-5)

@@ -8,8 +8,8 @@ import pytest
 
 from deploy import load
 from edge_agent.device.worker import Worker
-from edge_agent.steps.mixture.install import fine_tuned
-from fedge.models.training import Network, Trainer, mean_loss
+from edge_agent.steps.mixture.install import fine_tune
+from fedge.models.training import Network, Trainer, compute_mean_loss
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
 from fedge.system.stopping import Stop, StoppedError, never
@@ -38,7 +38,7 @@ def tuned(
 ) -> Model:
     action = Install(model=Blobs().model(0), method="fedavg", fine_tune=tuning)
     own = Worker("d", TASK, data_of(training, validation), Path("unused"))
-    return fine_tuned(own.device(order(action, seed=7), Blobs(), stop), start, tuning)
+    return fine_tune(own.make_device(order(action, seed=7), Blobs(), stop), start, tuning)
 
 
 def steps(n: int, start: Model = INITIAL, training: tuple = TRAINING) -> Model:
@@ -52,7 +52,7 @@ def steps(n: int, start: Model = INITIAL, training: tuple = TRAINING) -> Model:
 def loss(model: Model, of: tuple) -> float:
     network = Network(TASK)
     network.load(model)
-    return mean_loss(network, *of)
+    return compute_mean_loss(network, *of)
 
 
 def test_the_checkpoint_with_the_smallest_validation_loss_is_taken() -> None:
@@ -119,7 +119,7 @@ def done(home: Path, data: DeviceData, tuning: FineTune | None, seed: int = 7) -
 
 
 def probabilities(model: Model, x: np.ndarray) -> np.ndarray:
-    logits = Network(TASK).logits(model, x)
+    logits = Network(TASK).compute_logits(model, x)
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     return p / p.sum(axis=1, keepdims=True)
 

@@ -16,7 +16,7 @@ from fedge.bundle.manifest import MANIFEST, SKELETON
 from fedge.errors import StoreError
 from fedge.steps.contract import Failed
 from fedge.steps.mixture.install import Installed
-from fedge.system.files import digest_of
+from fedge.system.files import compute_digest
 from fedge.wire.messages import Role
 from tests.support.cold_device import TASK, ColdDevice
 from tests.support.tables import inputs, layout_of, mixture_of
@@ -49,7 +49,7 @@ def test_an_installed_bundle_is_the_one_that_was_sent_and_runs(tmp_path: Path, f
     result = device.install(files)
     runtime = deploy.load(tmp_path / "pi" / "bundles" / "1")
     assert isinstance(result, Installed)
-    assert runtime.digest == digest_of(files[MANIFEST])
+    assert runtime.digest == compute_digest(files[MANIFEST])
     assert result.release == 1
     expected = np.exp(LOGITS[0]) / np.exp(LOGITS[0]).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(inputs(6)).probabilities, expected, atol=1e-6)
@@ -114,7 +114,7 @@ def test_tampered_files_are_refused_and_what_was_installed_stays(
 def test_a_graph_that_cannot_be_run_is_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
     """The manifest is right about it: only running it tells."""
     graph = b"\x08\x08"  # a model of IR version 8, without a graph
-    skeleton = {"digest": digest_of(graph), "size_bytes": len(graph)}
+    skeleton = {"digest": compute_digest(graph), "size_bytes": len(graph)}
     result = ColdDevice(tmp_path / "pi").install(manifest_with(files | {SKELETON: graph}, skeleton=skeleton))
     assert isinstance(result, Failed)
     assert "cannot be run" in result.reason

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.device.worker import Finished
-from edge_agent.steps.training.share_private import clipped, noisy
+from edge_agent.device.worker import FinishedOrder
+from edge_agent.steps.training.share_private import add_noise, clip_module
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
-from fedge.steps.training.train import Start, Train, kept_by
+from fedge.steps.training.train import Start, Train, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.steps.training.train_rod import TrainRod
@@ -37,12 +37,12 @@ def train(home: Path, blobs: Blobs, kind: type[Train] = Train, number: int = 1, 
     worker(home).execute(order(action, number), blobs)
 
 
-def share(home: Path, blobs: Blobs, number: int = 2, **how: Any) -> Finished:
+def share(home: Path, blobs: Blobs, number: int = 2, **how: Any) -> FinishedOrder:
     action = SharePrivate(**({"kept_by": "train", "personal": HEAD} | how))
     return worker(home).execute(order(action, number), blobs)
 
 
-def module_of(finished: Finished) -> dict[str, np.ndarray]:
+def module_of(finished: FinishedOrder) -> dict[str, np.ndarray]:
     assert isinstance(finished.result, PrivateShared), finished.result
     assert finished.result.module.codec is Codec.FLOAT32
     (data,) = finished.blobs.values()
@@ -67,8 +67,8 @@ def test_what_was_kept_is_shared_under_its_own_names(
     personal = fields.get("personal", ())
     action = SharePrivate(kept_by=kind.STEP, personal=personal)
     found = module_of(share(tmp_path, blobs, kept_by=kind.STEP, personal=personal))
-    layout = kept_by(kind.STEP, personal, LAYOUT)
-    expected = worker(tmp_path).device(order(action, 2), blobs).kept(kind.STEP, layout)
+    layout = find_kept(kind.STEP, personal, LAYOUT)
+    expected = worker(tmp_path).make_device(order(action, 2), blobs).load_kept(kind.STEP, layout)
     assert expected is not None
     assert {name: t.shape for name, t in found.items()} == {t.name: t.shape for t in layout.tensors}
     assert all((found[name] == expected[name]).all() for name in found)
@@ -99,25 +99,25 @@ def test_what_no_training_keeps_cannot_be_shared(tmp_path: Path, blobs: Blobs, k
 
 def test_the_worked_clip() -> None:
     """The norm over all tensors is 5."""
-    np.testing.assert_allclose(clipped(MODULE, 1.0)["w"], [[0.6, 0.0]], atol=1e-7)
-    np.testing.assert_allclose(clipped(MODULE, 1.0)["b"], [0.8], atol=1e-7)
-    assert clipped(MODULE, 1.0)["n"] == 7
+    np.testing.assert_allclose(clip_module(MODULE, 1.0)["w"], [[0.6, 0.0]], atol=1e-7)
+    np.testing.assert_allclose(clip_module(MODULE, 1.0)["b"], [0.8], atol=1e-7)
+    assert clip_module(MODULE, 1.0)["n"] == 7
     for clip in (5.0, 6.0):
-        assert all((clipped(MODULE, clip)[name] == MODULE[name]).all() for name in MODULE)
+        assert all((clip_module(MODULE, clip)[name] == MODULE[name]).all() for name in MODULE)
 
 
 @given(st.floats(1e-3, 1e3), st.integers(0, 99))
 def test_no_module_is_longer_than_its_clip(clip: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     module = {"w": (100 * rng.normal(size=(4, 3))).astype(np.float32), "b": rng.normal(size=3).astype(np.float32)}
-    found = clipped(module, clip)
+    found = clip_module(module, clip)
     assert np.sqrt(sum((t.astype(float) ** 2).sum() for t in found.values())) <= clip * (1 + 1e-6)
     zero = {"w": np.zeros(3, np.float32)}
-    assert (clipped(zero, clip)["w"] == 0).all()
+    assert (clip_module(zero, clip)["w"] == 0).all()
 
 
 def test_noise_has_the_deviation_asked_for_and_leaves_counters_alone() -> None:
-    found = noisy({"w": np.zeros((200, 100), np.float32), "n": np.array(7)}, 0.3, np.random.default_rng(0))
+    found = add_noise({"w": np.zeros((200, 100), np.float32), "n": np.array(7)}, 0.3, np.random.default_rng(0))
     assert found["w"].dtype == np.float32
     assert float(found["w"].std()) == pytest.approx(0.3, rel=0.02)  # 20,000 draws: 4 standard errors
     assert abs(float(found["w"].mean())) < 0.01

@@ -13,15 +13,15 @@ import pytest
 
 from deploy import load as load_bundle
 from edge_agent.device.device import Device
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import evaluation
-from edge_agent.learning.mixture import PLAIN, calibrated
+from edge_agent.learning.mixture import PLAIN, calibrate_logits
 from edge_agent.steps.training import train as half
 from edge_agent.steps.training.train import learn
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.models.training import Network, Trainer, mean_loss
-from fedge.steps.contract import Declined, Failed, Result, body_of
+from fedge.models.training import Network, Trainer, compute_mean_loss
+from fedge.steps.contract import Declined, Failed, Result, encode_body
 from fedge.steps.mixture.install import Install, Installed
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
@@ -31,7 +31,7 @@ from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import StoppedError
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.layout import BASE, HEAD, Codec, Model, Selector, Tensors, from_bytes, overlaid, unflatten
+from fedge.tensors.layout import BASE, HEAD, Codec, Model, Selector, Tensors, from_bytes, overlay_tensors, unflatten
 from fedge.wire.messages import BlobRef, Why
 from tests.support.orders import (
     INITIAL,
@@ -93,7 +93,7 @@ def install(name: str, blobs: Blobs, seed: int = 1) -> Install:
     return Install(model=model, method=name, personal=personal, kept_by=kind.STEP, initial=initial)
 
 
-def update_of(finished: Finished, personal: Selector = (), codec_: Codec = Codec.FLOAT32) -> Model:
+def update_of(finished: FinishedOrder, personal: Selector = (), codec_: Codec = Codec.FLOAT32) -> Model:
     assert isinstance(finished.result, Trained), finished.result
     return codecs.decode(finished.blobs[finished.result.update.digest], codec_, LAYOUT.without(personal))
 
@@ -187,9 +187,9 @@ def test_what_is_sent_learns_from_no_sensitive_sample(tmp_path: Path, blobs: Blo
 
 def probabilities(own: Worker, model: Model) -> np.ndarray:
     """What the device would say of its validation samples with a model."""
-    here = own.device(order(Train(starts=(Start(model=Blobs().model(0)),), sgd=SGD)), Blobs())
-    found = evaluation.logits(here, model, own.data.x_val)
-    return np.exp(calibrated(found, evaluation.prior(here), PLAIN))
+    here = own.make_device(order(Train(starts=(Start(model=Blobs().model(0)),), sgd=SGD)), Blobs())
+    found = evaluation.compute_logits(here, model, own.data.x_val)
+    return np.exp(calibrate_logits(found, evaluation.compute_prior(here), PLAIN))
 
 
 @every
@@ -199,7 +199,7 @@ def test_the_bundle_predicts_what_the_device_would(tmp_path: Path, blobs: Blobs,
     result = own.execute(order(install(name, blobs, 2), 2), blobs).result
     assert isinstance(result, Installed), result
     served = whole_model(blobs(blobs.model(2)))
-    expected = probabilities(own, own.personal(served))
+    expected = probabilities(own, own.make_personal_model(served))
     assert np.abs(expected - probabilities(own, served)).max() > 1e-3
     found = load_bundle(tmp_path / "bundles" / "1").predict(own.data.x_val).probabilities
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -214,7 +214,7 @@ def test_a_device_that_never_trained_installs_the_shared_model_over_the_initial_
     assert isinstance(own.execute(order(install(name, blobs), 9), blobs).result, Installed)
     tensors = unflatten(INITIAL, LAYOUT) | from_bytes(blobs(blobs.model(1, personal_of(name))))
     expected = whole_model(blobs(blobs.put(tensors)))
-    assert own.personal(expected) is expected
+    assert own.make_personal_model(expected) is expected
     found = load_bundle(tmp_path / "bundles" / "1").predict(own.data.x_val).probabilities
     np.testing.assert_allclose(found, probabilities(own, expected), atol=1e-5)
 
@@ -248,7 +248,7 @@ def test_numbers_of_the_report_are_those_of_the_model_in_use(tmp_path: Path, blo
     own.execute(order(train("fedper", blobs, 1), 1), blobs)
     served = whole_model(blobs(blobs.model(2)))
     second = order(train("fedper", blobs, 2), 2)
-    look = evaluation.look(own.device(second, blobs), own.personal(served))
+    look = evaluation.evaluate_model(own.make_device(second, blobs), own.make_personal_model(served))
     result = own.execute(second, blobs).result
     assert isinstance(result, Trained)
     assert (result.loss_before, result.gradient_norm, result.val_accuracy) == (
@@ -299,9 +299,9 @@ def test_a_personal_model_that_diverges_alone_stays_as_it_was_and_nobody_is_told
     own = worker(tmp_path)
     own.execute(order(train("ditto", blobs, 1), 1), blobs)
     tame, wild = train("ditto", blobs, 2), train("ditto", blobs, 2, proximal_lambda=1e30)
-    kept = own.device(order(tame, 2), blobs).kept("train_ditto", LAYOUT)
+    kept = own.make_device(order(tame, 2), blobs).load_kept("train_ditto", LAYOUT)
     found = own.execute(order(wild, 2), blobs)
-    again = own.device(order(tame, 3), blobs).kept("train_ditto", LAYOUT)
+    again = own.make_device(order(tame, 3), blobs).load_kept("train_ditto", LAYOUT)
     assert kept is not None
     assert again is not None
     np.testing.assert_array_equal(kept.model.params, again.model.params)
@@ -313,14 +313,14 @@ def test_the_best_of_several_starts_is_that_with_the_own_part(tmp_path: Path, bl
     own.execute(order(train("fedper", blobs, 1), 1), blobs)
     starts = tuple(Start(model=blobs.model(seed, HEAD), cluster=seed) for seed in range(2, 8))
     second = order(train("fedper", blobs, starts=starts), 2)
-    here = own.device(second, blobs)
-    mine = here.kept("train", LAYOUT.select(HEAD))
+    here = own.make_device(second, blobs)
+    mine = here.load_kept("train", LAYOUT.select(HEAD))
     assert mine is not None
     result = own.execute(second, blobs).result
     assert isinstance(result, Trained)
     losses = {
-        s.cluster: evaluation.loss(
-            here, whole_model(blobs(blobs.put(from_bytes(blobs(s.model)) | mine.tensors()))), own.data.validation
+        s.cluster: evaluation.compute_loss(
+            here, whole_model(blobs(blobs.put(from_bytes(blobs(s.model)) | mine.get_tensors()))), own.data.validation
         )
         for s in starts
     }
@@ -362,7 +362,7 @@ def test_workers_share_nothing_but_the_store(tmp_path: Path, blobs: Blobs) -> No
 # -------------------------------------------------------------------------------------------------- model split
 
 
-PARTS = Network(TASK).slice_of("base"), Network(TASK).slice_of("head")
+PARTS = Network(TASK).get_slice("base"), Network(TASK).get_slice("head")
 ALL_SHARED = device_data(30, sensitive=0.0)
 
 
@@ -415,7 +415,7 @@ def test_fedrep_without_steps_of_the_base_moves_the_head_alone(tmp_path: Path) -
 def test_what_is_kept_is_none_of_the_networks_own_memory(tmp_path: Path) -> None:
     _, kept = split(tmp_path, personal=HEAD)
     before = {name: tensor.copy() for name, tensor in kept.items()}
-    worker(tmp_path).network.load(build.initial(TASK, 9)[1])
+    worker(tmp_path).network.load(build.make_initial_model(TASK, 9)[1])
     for name, tensor in kept.items():
         np.testing.assert_array_equal(tensor, before[name])
 
@@ -433,7 +433,7 @@ def test_a_network_that_does_not_end_in_a_linear_layer_cannot_be_split(tmp_path:
 def test_normalisation_that_stays_is_neither_sent_nor_replaced(tmp_path: Path, model: str) -> None:
     """FedBN's selector: weights and statistics of the device's own, in training and in the bundle."""
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(6,), model=f"tests.support.networks:{model}")
-    blobs, layout = Blobs(task), build.initial(task, 0)[0]
+    blobs, layout = Blobs(task), build.make_initial_model(task, 0)[0]
     norm = ("norm",)
     own = Worker("d", task, device_data(), tmp_path)
     for number in (1, 2):
@@ -449,14 +449,14 @@ def test_normalisation_that_stays_is_neither_sent_nor_replaced(tmp_path: Path, m
     result = own.execute(order(serve, 3, task=task), blobs).result
     assert isinstance(result, Installed), result
     served = codecs.decode(blobs(blobs.model(3)), Codec.FLOAT32, layout)
-    mine = unflatten(own.personal(served), layout)
-    found = own.device(order(serve, 3, task=task), blobs).kept("train", layout.select(norm))
+    mine = unflatten(own.make_personal_model(served), layout)
+    found = own.make_device(order(serve, 3, task=task), blobs).load_kept("train", layout.select(norm))
     assert found is not None
-    kept = found.tensors()
+    kept = found.get_tensors()
     for name, tensor in unflatten(served, layout).items():
         np.testing.assert_array_equal(mine[name], kept.get(name, tensor))
         assert name not in kept or (mine[name] != tensor).any()
-    expected = own.network.logits(own.personal(served), own.data.x_val)
+    expected = own.network.compute_logits(own.make_personal_model(served), own.data.x_val)
     predicted = load_bundle(tmp_path / "bundles" / "1").predict(own.data.x_val).probabilities
     np.testing.assert_allclose(
         predicted, np.exp(expected - np.logaddexp.reduce(expected, axis=1, keepdims=True)), atol=1e-5
@@ -470,7 +470,7 @@ def plain(blobs: Blobs, **changes: Any) -> Train:
     return Train(**({"starts": (Start(model=blobs.model(1)),), "sgd": LONGER} | changes))
 
 
-def done(home: Path, action: Train, blobs: Blobs, data: DeviceData | None = None) -> Finished:
+def done(home: Path, action: Train, blobs: Blobs, data: DeviceData | None = None) -> FinishedOrder:
     return worker(home, data).execute(order(action), blobs)
 
 
@@ -493,13 +493,13 @@ def test_training_lowers_the_loss_and_the_update_is_the_change(
     assert result.loss_after < result.loss_before
     assert result.gradient_norm > 0
     assert 0 <= result.val_accuracy <= 1
-    _, start = build.initial(TASK, 1)
+    _, start = build.make_initial_model(TASK, 1)
     change = update_of(finished, codec_=update_codec)
     assert result.update.size_bytes == len(finished.blobs[result.update.digest])
     assert 0 < np.abs(change.params).max() < 2
     network = worker(tmp_path).network
     network.load(Model(start.params + change.params, start.buffers, start.counters))
-    assert mean_loss(network, *device_data().shared) == pytest.approx(result.loss_after, rel=0.02)
+    assert compute_mean_loss(network, *device_data().shared) == pytest.approx(result.loss_after, rel=0.02)
 
 
 def test_what_is_not_asked_for_is_not_measured_and_changes_no_byte_of_the_update(tmp_path: Path, blobs: Blobs) -> None:
@@ -524,7 +524,7 @@ def test_labels_of_sensitive_and_validation_samples_change_no_uploaded_byte(tmp_
 
 
 def test_the_start_with_the_smallest_validation_loss_is_taken_the_first_on_a_tie(tmp_path: Path, blobs: Blobs) -> None:
-    _, start = build.initial(TASK, 1)
+    _, start = build.make_initial_model(TASK, 1)
     change = update_of(done(tmp_path, plain(blobs, codec=Codec.FLOAT32), blobs))
     good = blobs.put(unflatten(Model(start.params + change.params, start.buffers, start.counters), LAYOUT))
     starts = (Start(model=blobs.model(1), cluster=4), Start(model=good, cluster=2), Start(model=good, cluster=7))
@@ -560,16 +560,16 @@ def test_stop_ends_the_work_between_batches_and_nothing_is_kept(tmp_path: Path, 
 
 def test_own_class_means_hold_features_back(tmp_path: Path, blobs: Blobs) -> None:
     """The stronger, the nearer to where the start has them; gently, the update is nearly the one without."""
-    own, start = worker(tmp_path), build.initial(TASK, 1)[1]
+    own, start = worker(tmp_path), build.make_initial_model(TASK, 1)[1]
     x, y = own.data.shared
     network = Network(TASK)
-    before = network.features(start, x)
+    before = network.compute_features(start, x)
     centres = np.stack([before[y == c].mean(axis=0) for c in range(3)])[y]
 
     def distance(**changes: Any) -> float:
         update = update_of(own.execute(order(plain(blobs, codec=Codec.FLOAT32, **changes)), blobs))
         after = Model(start.params + update.params, start.buffers, start.counters)
-        return float(np.square(network.features(after, x) - centres).mean())
+        return float(np.square(network.compute_features(after, x) - centres).mean())
 
     without, little, much = distance(), distance(class_means=1e-6), distance(class_means=1.0)
     assert little == pytest.approx(without, rel=1e-4)
@@ -592,10 +592,10 @@ def test_without_class_means_an_order_has_the_bytes_of_one_that_does_not_know_th
     names = [name for name in Train.__struct_fields__ if name != "class_means"]
     old = msgspec.defstruct("Old", [(name, Any) for name in names if name != "weights"], kw_only=True)
     action = plain(blobs)
-    fields = msgspec.msgpack.decode(body_of(action))
+    fields = msgspec.msgpack.decode(encode_body(action))
     assert list(fields) == [name for name in names if name != "weights"]
-    known = msgspec.msgpack.decode(body_of(msgspec.structs.replace(action, class_means=0.1)), type=old)
-    assert msgspec.msgpack.encode(known) == body_of(action)
+    known = msgspec.msgpack.decode(encode_body(msgspec.structs.replace(action, class_means=0.1)), type=old)
+    assert msgspec.msgpack.encode(known) == encode_body(action)
 
 
 def test_a_step_of_version_0_1_keeps_tensors_by_name_in_the_old_frame(
@@ -611,7 +611,7 @@ def test_a_step_of_version_0_1_keeps_tensors_by_name_in_the_old_frame(
 
     seen: list[Tensors | None] = []
     monkeypatch.setattr(half, "run", run)
-    monkeypatch.setattr(half, "overlay", overlaid)
+    monkeypatch.setattr(half, "overlay", overlay_tensors)
     own = worker(tmp_path)
     for number in (1, 2):
         assert isinstance(own.execute(order(train("fedper", blobs, number), number), blobs).result, Trained)

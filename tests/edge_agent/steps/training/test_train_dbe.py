@@ -14,11 +14,11 @@ from edge_agent.steps.training import train_dbe
 from fedge.errors import ProtocolError
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.training import Network, Trainer, batches
+from fedge.models.training import Network, Trainer, draw_batches
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
 from fedge.steps.training.train_dbe import OFFSET, TrainDbe
-from fedge.tensors.layers import layers_of
+from fedge.tensors.layers import make_layers
 from fedge.tensors.layout import BASE, HEAD, Model, Tensors, to_bytes, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, device, mixed_data, part_of, samples, worker
 
@@ -34,10 +34,10 @@ WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 def learn(mine: Tensors | None = None, *, kappa: float = 1.0, sgd: Sgd = SGD) -> tuple[Model, Tensors]:
     goal = Blobs().put({"mean": GOAL})
     action = TrainDbe(starts=(Start(model=Blobs().model(0)),), sgd=sgd, global_mean=goal, kappa=kappa)
-    kept = None if mine is None else layers_of(mine, LAYOUT)
-    learned = train_dbe.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, kept, GOAL)
+    kept = None if mine is None else make_layers(mine, LAYOUT)
+    learned = train_dbe.train_models(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, kept, GOAL)
     assert learned.kept is not None
-    return learned.model, unflatten(learned.kept, TrainDbe.kept((), LAYOUT))
+    return learned.model, unflatten(learned.kept, TrainDbe.select_kept((), LAYOUT))
 
 
 def test_the_loss_as_the_paper_writes_it() -> None:
@@ -45,11 +45,11 @@ def test_the_loss_as_the_paper_writes_it() -> None:
     network = Network(TASK)
     network.load(INITIAL)
     offset, goal = torch.tensor(P), torch.tensor(GOAL)
-    loss = train_dbe.mean_regularised(models.head_of(network.module, network.layout), offset, goal, kappa=2.5)
+    loss = train_dbe.make_regularised_loss(models.get_head(network.module, network.layout), offset, goal, kappa=2.5)
     tensors = part_of(INITIAL, HEAD)
     for batch in (slice(0, 8), slice(8, 16)):
         x, y = SHARED[0][batch], SHARED[1][batch]
-        f = network.features(INITIAL, x)
+        f = network.compute_features(INITIAL, x)
         logits = (f + P) @ tensors[WEIGHT].T.astype(float) + tensors[BIAS]
         cross_entropy = -(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(8), y].mean()
         expected = cross_entropy + 2.5 * (0.5 * (f.mean(axis=0) - GOAL) ** 2).mean()
@@ -70,7 +70,7 @@ def test_the_gradient_flows_through_the_batchs_mean() -> None:
             return self.head(x)
 
     module, y = Features(), torch.tensor([0, 1, 2, 0])
-    loss = train_dbe.mean_regularised(module.head, torch.zeros(D), torch.tensor(GOAL), kappa=8e3)
+    loss = train_dbe.make_regularised_loss(module.head, torch.zeros(D), torch.tensor(GOAL), kappa=8e3)
     loss(module, f, y).backward()
     expected = 8e3 * (f.detach().mean(dim=0) - torch.tensor(GOAL)) / (D * 4)
     assert f.grad is not None
@@ -78,29 +78,29 @@ def test_the_gradient_flows_through_the_batchs_mean() -> None:
 
 
 def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
-    module = build.build(TASK)
-    models.load(module, INITIAL, LAYOUT)
+    module = build.make_network(TASK)
+    models.load_model(module, INITIAL, LAYOUT)
     offset = torch.tensor(P).requires_grad_()
     optimiser = torch.optim.SGD([*module.parameters(), offset], **TORCH)
-    head = models.head_of(module, LAYOUT)
+    head = models.get_head(module, LAYOUT)
     x, y = map(torch.from_numpy, SHARED)
-    for batch in itertools.islice(batches(20, 8, np.random.default_rng(3)), SGD.steps):
-        f, _ = models.features_and_logits(module, x[batch], LAYOUT)
+    for batch in itertools.islice(draw_batches(20, 8, np.random.default_rng(3)), SGD.steps):
+        f, _ = models.compute_features_and_logits(module, x[batch], LAYOUT)
         regulariser = (0.5 * (f.mean(dim=0) - torch.tensor(GOAL)) ** 2).mean()
         optimiser.zero_grad()
         (functional.cross_entropy(head(f + offset), y[batch]) + 1.5 * regulariser).backward()
         optimiser.step()
     shared, kept = learn({OFFSET: P}, kappa=1.5)
-    np.testing.assert_allclose(shared.params, models.dump(module, LAYOUT).params, atol=1e-5)
+    np.testing.assert_allclose(shared.params, models.dump_model(module, LAYOUT).params, atol=1e-5)
     np.testing.assert_allclose(kept[OFFSET], offset.detach().numpy(), atol=1e-5)
 
 
 def test_the_network_is_left_without_the_offset() -> None:
     x, _ = DATA.shared
     network = worker(Path("unused")).network  # the one that the step has
-    before = network.logits(INITIAL, x)
+    before = network.compute_logits(INITIAL, x)
     learn({OFFSET: P})
-    np.testing.assert_array_equal(network.logits(INITIAL, x), before)
+    np.testing.assert_array_equal(network.compute_logits(INITIAL, x), before)
 
 
 def test_the_offset_begins_at_zero_and_what_is_kept_is_not_changed() -> None:
@@ -126,7 +126,7 @@ def test_the_regulariser_draws_the_features_mean_to_the_global_one() -> None:
     network, distances = Network(TASK), []
     for kappa in (0.0, 5.0, 50.0):
         shared, _ = learn(None, kappa=kappa, sgd=Sgd(steps=60, batch_size=20, momentum=0.0))
-        distances.append(float(np.linalg.norm(network.features(shared, SHARED[0]).mean(axis=0) - GOAL)))
+        distances.append(float(np.linalg.norm(network.compute_features(shared, SHARED[0]).mean(axis=0) - GOAL)))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.8 * distances[0]
 
@@ -135,9 +135,9 @@ def test_the_regulariser_draws_the_features_mean_to_the_global_one() -> None:
 def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
     p = np.random.default_rng(seed).normal(size=D).astype(np.float32)
     network, x, tensors = Network(TASK), samples(9, seed)[0], part_of(INITIAL, HEAD)
-    expected = (network.features(INITIAL, x) + p) @ tensors[WEIGHT].T + tensors[BIAS]
-    folded = train_dbe.overlay(INITIAL, layers_of({OFFSET: p}, LAYOUT), LAYOUT)
-    np.testing.assert_allclose(network.logits(folded, x), expected, atol=1e-5)
+    expected = (network.compute_features(INITIAL, x) + p) @ tensors[WEIGHT].T + tensors[BIAS]
+    folded = train_dbe.overlay(INITIAL, make_layers({OFFSET: p}, LAYOUT), LAYOUT)
+    np.testing.assert_allclose(network.compute_logits(folded, x), expected, atol=1e-5)
     base = part_of(folded, BASE) | {WEIGHT: part_of(folded, HEAD)[WEIGHT]}
     assert all((base[name] == t).all() for name, t in (part_of(INITIAL, BASE) | {WEIGHT: tensors[WEIGHT]}).items())
 
@@ -152,6 +152,6 @@ def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
 )
 def test_a_global_mean_that_does_not_fit_is_refused(tensors: Tensors, name: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        train_dbe.global_mean(to_bytes(tensors), LAYOUT)
+        train_dbe.decode_mean(to_bytes(tensors), LAYOUT)
     assert caught.value.name == name
-    np.testing.assert_array_equal(train_dbe.global_mean(to_bytes({"mean": GOAL}), LAYOUT), GOAL)
+    np.testing.assert_array_equal(train_dbe.decode_mean(to_bytes({"mean": GOAL}), LAYOUT), GOAL)

@@ -18,13 +18,13 @@ from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, mixed_dat
 
 SGD = Sgd(steps=6, batch_size=8)
 DATA = mixed_data(samples(20, 1), samples(12, 2))
-OTHER = build.initial(TASK, 4)[1]
+OTHER = build.make_initial_model(TASK, 4)[1]
 
 
 def learn(w: Model, mine: Model | None, proximal_lambda: float, sgd: Sgd = SGD, seed: int = 3) -> tuple[Model, Model]:
     action = TrainDitto(starts=(Start(model=Blobs().model(0)),), sgd=sgd, proximal_lambda=proximal_lambda)
     here = device(Path("unused"), action, data=DATA, seed=seed)
-    learned = train_ditto.learn(here, action, w, None if mine is None else Layers(LAYOUT, mine))
+    learned = train_ditto.train_models(here, action, w, None if mine is None else Layers(LAYOUT, mine))
     assert learned.kept is not None
     return learned.model, learned.kept
 
@@ -40,7 +40,7 @@ def test_with_lambda_0_the_personal_model_trains_alone_over_the_rounds() -> None
     """Whatever the global model does."""
     v, expected = None, INITIAL
     for number in range(3):
-        w = INITIAL if number == 0 else build.initial(TASK, number)[1]
+        w = INITIAL if number == 0 else build.make_initial_model(TASK, number)[1]
         _, personal = learn(w, v, 0.0, seed=10 * number)
         expected = Model(trained(expected, DATA.training, 10 * number, 1), INITIAL.buffers, INITIAL.counters)
         v = personal

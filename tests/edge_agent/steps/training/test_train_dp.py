@@ -66,7 +66,7 @@ def test_it_tells_the_update_and_nothing_else_and_pays_first(tmp_path: Path) -> 
     (charge,) = Ledger(tmp_path).charges
     assert (charge.order, charge.run, charge.steps) == ("r.1.step.d", "r", 5)
     assert charge.mechanism.sample_rate == 8 / 30
-    assert 0 < Ledger(tmp_path).spent(1e-5) < 8
+    assert 0 < Ledger(tmp_path).compute_spent(1e-5) < 8
 
 
 def test_without_noise_in_whole_batches_it_is_the_training_of_the_others(tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_kill_9_between_training_and_report_is_paid_for(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, check=False)
     assert done.returncode == -9
     assert len(Ledger(tmp_path).charges) == 1
-    before, blobs = Ledger(tmp_path).spent(1e-5), Blobs()
+    before, blobs = Ledger(tmp_path).compute_spent(1e-5), Blobs()
     assert isinstance(worker(tmp_path).execute(order(train(blobs)), blobs).result, TrainedDp)
     assert len(Ledger(tmp_path).charges) == 2
-    assert Ledger(tmp_path).spent(1e-5) > before
+    assert Ledger(tmp_path).compute_spent(1e-5) > before
 
 
 def test_it_stops_at_what_the_run_promised_also_where_kills_have_cost_some(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_it_stops_at_what_the_run_promised_also_where_kills_have_cost_some(tmp_p
     assert results[4].why is Why.BUDGET
     assert "promised at most 8" in results[4].reason
     assert isinstance(own.execute(order(train(blobs), run="another"), blobs).result, TrainedDp)
-    assert Ledger(tmp_path).spent(1e-5, run="r") <= 8 * (1 + 1e-9)
+    assert Ledger(tmp_path).compute_spent(1e-5, run="r") <= 8 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("how", [{"epsilon": 8.0}, {"noise_multiplier": 1.0}])
@@ -160,7 +160,7 @@ def test_it_stops_at_the_owners_budget_whatever_runs_promise(tmp_path: Path) -> 
     assert all(result == results[spent] for result in results[spent:])
     assert results[spent].why is Why.BUDGET
     assert "the budget of this device is 10" in results[spent].reason
-    assert Ledger(tmp_path).spent(1e-5) <= 10
+    assert Ledger(tmp_path).compute_spent(1e-5) <= 10
 
 
 def test_with_a_budget_nothing_is_told_without_noise(tmp_path: Path) -> None:

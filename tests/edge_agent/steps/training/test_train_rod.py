@@ -14,12 +14,12 @@ from torch.nn import functional
 from edge_agent.steps.training import train_rod
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.training import Network, Trainer, batches
+from fedge.models.training import Network, Trainer, draw_batches
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
 from fedge.steps.training.train_rod import TrainRod
 from fedge.tasks import DeviceData
-from fedge.tensors.layers import layers_of
+from fedge.tensors.layers import make_layers
 from fedge.tensors.layout import BASE, HEAD, Model, Tensors, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, mixed_data, part_of, samples
 
@@ -32,14 +32,14 @@ WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 def learn(mine: Tensors | None = None, data: DeviceData = DATA) -> tuple[Model, Tensors]:
     action = TrainRod(starts=(Start(model=Blobs().model(0)),), sgd=SGD)
     here = device(Path("unused"), action, data=data, seed=3)
-    learned = train_rod.learn(here, action, INITIAL, None if mine is None else layers_of(mine, LAYOUT))
+    learned = train_rod.train_models(here, action, INITIAL, None if mine is None else make_layers(mine, LAYOUT))
     assert learned.kept is not None
     return learned.model, unflatten(learned.kept, LAYOUT.select(HEAD))
 
 
 def test_the_worked_balanced_softmax() -> None:
     """Logits (1, 2, 3), y = 0, counts (30, 10, 0): 0.645056 (pm_moe.md section 12)."""
-    loss = train_rod.balanced_softmax(torch.tensor([30, 10, 0]).log())
+    loss = train_rod.make_balanced_softmax(torch.tensor([30, 10, 0]).log())
     logits = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
     found = loss(nn.Identity(), logits, torch.tensor([0]))
     assert found.item() == pytest.approx(0.645056, abs=1e-6)
@@ -53,7 +53,7 @@ def test_the_worked_balanced_softmax() -> None:
 def test_with_equal_counts_it_is_cross_entropy() -> None:
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     y = torch.tensor([0, 1, 2, 1, 0])
-    found = train_rod.balanced_softmax(torch.full((3,), 7.0).log())(nn.Identity(), logits, y)
+    found = train_rod.make_balanced_softmax(torch.full((3,), 7.0).log())(nn.Identity(), logits, y)
     assert found.item() == pytest.approx(functional.cross_entropy(logits, y).item(), abs=1e-6)
 
 
@@ -62,11 +62,11 @@ def test_the_shared_model_learns_the_balanced_loss_and_ignores_the_second_head()
     network.load(INITIAL)
     counts = torch.bincount(torch.from_numpy(DATA.shared[1]), minlength=3)
     trainer = Trainer(
-        network, *DATA.shared, SGD, np.random.default_rng(3), loss=train_rod.balanced_softmax(counts.log())
+        network, *DATA.shared, SGD, np.random.default_rng(3), loss=train_rod.make_balanced_softmax(counts.log())
     )
     trainer.run(SGD.steps)
     expected = network.dump().params
-    for mine in (None, part_of(build.initial(TASK, 5)[1], HEAD)):
+    for mine in (None, part_of(build.make_initial_model(TASK, 5)[1], HEAD)):
         shared, _ = learn(mine)
         np.testing.assert_array_equal(shared.params, expected)
     shared, _ = learn(None, mixed_data(DATA.shared, samples(30, 9)))
@@ -74,19 +74,19 @@ def test_the_shared_model_learns_the_balanced_loss_and_ignores_the_second_head()
 
 
 def test_the_second_head_learns_what_is_left_by_steps_of_torch_sgd() -> None:
-    mine = part_of(build.initial(TASK, 5)[1], HEAD)
+    mine = part_of(build.make_initial_model(TASK, 5)[1], HEAD)
     network = Network(TASK)
     network.load(INITIAL)
     counts = torch.bincount(torch.from_numpy(DATA.shared[1]), minlength=3)
     trainer = Trainer(
-        network, *DATA.shared, SGD, np.random.default_rng(3), loss=train_rod.balanced_softmax(counts.log())
+        network, *DATA.shared, SGD, np.random.default_rng(3), loss=train_rod.make_balanced_softmax(counts.log())
     )
     w, b = (torch.tensor(mine[name]).requires_grad_() for name in (WEIGHT, BIAS))
     optimiser = torch.optim.SGD([w, b], **TORCH)
     x, y = map(torch.from_numpy, DATA.training)
-    for batch in itertools.islice(batches(32, 8, np.random.default_rng([3, 1])), SGD.steps):
+    for batch in itertools.islice(draw_batches(32, 8, np.random.default_rng([3, 1])), SGD.steps):
         trainer.run(1)
-        f, logits = (t.detach() for t in models.features_and_logits(network.module, x[batch], LAYOUT))
+        f, logits = (t.detach() for t in models.compute_features_and_logits(network.module, x[batch], LAYOUT))
         optimiser.zero_grad()
         functional.cross_entropy(logits + f @ w.T + b, y[batch]).backward()
         optimiser.step()
@@ -101,7 +101,7 @@ def test_the_second_head_begins_at_zero() -> None:
     _, told = learn(zero)
     for name in (WEIGHT, BIAS):
         np.testing.assert_array_equal(first[name], told[name])
-    np.testing.assert_array_equal(train_rod.overlay(INITIAL, layers_of(zero, LAYOUT), LAYOUT).params, INITIAL.params)
+    np.testing.assert_array_equal(train_rod.overlay(INITIAL, make_layers(zero, LAYOUT), LAYOUT).params, INITIAL.params)
 
 
 def test_a_class_that_the_device_lacks_does_no_harm() -> None:
@@ -113,19 +113,19 @@ def test_a_class_that_the_device_lacks_does_no_harm() -> None:
 
 @given(st.integers(0, 2**16))
 def test_the_folded_head_predicts_the_sum_of_both(seed: int) -> None:
-    mine = part_of(build.initial(TASK, seed)[1], HEAD)
+    mine = part_of(build.make_initial_model(TASK, seed)[1], HEAD)
     network, x = Network(TASK), samples(9, seed)[0]
-    ours = network.logits(INITIAL, x)
-    own = network.features(INITIAL, x) @ mine[WEIGHT].T + mine[BIAS]
+    ours = network.compute_logits(INITIAL, x)
+    own = network.compute_features(INITIAL, x) @ mine[WEIGHT].T + mine[BIAS]
     np.testing.assert_allclose(
-        network.logits(train_rod.overlay(INITIAL, layers_of(mine, LAYOUT), LAYOUT), x), ours + own, atol=1e-5
+        network.compute_logits(train_rod.overlay(INITIAL, make_layers(mine, LAYOUT), LAYOUT), x), ours + own, atol=1e-5
     )
 
 
 def test_folding_changes_the_head_alone_and_its_inputs_not_at_all() -> None:
-    mine = part_of(build.initial(TASK, 5)[1], HEAD)
+    mine = part_of(build.make_initial_model(TASK, 5)[1], HEAD)
     before = Blobs().put(unflatten(INITIAL, LAYOUT) | {}), {name: t.copy() for name, t in mine.items()}
-    folded = train_rod.overlay(INITIAL, layers_of(mine, LAYOUT), LAYOUT)
+    folded = train_rod.overlay(INITIAL, make_layers(mine, LAYOUT), LAYOUT)
     base, same = part_of(folded, BASE), part_of(INITIAL, BASE)
     assert all((base[name] == same[name]).all() for name in same)
     assert Blobs().put(unflatten(INITIAL, LAYOUT)) == before[0]

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from fedge.errors import TooLargeError, TransportError
-from fedge.wire.connection.packet_limits import LEAST_PACKET, chunk_bytes_for
+from fedge.wire.connection.packet_limits import LEAST_PACKET, compute_chunk_bytes
 from fedge.wire.transport import Transport
 from tests.deploy.tcp import TcpServer, read_packet
 from tests.support.broker import open_broker, transport
@@ -27,7 +27,7 @@ from tests.support.waiting import WAIT_S, until
     ],
 )
 def test_chunk_fits_the_announced_packet(announced, chunk):
-    assert chunk_bytes_for(announced) == chunk
+    assert compute_chunk_bytes(announced) == chunk
 
 
 async def test_a_limit_below_what_fedge_needs_ends_it_with_the_first_message(mosquitto_program, tmp_path):

@@ -7,7 +7,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from fedge.wire.connection.reasons import MEANINGS, in_words, lacking, meaning
+from fedge.wire.connection.reasons import MEANINGS, describe_reason, explain_lacking, find_meaning
 
 ENDS = (0x85, 0x86, 0x87, 0x8A, 0x8C, 0x8F, 0x90, 0x95, 0x99, 0x9A, 0x9B, 0x9D, 0xA1, 0xA2)
 
@@ -26,19 +26,19 @@ def test_each_code_of_a_failure_has_a_meaning(packet: int) -> None:
 @pytest.mark.parametrize("code", codes(PacketTypes.CONNACK) + codes(PacketTypes.DISCONNECT))
 def test_what_only_a_person_can_change_ends_and_the_rest_is_tried_again(code: int) -> None:
     packet = PacketTypes.CONNACK if code in codes(PacketTypes.CONNACK) else PacketTypes.DISCONNECT
-    assert meaning(ReasonCode(packet, identifier=code)).final == (code in ENDS)
+    assert find_meaning(ReasonCode(packet, identifier=code)).final == (code in ENDS)
 
 
 def test_a_code_of_the_future_is_tried_again() -> None:
     code = ReasonCode(PacketTypes.CONNACK)
     code.value = 0xF0
-    assert not meaning(code).final
+    assert not find_meaning(code).final
 
 
 def test_the_brokers_own_words_are_told() -> None:
     moved = Properties(PacketTypes.CONNACK)
     moved.ReasonString, moved.ServerReference = "since May", "other:1883"
-    assert in_words(ReasonCode(PacketTypes.CONNACK, identifier=0x9D), moved) == (
+    assert describe_reason(ReasonCode(PacketTypes.CONNACK, identifier=0x9D), moved) == (
         "Server moved (0x9d), 'since May', the other one is 'other:1883': give --broker its new address"
     )
 
@@ -57,10 +57,10 @@ def test_the_brokers_own_words_are_told() -> None:
 def test_what_a_broker_announces_that_it_cannot_do(name: str, value: int, told: str) -> None:
     properties = Properties(PacketTypes.CONNACK)
     setattr(properties, name, value)
-    found = lacking(properties, 4096)
+    found = explain_lacking(properties, 4096)
     assert told in found
     assert bool(told) == bool(found)
 
 
 def test_a_broker_of_3_1_1_announces_nothing() -> None:
-    assert lacking(None, 4096) == ""
+    assert explain_lacking(None, 4096) == ""

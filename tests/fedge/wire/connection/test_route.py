@@ -15,9 +15,9 @@ from fedge.wire.connection.route import (
     Address,
     Proxy,
     ProxyError,
-    connect,
-    other_than_mqtt,
-    outage,
+    explain_other_protocol,
+    explain_outage,
+    open_socket,
     parse_address,
     parse_proxy,
 )
@@ -110,7 +110,7 @@ async def hear(url: str, host: str, port: int) -> bytes:
     """What somebody behind the proxy says first."""
 
     def listen() -> bytes:
-        with connect(host, port, parse_proxy(url), WAIT_S) as sock:
+        with open_socket(host, port, parse_proxy(url), WAIT_S) as sock:
             return sock.recv(100)
 
     return await asyncio.to_thread(listen)
@@ -165,7 +165,7 @@ def test_a_proxy_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ProxyError, match=f"the proxy at 127.0.0.1:{port} cannot be reached: Connection refused"):
-        connect("localhost", 1, parse_proxy(f"http://127.0.0.1:{port}"), WAIT_S)
+        open_socket("localhost", 1, parse_proxy(f"http://127.0.0.1:{port}"), WAIT_S)
 
 
 # ---------------------------------------------------------------------------------------------------- what answers
@@ -195,7 +195,7 @@ async def test_what_speaks_in_place_of_a_broker(answer: bytes, path: str | None,
 
     async with TcpServer(serve) as server:
         address = Address("127.0.0.1", server.port, path)
-        found = await asyncio.to_thread(other_than_mqtt, address, None, lambda: None)
+        found = await asyncio.to_thread(explain_other_protocol, address, None, lambda: None)
     assert found.startswith(told)
     assert bool(found) == bool(told)
 
@@ -220,4 +220,4 @@ def no_tls() -> ssl.SSLError:
     ],
 )
 def test_why_a_broker_cannot_be_reached(error: OSError, told: str) -> None:
-    assert outage(error, "pi").startswith(told)
+    assert explain_outage(error, "pi").startswith(told)

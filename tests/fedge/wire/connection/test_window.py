@@ -18,12 +18,12 @@ async def test_window_is_never_exceeded_and_keeps_the_order():
     for publish in all_of_them:
         window.add(publish)
     sent = []
-    while publish := window.next():
+    while publish := window.take_next():
         sent.append(publish)
-        window.sent(len(sent), publish)
+        window.record_sent(len(sent), publish)
     assert sent == all_of_them[:OUT_WINDOW]
-    assert window.acknowledged(3) is all_of_them[2]
-    assert window.next() is all_of_them[OUT_WINDOW]
+    assert window.take_acknowledged(3) is all_of_them[2]
+    assert window.take_next() is all_of_them[OUT_WINDOW]
 
 
 async def test_permit_of_a_cancelled_publish_returns_with_its_acknowledgement():
@@ -32,11 +32,11 @@ async def test_permit_of_a_cancelled_publish_returns_with_its_acknowledgement():
     first, second = await publishes(2)
     window.add(first)
     window.add(second)
-    window.sent(1, window.next())
+    window.record_sent(1, window.take_next())
     first.done.cancel()
-    assert window.next() is None  # the packet is still under way
-    window.acknowledged(1)
-    assert window.next() is second
+    assert window.take_next() is None  # the packet is still under way
+    window.take_acknowledged(1)
+    assert window.take_next() is second
 
 
 async def test_cancelled_while_waiting_is_never_sent():
@@ -45,7 +45,7 @@ async def test_cancelled_while_waiting_is_never_sent():
     window.add(first)
     window.add(second)
     first.done.cancel()
-    assert window.next() is second
+    assert window.take_next() is second
 
 
 async def test_lost_connection_repeats_what_was_not_acknowledged_in_order():
@@ -53,14 +53,19 @@ async def test_lost_connection_repeats_what_was_not_acknowledged_in_order():
     sent = await publishes(4)
     (waiting,) = await publishes(1)
     for i, publish in enumerate(sent):
-        window.sent(i, publish)
+        window.record_sent(i, publish)
     window.add(waiting)
-    window.acknowledged(1)
+    window.take_acknowledged(1)
     sent[2].done.cancel()
-    window.lost()
+    window.record_lost()
     assert not window._in_flight
-    assert [window.next(), window.next(), window.next(), window.next()] == [sent[0], sent[3], waiting, None]
+    assert [window.take_next(), window.take_next(), window.take_next(), window.take_next()] == [
+        sent[0],
+        sent[3],
+        waiting,
+        None,
+    ]
 
 
 def test_unknown_acknowledgement_changes_nothing():
-    assert Window().acknowledged(7) is None
+    assert Window().take_acknowledged(7) is None

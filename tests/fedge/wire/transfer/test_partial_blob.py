@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge.system.files import BlobFolder, digest_of
+from fedge.system.files import BlobFolder, compute_digest
 from fedge.wire.messages import BlobRef
 from fedge.wire.transfer.partial_blob import MAX_LINES, PartialBlob
 from tests.deploy.power import in_a_process_cut_off_at
 
 
 def a_ref(data: bytes) -> BlobRef:
-    return BlobRef(digest=digest_of(data), size_bytes=len(data))
+    return BlobRef(digest=compute_digest(data), size_bytes=len(data))
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -36,8 +36,8 @@ def test_partial_file_goes_on_where_it_was(tmp_path, durable):
     second.write(300, data[300:], [(300, 520), (600, 1000)])
     assert second.verify_and_keep()
     second.close()
-    assert folder.get(digest_of(data)) == data
-    assert [p.name for p in tmp_path.iterdir()] == [digest_of(data)]
+    assert folder.get(compute_digest(data)) == data
+    assert [p.name for p in tmp_path.iterdir()] == [compute_digest(data)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
     first = PartialBlob(folder, a_ref(data), durable=True)
     first.write(0, data[:300], [(0, 300)])
     first.close()
-    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
+    (tmp_path / f"{compute_digest(data)}.ranges").write_bytes(torn)
     second = PartialBlob(folder, a_ref(data), durable=True)
     assert list(second.have) in ([], [(0, 300)])
     second.close()
@@ -63,7 +63,7 @@ def in_small_chunks(part, data, order):
 
 def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path):
     data, folder, sizes = os.urandom(3 * MAX_LINES), BlobFolder(tmp_path), []
-    record = tmp_path / f"{digest_of(data)}.ranges"
+    record = tmp_path / f"{compute_digest(data)}.ranges"
     for begin in range(0, len(data), MAX_LINES):  # by three receivers, the latter from what it finds
         end = begin + MAX_LINES
         part = PartialBlob(folder, a_ref(data), durable=False)
@@ -76,7 +76,7 @@ def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path)
     assert max(sizes) <= MAX_LINES + 1
     assert part.verify_and_keep()
     part.close()
-    assert [path.name for path in tmp_path.iterdir()] == [digest_of(data)]
+    assert [path.name for path in tmp_path.iterdir()] == [compute_digest(data)]
 
 
 def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_promised_that_is_not_there(
@@ -92,7 +92,7 @@ def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_prom
         folder = BlobFolder(tmp_path / str(change))
         cut_off = in_a_process_cut_off_at(change, functools.partial(receive, folder))
         part = PartialBlob(folder, a_ref(data), durable=True)
-        found = (tmp_path / str(change) / f"{digest_of(data)}.part").read_bytes()
+        found = (tmp_path / str(change) / f"{compute_digest(data)}.part").read_bytes()
         assert all(found[start:end] == data[start:end] for start, end in part.have)
         missing = set(range(16)) - {i for start, end in part.have for i in range(start, end)}
         in_small_chunks(part, data, missing)
@@ -105,29 +105,29 @@ def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_prom
 
 def test_record_without_its_data_is_not_believed(tmp_path):
     data = os.urandom(1000)
-    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(b"0 1000\n")
+    (tmp_path / f"{compute_digest(data)}.ranges").write_bytes(b"0 1000\n")
     part = PartialBlob(BlobFolder(tmp_path), a_ref(data), durable=True)
     assert not part.have
     part.close()
-    assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
+    assert (tmp_path / f"{compute_digest(data)}.ranges").read_bytes() == b""
 
 
 def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
-    first = PartialBlob(folder, BlobRef(digest=digest_of(data), size_bytes=5000), durable=True)
+    first = PartialBlob(folder, BlobRef(digest=compute_digest(data), size_bytes=5000), durable=True)
     first.write(4000, bytes(1000), [(4000, 5000)])
     first.close()
     second = PartialBlob(folder, a_ref(data), durable=True)
     second.write(0, data, [(0, 1000)])
     assert second.verify_and_keep()
     second.close()
-    assert folder.get(digest_of(data)) == data
+    assert folder.get(compute_digest(data)) == data
 
 
 def test_a_partial_file_that_cannot_be_opened_leaves_no_handle(tmp_path):
     data = os.urandom(1000)
-    (tmp_path / f"{digest_of(data)}.ranges").mkdir()
+    (tmp_path / f"{compute_digest(data)}.ranges").mkdir()
     before = psutil.Process().num_fds()
     with pytest.raises(IsADirectoryError):
         PartialBlob(BlobFolder(tmp_path), a_ref(data), durable=True)
@@ -141,7 +141,7 @@ def test_closed_partial_file_is_left_alone(tmp_path):
     part.close()
     part.write(0, data, [(0, 1000)])
     assert not part.verify_and_keep()
-    assert digest_of(data) not in BlobFolder(tmp_path)
+    assert compute_digest(data) not in BlobFolder(tmp_path)
 
 
 @given(st.permutations(range(10)), st.integers(0, 10))
@@ -154,10 +154,10 @@ def test_any_order_is_hashed_right(order, n_first):
             part = PartialBlob(folder, a_ref(data), durable=False)
             for i in some:
                 part.write(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)])
-            gap = next((i for i in range(10) if not part.have.overlap(100 * i, 100 * i + 1)), 10)
+            gap = next((i for i in range(10) if not part.have.find_overlap(100 * i, 100 * i + 1)), 10)
             assert part._hashed == 100 * gap or not some
             part.close()
         last = PartialBlob(folder, a_ref(data), durable=False)
         assert last.verify_and_keep()
         last.close()
-        assert folder.get(digest_of(data)) == data
+        assert folder.get(compute_digest(data)) == data

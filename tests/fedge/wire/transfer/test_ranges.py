@@ -27,4 +27,4 @@ def test_ranges_are_a_set_of_offsets(steps, probe):
     assert ranges.n_bytes == len(model)
     assert len(ranges) == len(held)
     assert all(a[1] < b[0] for a, b in pairwise(held))  # disjoint, sorted, merged
-    assert offsets(ranges.overlap(*probe)) == model & offsets([probe])
+    assert offsets(ranges.find_overlap(*probe)) == model & offsets([probe])

@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fedge.errors import ProtocolError, StoreError
-from fedge.system.files import BlobFolder, digest_of
+from fedge.system.files import BlobFolder, compute_digest
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.packet_limits import LARGE_CHUNK
 from fedge.wire.connection.window import Publish, Window
-from fedge.wire.messages import BlobRef, Want, decode
+from fedge.wire.messages import BlobRef, Want, decode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.partial_blob import PartialBlob
 from fedge.wire.transfer.receiver import PART_KEPT_S, Receiver
@@ -68,7 +68,7 @@ async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, fo
     link = transport(broker, "agent")
     receiver = Receiver(link, down, durable=durable)
     synced: list[bool] = []
-    forced.before = lambda: synced.append(digest_of(data) in down)
+    forced.before = lambda: synced.append(compute_digest(data) in down)
     async with serving(broker, up), link:
         await fetch(receiver, a_ref(data))
     assert synced == ([False, True] if durable else [])  # the bytes before the rename, the folder after it
@@ -77,7 +77,7 @@ async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, fo
 async def test_damage_of_a_power_cut_is_found_when_a_receiver_starts(broker, tmp_path, caplog):
     folder = BlobFolder(tmp_path)
     good, bad = folder.put(b"good"), folder.put(b"bad")
-    folder.path(bad).write_bytes(b"bax")
+    folder.get_path(bad).write_bytes(b"bax")
     Receiver(transport(broker, "agent"), folder, durable=False)
     assert list(folder) == [good]
     assert f"event=damaged_blob digest={bad}" in caplog.text
@@ -98,25 +98,28 @@ async def serving(broker, folder, *, name="sender", damage=None, lose=()) -> Asy
     wanted: list[tuple[int, int]] = []
     n_wants = 0
     link = transport(broker, name)
-    async with link, Sender(link, damage or folder.path) as sender:
+    async with link, Sender(link, damage or folder.get_path) as sender:
 
         async def on_want(message: Inbound) -> None:
             nonlocal n_wants
             n_wants += 1
-            want = decode(message.payload, Want)
+            want = decode_message(message.payload, Want)
             if n_wants - 1 in lose:
                 return
             wanted.extend(want.ranges)
-            sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
+            sender.add_want(want.digest, want.ranges, chunks=TOPICS.make_model_topic(want.digest))
 
-        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        await link.subscribe(TOPICS.make_agent_topic("+", "wants"), on_want)
         yield wanted
 
 
 async def fetch(receiver: Receiver, ref: BlobRef, name: str = "agent"):
     async with asyncio.timeout(WAIT_S):
         return await receiver.fetch(
-            ref, chunks=TOPICS.model_chunk(ref.digest), wants=TOPICS.agent(name, "wants"), device_id=name
+            ref,
+            chunks=TOPICS.make_model_topic(ref.digest),
+            wants=TOPICS.make_agent_topic(name, "wants"),
+            device_id=name,
         )
 
 
@@ -131,7 +134,7 @@ async def test_fetch(broker, tmp_path, size):
         path = await fetch(receiver, a_ref(data))
         assert path.read_bytes() == data
         assert await fetch(receiver, a_ref(data)) == path  # there already: nobody is asked
-    assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
+    assert [p.name for p in (tmp_path / "down").iterdir()] == [compute_digest(data)]
 
 
 @pytest.fixture
@@ -178,8 +181,8 @@ async def test_one_chunk_at_a_time_finds_out_what_a_broker_takes(mosquitto_progr
     sizes: list[int] = []
 
     class Noting(Window):
-        def sent(self, packet_id: int, publish: Publish) -> None:
-            super().sent(packet_id, publish)
+        def record_sent(self, packet_id: int, publish: Publish) -> None:
+            super().record_sent(packet_id, publish)
             sizes.extend([len(publish.payload)] if publish.chunk else [])
 
     monkeypatch.setattr("fedge.wire.transport.Window", Noting)
@@ -242,9 +245,9 @@ async def test_chunks_leave_in_order(broker, tmp_path):
         if sum(len(data[o : o + link.chunk_bytes]) for o in offsets_seen) == len(data):
             complete.set()
 
-    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+    async with transport(broker, "one") as link, Sender(link, folder.get_path) as sender:
         await link.subscribe("c/+", on_chunk)
-        sender.want(digest, [(0, len(data))], chunks="c/+")
+        sender.add_want(digest, [(0, len(data))], chunks="c/+")
         async with asyncio.timeout(WAIT_S):
             await complete.wait()
     assert offsets_seen == list(range(0, len(data), link.chunk_bytes))
@@ -288,7 +291,7 @@ async def test_lost_bytes_are_asked_for_again_while_a_stranger_sends_a_few(broke
 
     async def trickle() -> None:
         for offset in range(1, len(data), 2):
-            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), data[offset : offset + 1])
+            await stranger.publish(TOPICS.make_model_topic(compute_digest(data), offset), data[offset : offset + 1])
             await asyncio.sleep(0.05)
 
     async with serving(broker, up, lose={0, 1}), link, stranger:
@@ -303,7 +306,7 @@ async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_ones(mosquitto, tmp
     up.put(data)
     link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
     receiver = Receiver(link, BlobFolder(tmp_path / "down"))
-    topic, wrong = TOPICS.model_chunk(digest_of(data), 0), asyncio.Event()
+    topic, wrong = TOPICS.make_model_topic(compute_digest(data), 0), asyncio.Event()
 
     async def flood() -> None:
         await stranger.publish(topic, bytes(100_000), retain=True)
@@ -330,7 +333,7 @@ async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_pieces_of_it(mosqui
     async def flood() -> None:
         nonlocal n_sent
         for offset in itertools.cycle((0, 50_000)):
-            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), bytes(n_bytes))
+            await stranger.publish(TOPICS.make_model_topic(compute_digest(data), offset), bytes(n_bytes))
             n_sent += 1
 
     async with stranger, sender_link, Sender(sender_link, lambda _: data) as sender:
@@ -338,9 +341,9 @@ async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_pieces_of_it(mosqui
         async def on_want(message: Inbound) -> None:
             before = n_sent
             await until(lambda: n_sent >= before + 200)
-            sender.want_of("agent", message.payload, TOPICS)
+            sender.handle_want("agent", message.payload, TOPICS)
 
-        await sender_link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        await sender_link.subscribe(TOPICS.make_agent_topic("+", "wants"), on_want)
         sending = asyncio.create_task(flood())
         async with link:
             assert (await fetch(receiver, a_ref(data))).read_bytes() == data
@@ -369,8 +372,8 @@ async def test_what_a_stranger_has_the_broker_retain_is_no_chunk(mosquitto, tmp_
     link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
     receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with serving(mosquitto, up), link, stranger:
-        await stranger.publish(TOPICS.model_chunk(digest_of(data), 0), bytes(1000), retain=True)
-        await stranger.publish(TOPICS.model_chunk(digest_of(data), 599_000), bytes(1000), retain=True)
+        await stranger.publish(TOPICS.make_model_topic(compute_digest(data), 0), bytes(1000), retain=True)
+        await stranger.publish(TOPICS.make_model_topic(compute_digest(data), 599_000), bytes(1000), retain=True)
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
 
 
@@ -385,17 +388,17 @@ async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_p
     stalled = asyncio.Event()
 
     async def on_want(message: Inbound) -> None:
-        want = decode(message.payload, Want)
+        want = decode_message(message.payload, Want)
         numbers.append(want.listening)
         for start, end in want.ranges if len(numbers) == 1 else ():
             for offset in range(start, end, LARGE_CHUNK):
                 chunk = data[offset : min(offset + LARGE_CHUNK, end)]
-                sending.create_task(other.publish(TOPICS.model_chunk(ref.digest, offset), chunk))
+                sending.create_task(other.publish(TOPICS.make_model_topic(ref.digest, offset), chunk))
         if len(set(numbers)) == 2:
             stalled.set()
 
     async with asyncio.TaskGroup() as sending, link, other:
-        await other.subscribe(TOPICS.agent("+", "wants"), on_want)
+        await other.subscribe(TOPICS.make_agent_topic("+", "wants"), on_want)
         fetching = asyncio.create_task(fetch(receiver, ref))
         async with asyncio.timeout(WAIT_S):
             await stalled.wait()
@@ -430,11 +433,11 @@ async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
     receiver = Receiver(link, down)
     async with link:
         first = asyncio.create_task(fetch(receiver, a_ref(data)))
-        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        record = tmp_path / "down" / f"{compute_digest(data)}.ranges"
         await until(lambda: record.exists())
         await asyncio.sleep(0.05)
         for start in range(0, half, 50_000):
-            await link.publish(TOPICS.model_chunk(digest_of(data), start), data[start : start + 50_000])
+            await link.publish(TOPICS.make_model_topic(compute_digest(data), start), data[start : start + 50_000])
         async with asyncio.timeout(WAIT_S):
             while f"{half - 50_000} {half}" not in record.read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -482,7 +485,7 @@ async def test_oversized_blob_is_not_even_asked_for(broker, tmp_path):
 @pytest.mark.usefixtures("stalls_soon")
 async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
     data = os.urandom(1000)
-    digest = digest_of(data)
+    digest = compute_digest(data)
     link = transport(broker, "agent")
     receiver = Receiver(link, BlobFolder(tmp_path))
     async with link:
@@ -491,8 +494,8 @@ async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
         await until(lambda: record.exists())
         await asyncio.sleep(0.1)
         for offset, payload in (("x", b"1"), ("-1", b"1"), ("1000", b"1"), ("999", b"12"), ("0", b""), ("²", b"1")):
-            await link.publish(TOPICS.model_chunk(digest, offset), payload)
-        await link.publish(TOPICS.model_chunk(digest, 0), data)
+            await link.publish(TOPICS.make_model_topic(digest, offset), payload)
+        await link.publish(TOPICS.make_model_topic(digest, 0), data)
         assert (await running).read_bytes() == data
     assert caplog.text.count("event=refused name=malformed") == 3
     assert caplog.text.count("event=refused name=out-of-range") == 3
@@ -512,7 +515,10 @@ async def test_full_disk_ends_the_transport(broker, tmp_path):
 async def test_sender_refuses_what_it_does_not_have(broker, tmp_path):
     folder = BlobFolder(tmp_path)
     digest = folder.put(bytes(100))
-    async with transport(broker, "one") as link, Sender(link, lambda d: folder.path(d) if d in folder else None) as s:
+    async with (
+        transport(broker, "one") as link,
+        Sender(link, lambda d: folder.get_path(d) if d in folder else None) as s,
+    ):
         for wrong, ranges, name in (
             ("0" * 64, [(0, 1)], "unknown-blob"),
             (digest, [(0, 101)], "out-of-range"),
@@ -520,7 +526,7 @@ async def test_sender_refuses_what_it_does_not_have(broker, tmp_path):
             (digest, [(7, 5)], "out-of-range"),
         ):
             with pytest.raises(ProtocolError) as caught:
-                s.want(wrong, ranges, chunks="c/+")
+                s.add_want(wrong, ranges, chunks="c/+")
             assert caught.value.name == name
 
 
@@ -528,11 +534,11 @@ async def test_blob_that_vanishes_while_wanted_ends_nothing(broker, tmp_path, ca
     folder = BlobFolder(tmp_path)
     gone, kept = folder.put(b"gone"), folder.put(b"kept")
     inbox: asyncio.Queue[Inbound] = asyncio.Queue()
-    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+    async with transport(broker, "one") as link, Sender(link, folder.get_path) as sender:
         await link.subscribe("c/#", inbox.put)
-        sender.want(gone, [(0, 4)], chunks="c/gone/+")
+        sender.add_want(gone, [(0, 4)], chunks="c/gone/+")
         folder.remove(gone)
-        sender.want(kept, [(0, 4)], chunks="c/kept/+")
+        sender.add_want(kept, [(0, 4)], chunks="c/kept/+")
         async with asyncio.timeout(WAIT_S):
             assert (await inbox.get()).payload == b"kept"
     assert "event=chunk_failed" in caplog.text
@@ -547,7 +553,7 @@ async def test_broker_killed_in_mid_transfer(broker, tmp_path):
     receiver = Receiver(link, down)
     async with serving(broker, up), link:
         running = asyncio.create_task(fetch(receiver, a_ref(data)))
-        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        record = tmp_path / "down" / f"{compute_digest(data)}.ranges"
         await until(lambda: record.exists() and record.stat().st_size, every_s=0.001)
         await broker.kill()
         await broker.start()
@@ -568,8 +574,8 @@ async def main(port, folder, digest, size):
     receiver = Receiver(link, BlobFolder(Path(folder)))
     topics = Topics("test")
     async with link:
-        await receiver.fetch(BlobRef(digest=digest, size_bytes=int(size)), chunks=topics.model_chunk(digest),
-                             wants=topics.agent("agent", "wants"), device_id="agent")
+        await receiver.fetch(BlobRef(digest=digest, size_bytes=int(size)), chunks=topics.make_model_topic(digest),
+                             wants=topics.make_agent_topic("agent", "wants"), device_id="agent")
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -580,7 +586,7 @@ async def test_receiver_killed_with_9_goes_on_where_it_was(mosquitto, tmp_path):
     data = os.urandom(6_000_000)
     up = BlobFolder(tmp_path / "up")
     up.put(data)
-    digest = digest_of(data)
+    digest = compute_digest(data)
     record = tmp_path / "down" / f"{digest}.ranges"
     command = [sys.executable, "-c", RECEIVER, str(mosquitto.port), str(tmp_path / "down"), digest, str(len(data))]
     async with transport(mosquitto, "sender") as link:
@@ -589,12 +595,12 @@ async def test_receiver_killed_with_9_goes_on_where_it_was(mosquitto, tmp_path):
         async def on_want(message: Inbound) -> None:
             asked.set()
 
-        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        await link.subscribe(TOPICS.make_agent_topic("+", "wants"), on_want)
         first = await asyncio.create_subprocess_exec(*command)
         async with asyncio.timeout(WAIT_S):
             await asked.wait()
             for start in range(0, 4 * LARGE_CHUNK, LARGE_CHUNK):
-                await link.publish(TOPICS.model_chunk(digest, start), data[start : start + LARGE_CHUNK])
+                await link.publish(TOPICS.make_model_topic(digest, start), data[start : start + LARGE_CHUNK])
             while record.read_text().count("\n") < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         first.send_signal(signal.SIGKILL)
