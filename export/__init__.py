@@ -1,4 +1,4 @@
-"""Exports a device's mixture from torch to a bundle for ONNX Runtime (the format: `fedge.bundle`)."""
+"""Exports a device's mixture from torch to a bundle for ONNX Runtime, whose format is in `fedge.bundle`."""
 
 from export.bundle import write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture

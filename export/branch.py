@@ -1,9 +1,9 @@
 """One network as an ONNX graph with named weights; torch exports each architecture once.
 
 The exporter sees random weights. Anything computed from weights (such as a folded BatchNorm) would be wrong for every
-other model of the architecture, so the graph is simplified with its weights as inputs, and accepted only if each weight
-equals a tensor of the network bit for bit. Everything else must be simplified: ONNX Runtime folds BatchNorm and gives
-convolutions their fast layout at load time, but only if it sees weights and biases at once.
+other model of the architecture. So the graph is simplified with its weights as inputs, and accepted only if each weight
+equals a tensor of the network bit for bit. Everything else must be simplified, because ONNX Runtime folds BatchNorm and
+gives convolutions their fast layout at load time only if weights and biases are plain constants.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 OPSET: Final = 20
 IR_VERSION: Final = 9
 _FORMAT: Final = 2
-"""Raised when a change here makes graphs that were cached on disk useless."""
+"""Version of cached graphs; increase it when a change here makes the graphs cached on disk useless."""
 _SILENT: Final = threading.Lock()
-"""Held while nothing reaches the terminal."""
+"""Held while the terminal is silenced."""
 _TERMINAL: Final = (1, 2)
-"""Where a process prints: standard output and standard error."""
+"""File descriptors of standard output and standard error."""
 
 _known: dict[str, bytes] = {}
 
 
 def export_branch(task: TaskSpec) -> onnx.ModelProto:
-    """Return the task's network: input x (n, *input_shape) float32, logits (n, C); weights by name only.
+    """Return the task's network as ONNX: input x (n, *input_shape) float32, logits (n, C), weights by name only.
 
     The graph comes from memory, else from the cache folder (`get_cache_folder`), else from torch. If several processes
     need the same graph, one exports it and the others wait.
@@ -72,7 +72,7 @@ def export_branch(task: TaskSpec) -> onnx.ModelProto:
 
 
 def _compute_key(task: TaskSpec, module: torch.nn.Module) -> str:
-    """Hash all that the graph depends on: task, layers, their code and constants, exporter's versions."""
+    """Hash all that the graph depends on: the task, the layers, their code and constants, the exporter's versions."""
     import onnx
     import torch
 
@@ -80,7 +80,7 @@ def _compute_key(task: TaskSpec, module: torch.nn.Module) -> str:
 
     own = {type(m) for m in module.modules() if not type(m).__module__.startswith("torch.")}
     sources = sorted(_read_source(kind) for kind in own)
-    # what was computed from weights (torch's older weight_norm) is computed again from others
+    # values computed from weights (by torch's older weight_norm) are left out, since other weights give other values
     held = {
         place: compute_digest(v)
         for place, v in collect_constants(module).items()
@@ -136,7 +136,7 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     for attempt in (_dynamo, _torchscript):
         try:
             with warnings.catch_warnings(), _silence():
-                warnings.simplefilter("ignore")  # of the exporter about itself
+                warnings.simplefilter("ignore")  # the exporter's warnings about itself
                 model = attempt(module, sample)
             return _merge_names(_strip_weights(model, tensors), other_names)
         except Exception as error:  # noqa: BLE001 exporters raise anything; the next one may do better
@@ -145,15 +145,15 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
 
 
 def _find_cause(error: BaseException) -> BaseException:
-    """Return the first of a chain of errors: the exporter's own tells only which part failed."""
+    """Return the first error of a chain, since the exporter's own error says only which part failed."""
     return error if error.__cause__ is None else _find_cause(error.__cause__)
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Silence the terminal: an exporter that fails prints pages, past Python's own streams.
+    """Silence the terminal inside the `with` block, since a failing exporter prints pages, past Python's own streams.
 
-    The streams are the process's, so one thread at a time exports.
+    The streams belong to the whole process, so only one thread exports at a time.
     """
     with _SILENT, Path(os.devnull).open("w") as void:
         sys.stdout.flush()
@@ -190,7 +190,7 @@ def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
 
 
 def _simplify(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
-    """Remove from the graph what can be computed without its weights, which are named."""
+    """Replace whatever can be computed without the weights by constants; `weights` are the names of the weights."""
     import onnx
     from onnxscript import optimizer
 
@@ -205,7 +205,7 @@ def _simplify(model: onnx.ModelProto, weights: set[str]) -> onnx.ModelProto:
 
 
 def _torchscript(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
-    """Export by the older exporter, without onnxscript; "preserve" keeps BatchNorm unfolded."""
+    """Export with torch's older exporter, without onnxscript; PRESERVE keeps BatchNorm unfolded."""
     import onnx
     import torch
 
@@ -266,7 +266,7 @@ def _strip_weights(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> on
 
 
 def _merge_names(model: onnx.ModelProto, other_names: Mapping[str, str]) -> onnx.ModelProto:
-    """Give each tensor of several names the one by which a model has it."""
+    """Rename each tensor that has several names to the one name that the model's layout uses."""
     used = [i for i in model.graph.initializer if i.name in other_names]
     there = {i.name for i in model.graph.initializer}
     for initializer in used:

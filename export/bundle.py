@@ -56,19 +56,19 @@ def write_bundle(
     metrics: Mapping[str, float],
     compared: NDArray[np.floating] | None = None,
 ) -> Manifest:
-    """Write a mixture as a bundle, replacing an older one; equal arguments give equal bytes.
+    """Write a mixture as a bundle, replacing an older bundle in the folder; equal arguments give equal bytes.
 
     Parts that a bundle beside `folder` already holds are linked, not written again.
 
     Args:
-        folder: becomes the bundle; its parent is made.
-        task: what the bundle is for.
-        layout: of the candidates' models.
+        folder: the bundle's folder; its parent is made if missing.
+        task: the task that the bundle is for.
+        layout: layout of the candidates' models.
         mixture: see `Mixture` and `Pool`.
-        validation: (n, *input_shape) model inputs of the device, for the reference and the parity check; n may be 0.
-        release: must increase; a device refuses to go back.
-        method: that made the candidates, for people.
-        metrics: figures for people, finite.
+        validation: the device's model inputs (n, *input_shape), for the reference and the parity check; n may be 0.
+        release: number of the release, which must increase, since a device refuses to go back.
+        method: name of the method that made the candidates, for people.
+        metrics: figures for people; all must be finite.
         compared: model inputs for the parity check, if not all of `validation`.
 
     Raises:
@@ -104,12 +104,14 @@ def write_bundle(
 
 @contextmanager
 def pack_bundle(bundle: Bundle, target: Path) -> Iterator[Path]:
-    """Copy the files that the manifest names, alone; the context may change the copy, which is then verified.
+    """Copy only the files that the manifest names; the `with` block may change the copy, which is then verified.
+
+    If anything is raised, also in the block, nothing is left on disk.
 
     Raises:
         ConfigError: `target` exists.
         UpdateRejected: the copy is not what its manifest says.
-        StoreError: it cannot be written. Whatever is raised, also by the context, leaves nothing on disk.
+        StoreError: the copy cannot be written.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -148,20 +150,20 @@ def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
 
 
 def _put(path: Path, data: bytes, part: Part) -> None:
-    """Link the part from a neighbouring bundle, else write it."""
+    """Link a part from a neighbouring bundle that has it, else write it."""
     for other in path.parent.parent.glob(f"*/{part.file_name}"):
         try:
             if compute_digest(other.read_bytes()) == part.digest:
                 os.link(other, path)
                 return
-        except OSError:  # gone meanwhile, or no links on this file system
+        except OSError:  # the file has gone meanwhile, or the file system has no links
             continue
     write_atomically(path, data)
 
 
 @dataclass(frozen=True, slots=True)
 class _ParityResult:
-    """The largest difference to torch, the reference, and the largest energies (M,) on validation samples."""
+    """The largest difference to torch, and on validation samples the reference and each candidate's largest energy."""
 
     difference: float
     yardstick: tuple[Reference, float] | None

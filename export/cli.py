@@ -103,11 +103,11 @@ def export(
 
 
 def find_newest_bundle(home: Path) -> Bundle:
-    """Return the bundle of highest release in HOME/bundles, or that in HOME itself, verified.
+    """Return the verified bundle in HOME itself or, if there is none, that of the highest release in HOME/bundles.
 
     Raises:
-        ConfigError: there is none.
-        UpdateRejected: it is not what its manifest says.
+        ConfigError: there is no bundle.
+        UpdateRejected: the bundle is not what its manifest says.
     """
     if (home / MANIFEST).exists():
         return read_bundle(home)

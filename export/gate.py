@@ -1,7 +1,7 @@
 """FedCoE's shared gate as an ONNX file, which a new device downloads to profile its data (fedcoe.md sections 4, 7).
 
-The graph is written node by node: adaptive pooling of images is a product with two fixed matrices, so any image size
-works, and equal weights give equal bytes. Weights are stored in the file, since a gate is small.
+The graph is written node by node, and equal weights give equal bytes. Adaptive pooling of images is a product with two
+fixed matrices, so any image size works. Weights are stored in the file, since a gate is small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedge.data.task import INPUT
 
 SHARES: Final = "p"
 POOLED: Final = 4
-"""Rows and columns that are left of an image before the first linear layer (section 4)."""
+"""Rows and columns to which images are pooled before the first linear layer (section 4)."""
 
 
 def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int, ...]) -> bytes:
@@ -27,7 +27,7 @@ def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[i
     Args:
         tensors: conv1.weight (8, channels, 3, 3), conv1.bias, conv2.weight (16, 8, 3, 3), conv2.bias for images (a gate
             without them takes flat inputs), hidden.weight (64, F), hidden.bias (64,), out.weight (K, 64).
-        input_shape: of a sample.
+        input_shape: shape of a sample.
     """
     import onnx
 
@@ -50,7 +50,7 @@ def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[i
 
 
 def make_pooling_matrix(n_in: int, n_out: int) -> NDArray[np.float32]:
-    """Return adaptive average pooling as (n_out, n_in): row o averages [floor(o n / m), ceil((o+1) n / m)).
+    """Return the matrix (m, n) of adaptive average pooling: row o averages [floor(o n / m), ceil((o+1) n / m)).
 
     Example:
         >>> make_pooling_matrix(3, 2).tolist()

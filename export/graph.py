@@ -1,8 +1,8 @@
 """The skeleton: gate, one branch per candidate and the fusion in one ONNX graph without weights (fedge.md section 9).
 
-Everything that differs between devices is in the parts: a candidate's tensors in its own file; the gate, the
-calibration, the weights and the guard in the gate's. The graph depends only on the architecture, the number of
-candidates and, if there are more of them than places, which candidates are experts.
+Everything that differs between devices is in the parts. Each candidate's tensors are in a part of their own; the gate,
+the calibration, the weights and the guard are in the gate's part. The graph depends only on the architecture, the
+number of candidates and, if not all experts may take part, which candidates are experts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     import onnx
 
 SMALL_WINDOW: Final = 16
-"""Up to so many pixels in a window, images of 32 x 32, it is faster to multiply every pixel by the gate's first layer
-than to take means first; with more of them that layer's weights are too much to read for one sample."""
+"""Most pixels in a window (images of 32 x 32) for which multiplying every pixel by the gate's first layer is faster
+than taking means first. With more pixels, that layer's weights take too long to read for one sample."""
 LARGE: Final = 1024
-"""Bytes of a constant that all branches share."""
+"""Least bytes of a constant that all branches share."""
 
 
 def make_gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dict[str, NDArray[np.generic]]:
-    """Return the tensors of the gate's part, floats as `dtype`: all but the candidates' weights.
+    """Return the tensors of the gate's part, which are all but the candidates' weights, with floats as `dtype`.
 
-    The last row of `scale` and `prior`, the last entry of `order` and `guard.share` belong to the guard's alternative:
-    the candidate's logits again with another calibration, and its share of the output, ½ or 0.
+    The last row of `scale` and `prior`, the last entry of `order`, and `guard.share` belong to the guard. They
+    calibrate its candidate's logits a second time, and give its share of the output, ½ or 0.
     """
     candidates, gate, guard = mixture.candidates, mixture.gate, mixture.guard
     log_weight = compute_log_weights(np.array([c.weight for c in candidates]))
@@ -66,10 +66,10 @@ def encode_skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gat
     """Serialise the graph: input x (n, *input_shape) -> probabilities (n, C), weights (n, M), energies (n, M).
 
     Args:
-        task: its network is every branch.
+        task: the task, whose network is every branch.
         mixture: gives M and which candidates are experts; none of its numbers enters the graph.
-        candidate_part: a candidate's safetensors file, for its layout.
-        gate_part: the gate's.
+        candidate_part: a candidate's safetensors file, for the positions of its tensors.
+        gate_part: the gate's safetensors file, for the same.
     """
     model, m = export_branch(task), len(mixture.candidates)
     graph = Graph()
@@ -100,7 +100,7 @@ class Graph:
     def add_branch(self, model: onnx.ModelProto, prefix: str, index: int, part: bytes) -> None:
         """Add a copy of the network with names that begin with `prefix`; its weights are in part number `index`.
 
-        Tensors that no candidate changes, such as frozen weights, are in the graph once.
+        Large constants that are equal in all candidates, such as frozen weights, are stored in the graph once.
         """
         import onnx
 
@@ -141,7 +141,7 @@ class Graph:
         return name
 
     def ops(self, kind: str, n_outputs: int, *inputs: str, out: str = "", **attributes: Any) -> tuple[str, ...]:
-        """Add a node with several outputs, and return their names; `out` is that of the first."""
+        """Add a node with several outputs, and return their names; `out` is the name of the first."""
         import onnx
 
         names = [out or self._make_name(), *(self._make_name() for _ in range(n_outputs - 1))]
@@ -149,7 +149,7 @@ class Graph:
         return tuple(names)
 
     def const(self, value: object) -> str:
-        """Return the name of a small constant in the graph; equal ones are shared."""
+        """Return the name of a small constant in the graph; equal constants are shared."""
         array = np.array(value)
         name = f"const:{array.dtype}:{array.tolist()}"
         return name if any(i.name == name for i in self._initializers) else self.add_array(name, array)
@@ -181,7 +181,7 @@ class Graph:
 
 
 def add_gate(graph: Graph, task: TaskSpec) -> None:
-    """Add the residual gate with log ω in its last bias: gate (n, M)."""
+    """Add the residual gate, whose last bias includes log ω; its output is gate (n, M)."""
     kernel = choose_gate_pool(task.input_shape)
     seen, weight = INPUT, "gate.hidden.weight"
     if 1 < math.prod(kernel) <= SMALL_WINDOW:
@@ -193,7 +193,7 @@ def add_gate(graph: Graph, task: TaskSpec) -> None:
 
 
 def _expand_weights(graph: Graph, weight: str, shape: tuple[int, ...], kernel: tuple[int, int]) -> str:
-    """Expand weights (H, F) of window means to (H, pixels); ONNX Runtime computes them once."""
+    """Expand weights (H, F) for window means to weights (H, pixels), which ONNX Runtime computes once, at load time."""
     (channels, height, width), (rows, columns) = shape, kernel
     down, across = height // rows, width // columns
     split = graph.op("Reshape", weight, graph.const([-1, channels, down, 1, across, 1]))
@@ -207,7 +207,7 @@ def _expand_weights(graph: Graph, weight: str, shape: tuple[int, ...], kernel: t
 
 
 def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
-    """Add what leads from c{k}/logits and gate to the outputs."""
+    """Add the fusion, which computes the outputs from c{k}/logits and gate."""
     m = len(mixture.candidates)
     flat = graph.op("Concat", *(f"c{k}/{LOGITS}" for k in range(m)), axis=1)
     logits = graph.op("Reshape", flat, graph.const([-1, m, n_classes]))
@@ -248,7 +248,7 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
 def _select_top(graph: Graph, m: int, score: str, experts: tuple[int, ...], top: int) -> str:
     """Keep the `top` best experts, the lower index on a tie; the others get the score of a dropped candidate."""
     expert = graph.const(np.isin(np.arange(m), experts))
-    # Candidates outside the contest are put below even the dropped ones, so that TopK never returns them.
+    # Candidates that are no experts are put below even dropped ones, so that TopK never returns them.
     competing = graph.op("Where", expert, score, graph.const(np.float32(-np.inf)))
     best, where = graph.ops("TopK", 2, competing, graph.const([top]), axis=1)
     others = graph.op("Where", expert, graph.const(LOWEST), score)
@@ -256,7 +256,7 @@ def _select_top(graph: Graph, m: int, score: str, experts: tuple[int, ...], top:
 
 
 def embed_parts(bundle: Bundle) -> onnx.ModelProto:
-    """Return a bundle's graph with its parts' tensors inside, as one model without other files."""
+    """Return a bundle's graph with the tensors of its parts inside, as one model that needs no other files."""
     import onnx
 
     model = onnx.load_from_string(bundle.graph)
@@ -272,7 +272,7 @@ def embed_parts(bundle: Bundle) -> onnx.ModelProto:
 
 
 def find_tensor_places(part: bytes) -> dict[str, Place]:
-    """Return the tensors' places in a safetensors file, by name."""
+    """Return the places of a safetensors file's tensors, sorted by name."""
     return dict(sorted(read_places(io.BytesIO(part)).items()))
 
 

@@ -2,13 +2,13 @@
 
 The speed is measured where the graph is made, which should be the board that will predict.
 
-Static quantisation (QDQ): activations uint8 with ranges calibrated on the device's own validation samples, weights
-int8 per channel from -64 to 64. An x86-64 without VNNI adds two products of 8 bits in 16 bits, which saturate at
-32,767; 2 x 255 x 64 is 32,640, so this graph gives the same sums on every processor (ONNX Runtime's documentation of
-quantisation, `reduce_range`). Gate, fusion and each network's last layer stay in float32: rounding logits costs ten
-times the error of all other layers together, and that layer is a negligible part of the work. The graph is specific to
-one device and includes the weights, so bundles do not share it; the parts stay beside it for the other engines and as
-its reference.
+The quantisation is static (QDQ). Activations are uint8 with ranges calibrated on the device's own validation samples;
+weights are int8 per channel, from -64 to 64. An x86-64 without VNNI adds two 8-bit products in 16 bits, which saturate
+at 32,767. Since 2 x 255 x 64 is 32,640, this graph gives the same sums on every processor (ONNX Runtime's documentation
+of quantisation, `reduce_range`). Gate, fusion and each network's last layer stay in float32. Rounding logits would cost
+ten times the error of all other layers together, and that layer is a negligible part of the work. The graph is
+specific to one device and includes the weights, so bundles do not share it. The parts stay beside the graph for the
+other engines and as its reference.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ if TYPE_CHECKING:
     import onnx
 
 MIN_SAMPLES: Final = 10
-"""With fewer validation samples nothing is calibrated."""
+"""Least validation samples for a calibration."""
 MAX_SAMPLES: Final = 256
-"""Samples that activations are calibrated on; bounds time and memory."""
+"""Most samples on which activations are calibrated; this bounds time and memory."""
 N_TIMED: Final = 100
-"""Single samples by which both graphs are timed, in turns; the medians are compared."""
+"""Number of single samples on which both graphs are timed, in turns; the medians are compared."""
 _OF_A_NETWORK: Final = re.compile(r"(c\d+|trunk)/")
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _IN_FLOAT: Final = frozenset({"InstanceNormalization"})
-"""Group normalisations are exported with constants that they share, which ONNX Runtime's quantiser cannot take."""
+"""Operators that stay in float32. Group normalisations are exported with this operator and share constants, which ONNX
+Runtime's quantiser cannot take."""
 
 
 class Int8Limits(Struct, frozen=True, kw_only=True):
-    """Limits on how much worse and slower than float32 the 8 bits may be, on samples not for calibration."""
+    """Limits on how much worse and slower than float32 the 8-bit graph may be, on samples not used for calibration."""
 
-    accuracy_drop: NonNegative = 0.02  # of the personalised accuracy; needs labels
+    accuracy_drop: NonNegative = 0.02  # largest loss of personalised accuracy; needs labels
     agreement: Annotated[float, Meta(ge=0, le=1)] = 0.98  # share of samples whose predicted class stays the same
     latency_ratio: NonNegative = 1.0  # relative to float32's median for a single sample, on this machine
 
 
 class Int8Report(Struct, frozen=True, kw_only=True):
-    """The result of the check on `n` samples; accuracies are None without labels.
+    """The result of comparing the 8-bit graph with float32 on `n` samples; accuracies are None without labels.
 
-    Latencies are medians of single samples on one thread of this machine.
+    Latencies are medians over single samples, on one thread of this machine.
     """
 
     n: int
@@ -81,19 +82,18 @@ def quantise_bundle(
 ) -> Int8Report:
     """Write a copy of a bundle at `target` that engine int8 can run, too.
 
-    Every other validation sample calibrates, the rest decide.
-
-    `validation`: the device's samples, at least 10.
+    Every other sample of `validation`, which holds at least 10 of the device's samples, is used for calibration. The
+    others decide whether the bundle is written.
 
     Raises:
-        ConfigError: too few samples, or `target` exists.
-        UpdateRejected: the 8 bits predict worse or take longer than the limits allow, or cannot be run. Nothing is
-            written.
+        ConfigError: there are too few samples, or `target` exists.
+        UpdateRejected: the 8-bit graph predicts worse or takes longer than the limits allow, or cannot be run. Nothing
+            is written.
         StoreError: the disk is full or broken.
     """
     if len(validation.x) < MIN_SAMPLES:
         raise ConfigError(
-            f"{len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
+            f"there are {len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
         )
     with pack_bundle(bundle, target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
         graph = _quantise_graph(embed_parts(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
@@ -128,7 +128,7 @@ def _quantise_graph(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Pat
             batch = next(self._rest, None)
             return None if batch is None else {INPUT: np.ascontiguousarray(batch)}
 
-    # fold first what every machine folds: a BatchNorm's output must not be rounded separately
+    # first fold what every machine folds, since a BatchNorm's output must not be rounded separately
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(scratch / "folded.onnx")
@@ -159,7 +159,7 @@ def _quantise_graph(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Pat
 
 
 def _select_nodes(model: onnx.ModelProto) -> list[str]:
-    """Return the networks' nodes that 8 bits can take, without each candidate's last layer."""
+    """Return the nodes to quantise: those of the networks that can be, except each candidate's last layer."""
     names: list[str] = []
     last: dict[str, str] = {}
     for node in model.graph.node:
@@ -172,7 +172,7 @@ def _select_nodes(model: onnx.ModelProto) -> list[str]:
 
 
 def _evaluate_int8(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8Limits) -> Int8Report:
-    """Compare with float32 on the samples not used for calibration."""
+    """Compare the 8-bit graph with float32 on the samples not used for calibration."""
     x = np.ascontiguousarray(validation.x[1::2])
     y = None if validation.y is None else validation.y[1::2]
     wanted = run_graph(bundle.graph, bundle.folder, x)[0]
@@ -212,7 +212,7 @@ def _evaluate_int8(bundle: Bundle, graph: bytes, validation: Validation, limits:
 
 
 def _measure_latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
-    """Measure the median latency of single samples for each graph, in ms, in turns."""
+    """Measure the median latency of single samples for each graph, in ms; the graphs take turns."""
     from fedge.bundle.runtime import make_session
 
     sessions = [make_session(graph, folder) for graph in graphs]

@@ -20,10 +20,10 @@ GATE_HIDDEN: Final = 16
 class Candidate:
     """One model of the mixture and its calibration.
 
-    `temperature` T_k > 0 and `kappa` κ_k >= 0: q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and
-    `energy_std` σ_k: of logsumexp_c l_k over the validation samples; mean 0 and std 1 leave the energy raw. `weight`
-    ω_k in [0, 1]; a candidate of weight 0 has a share only if no other candidate is usable, and may be the guard's
-    alternative.
+    `temperature` is T_k > 0 and `kappa` is κ_k >= 0 in q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and
+    `energy_std` σ_k are the mean and deviation of logsumexp_c l_k over the validation samples; 0 and 1 leave the energy
+    raw. `weight` is ω_k in [0, 1]. A candidate of weight 0 has a share only if no other candidate is usable; the guard
+    may still use it.
     """
 
     role: Role
@@ -38,10 +38,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class GateWeights:
-    """The residual gate r(x): linear -> hidden, ReLU, linear -> M, on the pooled and flattened model input (F numbers).
+    """Weights of the residual gate r(x): linear (F -> H), ReLU, linear (H -> M).
 
-    hidden_weight (H, F), hidden_bias (H,), out_weight (M, H), out_bias (M,); H is 16 (scmoe_pfl.md 11.1). Zero output
-    layers mean r = 0, the untrained gate.
+    Its input is the pooled and flattened model input, F numbers. Shapes: hidden_weight (H, F), hidden_bias (H,),
+    out_weight (M, H), out_bias (M,); H is 16 (scmoe_pfl.md 11.1). A zero output layer means r = 0, the untrained gate.
     """
 
     hidden_weight: NDArray[np.floating]
@@ -51,7 +51,7 @@ class GateWeights:
 
     @classmethod
     def make_untrained(cls, input_shape: tuple[int, ...], n_candidates: int) -> GateWeights:
-        """Make the gate before training, r = 0 for every sample."""
+        """Make the untrained gate, which gives r = 0 for every sample."""
         return cls(
             hidden_weight=np.zeros((GATE_HIDDEN, count_gate_features(input_shape))),
             hidden_bias=np.zeros(GATE_HIDDEN),
@@ -62,7 +62,7 @@ class GateWeights:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The alternative of output ½ mixture + ½ softmax(l/T + κπ), by its candidate's index (fedge.md section 11)."""
+    """The guard: the output is ½ mixture + ½ softmax(l/T + κπ), with l of the candidate at this index (fedge.md 11)."""
 
     candidate: int
     temperature: float = 1.0
@@ -75,12 +75,12 @@ class Mixture:
 
     Attributes:
         candidates: M >= 1 models of one architecture, in the order of `Role`.
-        log_prior: π_i, (C,) log class shares of the device.
-        beta: strength of the energy.
+        log_prior: π_i, the log class shares of the device, (C,).
+        beta: factor of the energy.
         gate: the residual gate.
-        guard: the alternative that gets half of the output, or None.
-        top: at most this many global and expert candidates take part in a sample; private and local always do.
-        energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is
+        guard: the candidate that gets half of the output, or None.
+        top: most global and expert candidates that take part in a sample; private and local ones always do.
+        energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 gives
             SCMoE-PFL's raw energy.
     """
 

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     import torch
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of a probability with which a bundle is still written."""
+"""Largest difference of a probability up to which a bundle is written."""
 LEVEL: Final = 1e-5
-"""Rounding may move a score by so much, relative to its size: scores no further apart may win a choice either way."""
+"""Relative error of a score by rounding; of scores that are no further apart, either may win a choice."""
 MAX_SAMPLES: Final = 256
 
 
 def select_samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
-    """Return samples to compare on: at most 256 for validation or, without any, 8 random inputs."""
+    """Return the samples to compare on: at most 256 validation samples or, without any, 8 random inputs."""
     if len(validation) == 0:
         return np.random.default_rng(0).random((8, *task.input_shape), dtype=np.float32)
     return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
 
 
 def favour_routes(module: torch.nn.Module, lean: float) -> AbstractContextManager[None]:
-    """Have routers in a network (submodules `router`) favour later routes (1) or earlier (-1) by rounding."""
+    """Make a network's routers (submodules `router`) favour later (1) or earlier (-1) routes by about rounding."""
     import torch
 
     from fedge.models.network import listen_to_layers
@@ -50,7 +50,7 @@ def favour_routes(module: torch.nn.Module, lean: float) -> AbstractContextManage
 def compute_logits(
     task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArray[np.float32], lean: float = 0
 ) -> NDArray[np.float32]:
-    """Compute logits of each model by torch, (M, n, C). `lean`: see `favour_routes`."""
+    """Compute the logits of each model with torch, (M, n, C); for `lean` see `favour_routes`."""
     import torch
 
     from fedge.models.build import make_network
@@ -68,7 +68,7 @@ def compute_logits(
 def compute_features(
     task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.float32], lean: float = 0
 ) -> tuple[Array, Array]:
-    """Compute features (n, D) and logits (n, C) of a model by torch. `lean`: see `favour_routes`."""
+    """Compute features (n, D) and logits (n, C) of a model with torch; for `lean` see `favour_routes`."""
     import torch
 
     from fedge.models.build import make_network
@@ -94,10 +94,10 @@ def compute_expected(
     found: Sequence[Floats] = (),
     lean: float = 0,
 ) -> list[Floats]:
-    """Compute probabilities, weights and energies by torch and the formula in float64.
+    """Compute probabilities, weights and energies with torch and the formula in float64.
 
-    `lean`: 0, or as `favour_routes` has it for routers; then the candidates that have a weight in `found`, the graph's
-    outputs, are favoured by rounding, too.
+    If `lean` is not 0, routers favour routes (`favour_routes`), and the candidates that have a weight in `found`, the
+    graph's outputs, are favoured by as much as rounding, too.
     """
     how = make_formula(mixture)
     logits = compute_logits(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
@@ -108,12 +108,12 @@ def compute_expected(
 
 
 def compute_favour(weights: Floats, scores: Floats) -> Array:
-    """Return what rounding may add to the scores, (n, M), of those that have a weight."""
+    """Return what rounding may add to scores (n, M): a small number for candidates with a weight, 0 for others."""
     return np.where(weights > 0, LEVEL * (1 + np.abs(scores).max(axis=1, keepdims=True)), 0.0)
 
 
 def run_graph(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    """Run the graph by ONNX Runtime, and return its outputs; its parts lie in `folder`."""
+    """Run a graph, whose parts are in `folder`, with ONNX Runtime, and return its outputs."""
     from fedge.bundle.runtime import make_session
 
     outputs: list[NDArray[np.float32]] = make_session(graph, folder).run(None, {INPUT: x})
@@ -123,8 +123,8 @@ def run_graph(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArra
 def compute_difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
     """Return the largest difference between values (n, C) of two computations, n >= 1.
 
-    Where a route or an expert wins by less than rounding, both winners are right: a sample that is not as `wanted(0)`
-    may be as `wanted(1)` or `wanted(-1)`, which favour one of those that are level.
+    Where a route or an expert wins by less than rounding, both winners are right. So a sample that differs from
+    `wanted(0)` may equal `wanted(1)` or `wanted(-1)`, which favour one of those that are level.
     """
     each = np.abs(found - wanted(0)).max(axis=1)
     for lean in (1, -1):
@@ -137,7 +137,7 @@ def require_parity(found: Floats, wanted: Callable[[float], Floats]) -> float:
     """Require two computations of probabilities to agree, and return their `compute_difference`.
 
     Raises:
-        UpdateRejected: it exceeds `TOLERANCE`, or is NaN.
+        UpdateRejected: the difference exceeds `TOLERANCE`, or is NaN.
     """
     largest = compute_difference(found, wanted)
     if not largest <= TOLERANCE:

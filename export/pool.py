@@ -3,14 +3,14 @@
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
 2025, Eq. 5 to 9; specification docs/methods/pm_moe.md.
 
-For every base algorithm the prediction is  logits = rest + Σ_l w_l m_l,  m_l what module l adds:
+For every base algorithm the prediction is  logits = rest + Σ_l w_l m_l,  where m_l is the contribution of module l:
 
     FedPer, FedRep    heads      rest = 0                     m_l = head_l(f)
     FedRoD            heads      rest = global head(f)        m_l = personal head_l(f)
     DBE               heads      rest = head(f)               m_l = W P_l, a bias alone
     LG-FedAvg         bases      rest = bias of the head      m_l = head(base_l(x)) - rest
 
-Heads share one network, the trunk, whose own head gives `rest`; bases are a network each.
+Heads share one network, the trunk, whose own head gives `rest`. Each base is a network of its own.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from fedge.errors import ConfigError
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, to_bytes, unflatten
 
 SLOPE: Final = 0.01
-"""Of the gate's LeakyReLU, section 5."""
+"""Negative slope of the gate's LeakyReLU (section 5)."""
 WIDTHS: Final = (128, 256, 128)
-"""Hidden units of the gate, section 5."""
+"""Hidden units of the gate's layers (section 5)."""
 WEIGHT: Final = "weight"
 BIAS: Final = "bias"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolGate:
-    """Four linear layers, LeakyReLU between them, on (g - mean) / scale.
+    """The pool's gate: four linear layers with LeakyReLU between them, on (g - mean) / scale.
 
-    weights: (128, F), (256, 128), (128, 256), (M, 128); biases alike; mean, scale: (F,). g are the F features of the
-    trunk if the modules are heads, or the flattened model input if they are bases.
+    The weights are (128, F), (256, 128), (128, 256) and (M, 128); the biases (128,), (256,), (128,) and (M,); mean and
+    scale are (F,). g (n, F) holds the trunk's features if the modules are heads, or the flattened model inputs if they
+    are bases.
     """
 
     weights: tuple[NDArray[np.floating], ...]
@@ -59,14 +60,15 @@ class Pool:
 
     Attributes:
         kind: whether the modules are heads or bases.
-        trunk: heads: the network that provides their features and whose own head is `rest`. Bases: None.
-        modules: M of them, by pool index. Heads: {"weight": (C, D), "bias": (C,)}; bases: models of the layout.
-        rest: bases: (C,); heads: unused, zeros.
+        trunk: the network that gives heads their features, and whose own head gives `rest`; None for bases.
+        modules: M modules, by pool index; a head is {"weight": (C, D), "bias": (C,)}, a base is a model of the layout.
+        rest: `rest` for bases, (C,); unused zeros for heads.
         gate: see `PoolGate`.
-        keep: (M,) whether a module survived the denoising; the device's own always does.
+        keep: whether each module survived the denoising, (M,); the device's own module always does.
         own: the index of the device's own module.
-        top: k' modules take part in a sample, 1 to the number of survivors; the lower index on a tie.
-        anchored: the own module always takes part and the weights are renormalised (section 5).
+        top: k', the number of modules that take part in a sample, from 1 to the number of survivors; on a tie the lower
+            index wins.
+        anchored: whether the own module always takes part and the weights are renormalised (section 5).
     """
 
     kind: Literal["head", "base"]
@@ -96,10 +98,11 @@ def compute_gate_logits(gate: PoolGate, g: NDArray[np.floating]) -> Array:
 def select_top_weights(
     alpha: Array, top: int, *, own: int | None = None, keep: NDArray[np.bool_] | None = None
 ) -> Array:
-    """Return weights w (n, M) of the `top` largest alpha, the lower index on a tie (section 5).
+    """Return weights w (n, M): the `top` largest alpha, the lower index on a tie, and 0 elsewhere (section 5).
 
-    `own` None: preset "paper", unchanged. Otherwise "anchored": the own module displaces the weakest of them, and the
-    weights are renormalised. `keep`: modules outside it are never selected.
+    If `own` is None (preset "paper"), the weights are these alphas. Otherwise (preset "anchored") the own module
+    displaces the weakest of the selected modules, and the weights are renormalised. Modules outside `keep` are never
+    selected.
 
     Example:
         >>> alpha = np.array([[0.1, 0.3, 0.3, 0.05, 0.25]])
@@ -116,7 +119,7 @@ def select_top_weights(
 
 
 def find_usable(modules: Array) -> NDArray[np.bool_]:
-    """Return (n, M) whether a module's contribution, (n, M, C), is finite in the graph's float32."""
+    """Return whether each module's contribution, of (n, M, C), is finite in the graph's float32, (n, M)."""
     with np.errstate(over="ignore", invalid="ignore"):
         found: NDArray[np.bool_] = np.abs(modules.astype(np.float32)).sum(axis=2) < np.inf
     return found
@@ -125,10 +128,10 @@ def find_usable(modules: Array) -> NDArray[np.bool_]:
 def compute_pool_reference(
     pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating], favoured: NDArray[np.floating] | None = None
 ) -> tuple[Array, Array]:
-    """Compute probabilities (n, C), weights (n, M) of contributions (n, M, C) and rest (n, C).
+    """Compute probabilities (n, C) and weights (n, M) from contributions (n, M, C) and rest (n, C).
 
-    A module whose output is not finite for a sample is dropped there, like one removed by the denoising. `favoured`:
-    weights (n, M) whose modules win where they are level with others up to rounding.
+    A module whose output is not finite for a sample is dropped for that sample, like one removed by the denoising.
+    `favoured` holds weights (n, M) whose modules win where they are level with others up to rounding.
     """
     fit, z = find_usable(modules), compute_gate_logits(pool.gate, g)
     z = np.where(pool.keep & fit, z if favoured is None else z + compute_favour(favoured, z), LOWEST)
@@ -145,7 +148,7 @@ def compute_expected(
     found: Sequence[NDArray[np.floating]] = (),
     lean: float = 0,
 ) -> Array:
-    """Compute probabilities (n, C) by torch and float64. `found`, `lean`: see `export.parity.compute_expected`."""
+    """Compute probabilities (n, C) by torch and float64; `found` and `lean`: see `export.parity.compute_expected`."""
     favoured = found[1] if lean else None
     if pool.trunk is None:
         models = [module for module in pool.modules if isinstance(module, Model)]
@@ -173,7 +176,7 @@ def encode_pool_parts(pool: Pool, layout: Layout) -> list[bytes]:
 
 
 def _make_gate_tensors(pool: Pool) -> Tensors:
-    """Return gate, survivors and own module as tensors: all devices of a pool share one graph."""
+    """Return the gate, the survivors and the own module as tensors, so that all devices of a pool share one graph."""
     tensors: Tensors = {
         "gate.mean": np.asarray(pool.gate.mean, np.float32),
         "gate.inverse_scale": (1 / np.asarray(pool.gate.scale, np.float64)).astype(np.float32),
@@ -191,7 +194,7 @@ def encode_pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list
     """Serialise the graph: input x (n, *input_shape) -> probabilities (n, C), weights (n, M), energies (n, M).
 
     Raises:
-        ConfigError: modules are heads, and the network's graph does not end in a linear layer.
+        ConfigError: the modules are heads, but the network's graph does not end in a linear layer.
     """
     model, m = export_branch(task), len(pool.modules)
     graph = Graph()
@@ -214,7 +217,7 @@ def encode_pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list
     else:
         rest = f"trunk/{LOGITS}"
 
-    # z, alpha; a module whose output is not finite is dropped, as one that did not survive the denoising
+    # z, alpha; a module whose output is not finite is dropped, like one that did not survive the denoising
     h = graph.op("Mul", graph.op("Sub", g, "gate.mean"), "gate.inverse_scale")
     for k in range(len(WIDTHS)):
         h = graph.op("LeakyRelu", graph.op("Gemm", h, f"gate.{k}.weight", f"gate.{k}.bias", transB=1), alpha=SLOPE)

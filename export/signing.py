@@ -5,8 +5,8 @@
     REPO/targets/{release}/{sha256}.manifest.json    the manifests of the released bundles
     REPO/parts/{sha256}            skeletons and parts, each once
 
-`root` says which keys sign what, `targets` which manifests are genuine, `snapshot` which versions belong together, and
-`timestamp`, which expires soonest, that this is the newest state. A device holds the first root and follows the chain.
+`root` lists the keys of each role, `targets` the genuine manifests, and `snapshot` the versions that belong together.
+`timestamp`, which expires soonest, names the newest state. A device holds the first root and follows the chain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIFETIMES: Final = {
     Snapshot.type: timedelta(days=90),
     Timestamp.type: timedelta(days=30),
 }
-"""How long a role's signature is good. A fleet that hears nothing new for that long refuses updates until `renew`."""
+"""Lifetime of a role's signature. A fleet that gets no newer one in that time refuses updates until `renew`."""
 
 S = TypeVar("S", Root, Targets, Snapshot, Timestamp)
 
@@ -46,7 +46,7 @@ class Repository:
         """Open a repository.
 
         Raises:
-            ConfigError: there is none; make one with `make`.
+            ConfigError: the folder holds no repository; make one with `make`.
         """
         self._folder = folder
         if not (folder / "metadata" / "1.root.json").is_file():
@@ -75,16 +75,16 @@ class Repository:
     # ------------------------------------------------------------------------------------------------- releasing
 
     def add(self, bundle: Path, name: str = "manifest", *, number: int | None = None) -> str:
-        """Release a bundle: its manifest becomes a target, its files are kept for devices to fetch.
+        """Release a bundle: its manifest becomes a target, and its files are stored for devices to fetch.
 
-        `name` tells bundles of one release apart. `number`: of the release; None: that of the manifest.
+        `name` distinguishes bundles of one release. `number` is the release's number; if None, the manifest's is used.
 
         Returns:
             The path of the target, such as "5/manifest.json".
 
         Raises:
             UpdateRejected: the bundle is not what its manifest says.
-            ConfigError: that target exists with another content: releases are never changed, count up.
+            ConfigError: the target exists with another content. Releases are never changed; use the next number.
             StoreError: the disk is full or broken.
         """
         manifest = read_bundle(bundle).manifest
@@ -109,7 +109,8 @@ class Repository:
     def renew(self) -> None:
         """Sign the newest state again before it expires. Run it well within the lifetimes.
 
-        Needs the keys of snapshot and timestamp; those of root and targets only after half of their lifetime.
+        This needs the keys of snapshot and timestamp; it needs those of root and targets only after half of their
+        lifetime.
 
         Raises:
             ConfigError: a required key is missing. Snapshot and timestamp are renewed all the same.
@@ -122,15 +123,15 @@ class Repository:
             self._publish_root(root, old=root)
 
     def rotate(self, role: str) -> None:
-        """Replace a role's key that was lost, leaked or is old; devices follow through the new root.
+        """Replace a role's key that was lost or leaked, or is old; devices learn the new key from the new root.
 
-        The old root key must sign a new one; otherwise devices need a new root of trust by hand.
+        A new root key must be signed by the old one; otherwise devices need a new root of trust installed by hand.
 
         Raises:
             ConfigError: there is no such role.
         """
         if role not in ROLES:
-            raise ConfigError(f"no role {role!r}: one of {', '.join(ROLES)}")
+            raise ConfigError(f"there is no role {role!r}: choose one of {', '.join(ROLES)}")
         old = self._load_current(Root)
         new = self._load_current(Root)
         for keyid in old.roles[role].keyids:
@@ -158,7 +159,7 @@ class Repository:
         return (self._folder / "metadata" / "1.root.json").read_bytes()
 
     def find_files(self, target: str) -> dict[str, Path]:
-        """Return what a device needs to trust a target, under the names of `deploy.updates.trust`.
+        """Return the files that a device needs to verify a target, by the names that `deploy.updates.trust` uses.
 
         Raises:
             ConfigError: there is no such target.
@@ -213,7 +214,7 @@ class Repository:
         return metadata.signed
 
     def _publish(self, targets: Targets | None) -> None:
-        """Write targets unless None, snapshot and timestamp: nothing has changed before the last is written."""
+        """Write targets (unless None), snapshot and timestamp. Devices see no change before the last is written."""
         root = self._load_current(Root)
         first = not (self._folder / "metadata" / "timestamp.json").exists()
         n = 1 if first else self._load_current(Timestamp).version + 1
@@ -230,7 +231,7 @@ class Repository:
         _write(self._folder, "timestamp.json", timestamp, [_load_signer(self._folder, Timestamp.type, root)])
 
     def _publish_root(self, new: Root, *, old: Root) -> None:
-        """Publish a root signed by its own key and by the old root's, which devices know."""
+        """Publish a root signed by its own key and by the key of the old root, which devices know."""
         new.version, new.expires = old.version + 1, _compute_expiry(Root.type)
         signers = {root.roles[Root.type].keyids[0]: _load_signer(self._folder, Root.type, root) for root in (old, new)}
         _write(self._folder, f"{new.version}.root.json", new, list(signers.values()))
@@ -261,7 +262,7 @@ def _get_key_path(folder: Path, role: str, keyid: str) -> Path:
 
 
 def _load_signer(folder: Path, role: str, root: Root) -> CryptoSigner:
-    """Load the signer that `root` names for a role; its private key must be here."""
+    """Load the signer that `root` names for a role; its private key must be in the folder."""
     (keyid,) = root.roles[role].keyids
     path = _get_key_path(folder, role, keyid)
     public = root.keys[keyid]

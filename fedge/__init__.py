@@ -1,7 +1,7 @@
-"""What both sides of a federation share: wire contract, tasks, models, configuration and the `fedge` command.
+"""The code that both sides of a federation share: wire contract, tasks, models, configuration and the `fedge` command.
 
-And, for a script or a notebook, `fedge.Task`, `simulate`, `compare`, `tune` and `load`. They are parts of the roles,
-found when they are asked for: `import fedge` loads neither a role nor torch.
+For scripts and notebooks there are `fedge.Task`, `simulate`, `compare`, `tune` and `load`. They belong to the roles and
+are imported on first use, so `import fedge` loads neither a role nor torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _INTERFACE = {
     "simulate": ("coordinator.simulation.interface", "coordinator"),
     "tune": ("coordinator.simulation.interface", "coordinator"),
 }
-"""Name -> the module that has it, and the installation that it needs."""
+"""The module of each name of the Python interface, and the extra that it needs."""
 
 
 def __getattr__(name: str) -> Any:
     """Return a name of the Python interface, which is imported on first use.
 
     Raises:
-        AttributeError: no such name.
-        ConfigError: it needs a package that is not installed.
+        AttributeError: there is no such name.
+        ConfigError: the name needs a package that is not installed.
     """
     if name not in _INTERFACE:
         raise AttributeError(f"module 'fedge' has no attribute {name!r}")

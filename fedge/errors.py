@@ -18,11 +18,11 @@ from typing import Final
 import msgspec
 
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of bytes that are not what they should be, whoever made them."""
+"""Errors that msgspec raises for malformed bytes."""
 
 
 class FedgeError(Exception):
-    """Base of all errors below; its text can be shown to a user. `exit_code` is that of the `fedge` command."""
+    """Base of all errors of fedge. The text can be shown to a user; `exit_code` is that of the `fedge` command."""
 
     exit_code = 1
 
@@ -40,21 +40,21 @@ class TransportError(FedgeError):
 
 
 class TooLargeError(TransportError):
-    """A message is larger than the broker takes. Whoever can say the same in smaller ones does."""
+    """A message is larger than the broker takes. Senders that can split it then send smaller ones."""
 
 
 class StoreError(FedgeError):
-    """Durable state could not be written or read. The process must stop: going on would lose an accepted update."""
+    """Durable state could not be written or read. The process must stop, or it would lose an accepted update."""
 
     exit_code = 4
 
 
 class DamagedError(StoreError):
-    """A file that was kept is damaged and cannot be made anew. An agent fails the orders that need it, and goes on."""
+    """A stored file is damaged and cannot be made anew. An agent fails the orders that need it, and goes on."""
 
 
 class FruitlessError(FedgeError):
-    """A run came to its end and nothing was learned, or no device has a bundle. The text has the devices' reasons."""
+    """A run ended, but nothing was learned, or no device has a bundle. The text has the devices' reasons."""
 
     exit_code = 6
 
@@ -77,9 +77,9 @@ class UpdateRejected(FedgeError):  # noqa: N818 - what it is, not that it is an 
 def raise_as(
     kind: Callable[[str], Exception], what: str, on: type[Exception] | tuple[type[Exception], ...] = OSError
 ) -> Iterator[None]:
-    """Turn the errors `on` that the block raises into one of this kind: `what`, a colon, and their text.
+    """Turn the errors `on` that the `with` block raises into errors of this kind; the text is `what`, a colon, theirs.
 
-    with failing_as(StoreError, f"cannot write {path}"):
+    with raise_as(StoreError, f"cannot write {path}"):
         path.write_bytes(data)
     """
     try:

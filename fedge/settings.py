@@ -1,4 +1,4 @@
-"""Settings of a command: frozen structs, read from TOML < environment < flags.
+"""Settings of a command: frozen structs, filled from a TOML file, then the environment, then flags; later ones win.
 
 A role describes its settings once, as a frozen msgspec Struct whose fields carry their range and help:
 
@@ -6,9 +6,10 @@ A role describes its settings once, as a frozen msgspec Struct whose fields carr
         rounds: Annotated[int, Meta(ge=1), Heading.TRAINING, "Training takes this many rounds."] = 30
         password: Annotated[Secret | None, Heading.BROKER, "This password belongs to the user name."] = None
 
-From it come the flags and their help (`settings_options`), the environment variables (FEDGE_COORDINATOR_ROUNDS), the
-keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`). A field without default must be given.
-A setting that commands share is such an annotation with a name: it has the same heading and text in all of them.
+From that struct come the flags and their help (`settings_options`), the environment variables
+(FEDGE_COORDINATOR_ROUNDS), the keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`). A
+field without default must be given. A setting that several commands share is such an annotation with a name, so it has
+the same heading and text in all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SECTIONS: Final = (
     *("release", "report", "restore", "resume", "retire", "rollout", "rounds", "sample", "serve", "simulate"),
     *("status", "tune", "ui", "why"),
 )
-"""Sections that a TOML file may have; one file can serve all roles."""
+"""Names of the sections that a TOML file may have; one file can serve all roles."""
 
 
 _OWN_STEP: Final = "write a step of your own, as docs/extending.md says"
@@ -67,20 +68,21 @@ NO_SETTINGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("network", "net", "architecture"), "it is called model"),
     **dict.fromkeys(("gpu", "cuda", "device"), "what trains is called train_on: cpu or cuda"),
 }
-"""What people look for among the settings and is none, or has another name; and what they do instead."""
+"""Names that people try as settings though no setting has them, each with the advice what to do instead."""
 
 
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 Name = Annotated[
     str, Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"})
 ]
-"""Of a federation, a device or a model: part of topics, folders and addresses."""
+"""Name of a federation, a device or a model, which becomes part of topics, folders and addresses."""
 CODE: Final = Meta(extra={"code": "yes"})
-"""Of a setting that may name code, package.module:name. A file may do so only if the command line allows that code."""
+"""Mark of a setting that may name code (package.module:name). A TOML file may name only code that a flag or the
+environment names, too."""
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0, extra={"unit": "s"})]
 Duration = Annotated[float, Meta(gt=0, extra={"unit": "s"})]
-"""More than no time."""
+"""A time in seconds, above 0."""
 
 
 TopicPrefix = Annotated[
@@ -94,11 +96,12 @@ TopicPrefix = Annotated[
 ClientPrefix = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9_.:@/-]{1,28}\Z", extra={"words": "1 to 28 letters, digits and any of _.:@/-"})
 ]
-"""What a broker of others wants before all topics, and before client ids (fedge.wire.topics.MAX_CLIENT_PREFIX)."""
+"""`TopicPrefix` and `ClientPrefix` are the prefixes that a broker run by others requires of all topics and client ids
+(`fedge.wire.topics.MAX_CLIENT_PREFIX`)."""
 
 
 class Secret(str):
-    """A setting that is never shown: its repr and that of its settings mask it."""
+    """A setting that is never shown, since its repr, also inside that of its struct, masks it."""
 
     __slots__ = ()
 
@@ -118,7 +121,7 @@ class Setting:
     heading: Heading
     unit: str
     words: str  # what a value must look like, in words rather than a regular expression
-    default: object  # msgspec.NODEFAULT: must be given
+    default: object  # msgspec.NODEFAULT if the setting must be given
     code: bool  # whether it may name code (`CODE`)
 
     @property
@@ -133,7 +136,7 @@ class Setting:
 
 
 def describe_settings(settings: type[Struct], section: str) -> tuple[Setting, ...]:
-    """Return all settings of a struct in order, those of a base that commands share last.
+    """Return all settings of a struct in order, with those of a base class, which commands share, last.
 
     Raises:
         TypeError: a field's type cannot be written as one flag.
@@ -147,8 +150,8 @@ def describe_settings(settings: type[Struct], section: str) -> tuple[Setting, ..
 def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
     """Decorate a click command with one flag per field, and --config.
 
-    The command gets `config: Path | None` and, per field, a keyword that is None unless the flag was given; hand them
-    to `resolve` as they are: `resolve(Settings, section, config, flags)`.
+    The command gets `config: Path | None` and, per field, a keyword that is None unless the flag was given. Pass them
+    unchanged to `resolve(Settings, section, config, flags)`.
     """
 
     def decorate(command: F) -> F:
@@ -169,11 +172,11 @@ def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
 
 
 def resolve(settings: type[S], section: str, config_file: Path | None, flags: Mapping[str, object]) -> S:
-    """Read settings from the file, then the environment, then flags that are not None; later ones win.
+    """Read settings from the file, then the environment, then the flags that are not None; later sources win.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown (the nearest right one is named), a value has the wrong
-            type or range, a setting without default is missing, or the file names code that neither a flag nor the
+        ConfigError: the file cannot be read; a key is unknown (the nearest right one is named); a value has the wrong
+            type or range; a setting without default is missing; or the file names code that neither a flag nor the
             environment names.
     """
     known = {setting.name: setting for setting in describe_settings(settings, section)}
@@ -204,7 +207,7 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
 
 
 def resolve_given(settings: type[S], values: Mapping[str, object]) -> S:
-    """Return settings given in Python, as `resolve` without file and environment.
+    """Return settings given in Python, checked as by `resolve` but without file and environment.
 
     Raises:
         ConfigError: a name is unknown (the nearest one is named), a value has the wrong type or range, or a setting
@@ -219,7 +222,7 @@ def resolve_given(settings: type[S], values: Mapping[str, object]) -> S:
 
 
 def read_section(config_file: Path | None, section: str) -> dict[str, Any]:
-    """Return one section of the TOML file, unparsed, or {} without file or section.
+    """Return one section of the TOML file, unchecked, or {} if there is no file or no such section.
 
     Raises:
         ConfigError: the file cannot be read, or has a section that no command knows.
@@ -257,7 +260,7 @@ def get_annotations(hint: Any) -> list[Any]:
 
 
 def _get_base_type(hint: Any) -> type:
-    """Return the one plain type inside `Annotated` and `| None`; for a Literal, an Enum."""
+    """Return the plain type inside `Annotated` and `| None`, or an Enum of a Literal's values."""
     if get_origin(hint) is Annotated:
         return _get_base_type(hint.__origin__)
     if get_origin(hint) in (Union, UnionType):
@@ -337,7 +340,7 @@ def _convert(setting: Setting, value: object, source: str, *, strict: bool = Tru
 
 
 def _convert_custom(kind: type, value: object) -> object:
-    """Convert what msgspec cannot: Path and Secret, from a string."""
+    """Convert a string to Path or Secret, which msgspec cannot."""
     if not isinstance(value, str | Path):
         raise TypeError(f"expected a string, got {type(value).__name__}")
     return kind(value)

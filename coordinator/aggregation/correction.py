@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedge.tensors.layout import Floats
 
 STILL = 1e-12
-"""A cluster that moved no further than this has no direction."""
+"""Longest change, as an L2 norm, of a cluster that counts as still and has no direction."""
 
 Vector = NDArray[np.float64]
 
@@ -50,8 +50,8 @@ def apply_correction(
         beta: length of the correction, >= 0.
 
     Returns:
-        The step; |h| <= beta / (1 - alpha) if |dir| <= 1. Where w would become non-finite, the old w, h = 0 and
-        `diverged`: the caller logs it.
+        The step; |h| <= beta / (1 - alpha) if |dir| <= 1. If w or h would become non-finite: the old w, h = 0 and
+        `diverged`, which the caller logs.
 
     Raises:
         ValueError: alpha or beta is out of range.

@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 
 TIED: Final = 12
-"""Decimals of a share that count in a comparison: rounding decides no tie."""
+"""Shares are compared after rounding to this many decimals, so that rounding errors decide no tie."""
 ON_THE_SIMPLEX: Final = 1e-3
 """How far the sum of a profile may be from 1 (section 11)."""
 
@@ -42,7 +42,7 @@ def compute_suitability(q: Array, temperature: float) -> Array:
 
     Args:
         q: (n, K) probability that each expert gives to the true class of a sample.
-        temperature: T_s > 0; 1 as printed, 0.1 repaired.
+        temperature: T_s > 0; 1 in the paper's preset, 0.1 in ours.
 
     Returns:
         (n, K), rows on the simplex.
@@ -64,13 +64,13 @@ def normalise_rows(m: Array) -> Array:
 def normalise_columns(m: Array) -> Array:
     """Divide each column of M (K, N) by its sum (Eq. 8, M_C): the share of a client in each expert.
 
-    A column of zeros stays one.
+    A column of zeros stays a column of zeros.
     """
     return _divide_by_sums(m, axis=0)
 
 
 def _divide_by_sums(m: Array, axis: int) -> Array:
-    """Divide M by its sums, without the paper's epsilon: no result may depend on the scale of M."""
+    """Divide M by its sums, without the paper's epsilon, since no result may depend on the scale of M."""
     sums = m.sum(axis=axis, keepdims=True)
     shares: Array = np.divide(m, sums, out=np.zeros_like(m), where=sums > 0)
     return shares
@@ -80,8 +80,8 @@ def select_clients(ranking: Array, n_top: int) -> tuple[Indices, ...]:
     """Select S_j for each expert: the clients with the largest R[j, :], the lower index first on a tie.
 
     Args:
-        ranking: R (K, N): M_E ("raw", as printed) or M_C ("affinity", repaired).
-        n_top: N_top >= 1; where there are fewer, all are taken.
+        ranking: R (K, N): M_E ("raw", as in the paper) or M_C ("affinity", ours).
+        n_top: N_top >= 1; all clients are taken if there are fewer.
 
     Example:
         >>> select_clients(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
@@ -91,11 +91,11 @@ def select_clients(ranking: Array, n_top: int) -> tuple[Indices, ...]:
 
 
 def compute_expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
-    """Compute W (K, N), the share of each selected client in the next expert; others have 0 (Eq. 10).
+    """Compute W (K, N), the share of each selected client in the next expert; other clients have 0 (Eq. 10).
 
     Args:
         m: M, (K, N), >= 0.
-        selected: S_j for each expert; an empty one has a row of zeros: the expert stays as it is.
+        selected: S_j for each expert. An empty S_j gives a row of zeros, so the expert stays as it is.
 
     Returns:
         W, whose rows sum to 1; uniform over S_j where the row of M is all zero.
@@ -121,7 +121,7 @@ def mix_models(models: Iterable[Model], weights: Array) -> tuple[Model | None, .
         tie (section 11). None for a row of zeros.
 
     Raises:
-        ValueError: another number of models than of columns.
+        ValueError: the number of models is not the number of columns.
 
     Cost: O(n_sums * n_models * d) time, 8 * n_sums * d bytes beyond the model at hand.
     """
@@ -145,7 +145,7 @@ def mix_models(models: Iterable[Model], weights: Array) -> tuple[Model | None, .
 def interpolate(model: Model, towards: Model | None, tau: float) -> Model:
     """Return (1 - tau) model + tau towards, the smoothing of Eq. 9 and 11; without `towards` the model as it is.
 
-    Counters are those of the one with the larger weight, `model` on a tie.
+    Counters are those of the model with the larger weight, `model` on a tie.
     """
     if towards is None or tau == 0:
         return model

@@ -29,10 +29,11 @@ def average_by_rule(
 
     Args:
         changes: updates by ascending client id; finite; each is read once.
-        norms: of each of them.
-        sizes: as in `average_clusters`; unverified claims, which `clipped` limits to twice the median of a cluster.
+        norms: the norms of each update.
+        sizes: as in `average_clusters`. Devices claim them unverified; `clipped` limits them to twice their cluster's
+            median.
         members: for each cluster the positions of its members.
-        layout: of the updates.
+        layout: the layout of the updates.
         protection: the rule. In a cluster of fewer than three members every rule is the mean.
 
     Raises:
@@ -45,7 +46,7 @@ def average_by_rule(
 
 
 def limit_sizes(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
-    """Return the members' weights in a cluster by the rule: samples, those limited to twice the median, or one."""
+    """Return the members' weights by the rule: samples, samples limited to twice their median, or one for each."""
     if protection.average not in SUMMABLE:
         return [1.0] * len(sizes)
     if protection.average != "clipped":
@@ -57,11 +58,11 @@ def limit_sizes(sizes: Sequence[float], protection: Protection) -> Sequence[floa
 def compute_shares(
     norms: Sequence[Norms], sizes: Sequence[float], members: Sequence[Sequence[int]], protection: Protection
 ) -> Shares:
-    """Compute how updates count that a rule makes lighter or shorter, in each cluster by its own members.
+    """Compute the shares of the updates that a rule makes lighter or shorter, in each cluster by its own members.
 
-    `norm-clipped` bounds norms by twice their median. `clipped` bounds weights so, and weight times norm; a mean of
-    equal updates is that update: twice the median of weight times norm is then no less than what twice the median
-    weight moves. Updates with n_i = 0 are not averaged and say nothing of what is usual.
+    `norm-clipped` bounds norms by twice their median. `clipped` bounds weights, and weight times norm, by twice their
+    medians. A mean of equal updates stays that update, because no bounded weight times the norm exceeds the second
+    bound. Updates with n_i = 0 are not averaged and do not count in the medians.
     """
     if protection.average == "mean":
         return {}

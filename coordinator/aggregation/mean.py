@@ -26,7 +26,7 @@ from fedge.tensors.rounding import get_threads, map_blocks
 BLOCK = 262_144
 """Elements of a vector that are worked on at a time, so that they stay in the CPU's cache from one step to the next.
 
-Measured best of 8 k to 256 k: below, numpy's overhead per call counts."""
+The best of 8 k to 256 k, as measured. With smaller blocks, numpy's overhead per call counts."""
 
 
 class WeightedSums:
@@ -45,10 +45,12 @@ class WeightedSums:
     def add(
         self, vector: NDArray[np.floating[Any]], weight: float, clusters: Collection[int], factor: float = 1.0
     ) -> None:
-        """Add weight * factor * vector, shape (d,), to some clusters. Weight 0 adds nothing; a mean divides by weights.
+        """Add weight * factor * vector, shape (d,), to some clusters; weight 0 adds nothing.
+
+        Means are divided by the sum of the weights, without factors.
 
         Raises:
-            ValueError: another shape, or a weight below 0 or not finite.
+            ValueError: the shape is wrong, or the weight is negative or not finite.
         """
         if vector.shape != self._sums.shape[1:]:
             raise ValueError(f"vector has shape {vector.shape}, expected {self._sums.shape[1:]}")
@@ -81,7 +83,10 @@ class WeightedSums:
             other.result()
 
     def compute_means(self) -> tuple[NDArray[np.float64] | None, ...]:
-        """Compute the mean of each cluster, (d,), or None without addends; divides in place: call it once, last."""
+        """Compute the mean of each cluster, (d,), or None without addends.
+
+        It divides in place, so call it once, last.
+        """
 
         def divide(block: slice) -> None:
             np.divide(row[block], total, out=row[block])
@@ -111,7 +116,7 @@ class Average:
 
 
 class Share(NamedTuple):
-    """The way a model counts in a cluster: its weight, and the factors of its parameters and its buffers."""
+    """A model's share in the mean of a cluster: its weight, and the factors of its parameters and its buffers."""
 
     weight: float
     params: float = 1.0
@@ -119,7 +124,7 @@ class Share(NamedTuple):
 
 
 Shares = Mapping[tuple[int, int], Share]
-"""By (cluster, model); those not there have the weight of their size, and are multiplied by 1."""
+"""Shares by (cluster, model). A model without an entry has its size as weight and is multiplied by 1."""
 
 
 def average_clusters(
@@ -132,18 +137,18 @@ def average_clusters(
     """Average models (or updates) within clusters, each model read once (Eq. 5).
 
     Args:
-        models: by ascending client id; finite. An average counts as a model.
+        models: the models, by ascending client id; finite. An average counts as a model.
         sizes: n_i of each model, samples, >= 0. A model with n_i = 0 carries no weight.
         members: for each cluster k the positions of its members among the models; clusters may overlap or be empty.
-        layout: of the models.
-        shares: those that count otherwise in a cluster than by their size; n_i is then the weight there.
+        layout: the layout of the models.
+        shares: of models that count in a cluster other than by their size; n_i is then the share's weight.
 
     Returns:
-        omega_k = sum over members of (n_i / sum n) w_i; buffers likewise, counters by maximum. None where the weights
-        of a cluster sum to 0: its caller keeps the cluster's previous expert.
+        omega_k = sum over members of (n_i / sum n) w_i; buffers likewise, counters by maximum. None if the weights of
+        the cluster sum to 0; the caller then keeps the cluster's previous expert.
 
     Raises:
-        ValueError: a shape or a number of models that does not fit; the message names the position.
+        ValueError: a model has the wrong shape (the message gives its position), or there are too many or too few.
 
     Cost: O(sum of cluster sizes * d) time, 8*K*d bytes beyond the model at hand.
     """

@@ -17,7 +17,7 @@ from fedge.tensors.rounding import map_blocks
 
 @dataclass(frozen=True, slots=True)
 class ServerStep:
-    """A model and its velocity (None: no momentum) after a step, (d,) float32. `diverged`: see `apply_momentum`."""
+    """A model and its velocity (None without momentum) after a step, (d,) float32. `diverged`: see `apply_momentum`."""
 
     w: Floats
     v: Floats | None
@@ -29,13 +29,13 @@ def apply_momentum(w: Floats, v: Floats | None, change: NDArray[np.floating], *,
 
     Args:
         w: model, (d,) float32, finite; e_k for an expert.
-        v: velocity, (d,); None is zero.
+        v: velocity, (d,); zero if None.
         change: sum of (n_i / sum n) Delta_i, (d,), with Delta_i = W_i - its own start. An expert's members may have
             started from other experts, so changes are averaged, not models.
         gamma: momentum, in [0, 1).
 
     Returns:
-        The step. Where w would become non-finite, the old w, v = 0 and `diverged`: the caller logs it.
+        The step. If w or v would become non-finite: the old w, v = 0 and `diverged`, which the caller logs.
 
     Raises:
         ValueError: gamma is out of range.

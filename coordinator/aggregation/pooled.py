@@ -1,8 +1,8 @@
 """Choices made once for all devices, because single devices have too few validation samples.
 
 Source: docs/methods/fedge.md, sections 5 and 7 to 9. The trial says whether experts for clusters are worth having
-(section 5, steps 2 and 5). Label skew alone causes no split: the trial's losses include the device's class prior, so
-the global model already explains it.
+(section 5, steps 2 and 5). Label skew alone causes no split, because the trial's losses include the device's class
+prior, so that the global model already explains the skew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARGIN = 1e-9
 """A choice must be better by more than this, so that rounding decides no tie (section 2)."""
 
 ENOUGH_DEVICES = 4
-"""With fewer, t has no meaning and nothing is split (section 12)."""
+"""Fewest devices for a split; with fewer, t has no meaning (section 12)."""
 
 Z, ETA_0, SLOPE = 1.0, 0.70, 20.0  # section 13
 
@@ -46,7 +46,7 @@ def compute_trial_statistic(deltas: Sequence[float]) -> float | None:
 def clip_outliers(deltas: Sequence[float]) -> Sequence[float]:
     """Move outliers to 6 median deviations from the median; three or fewer deltas stay unchanged.
 
-    6 median deviations are 4 standard deviations of a normal sample. Where most deltas are equal, none is moved.
+    6 median deviations are 4 standard deviations of a normal sample. If most deltas are equal, none is moved.
 
     Example:
         >>> clip_outliers([1.0, 2.0, 3.0, 2.0, 50.0])
@@ -67,7 +67,7 @@ def wants_split(statistic: float | None, separability: float, n_devices: int) ->
     (eta about 0.62) need t > 2.6.
 
     Args:
-        statistic: t; None: fewer than two devices answered.
+        statistic: t; None if fewer than two devices answered.
         separability: eta, in [0, 1].
         n_devices: devices that take part in the method; fewer than four are never split.
     """
@@ -104,7 +104,7 @@ def pool_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, fl
     """Compute the mean mixture weights, u = sum m_i omega_i / sum m_i; no m_i exceeds twice the median.
 
     `weights`: (omega_i, m_i) of at least one device, by ascending id; omega_i sums to 1, m_i validation samples. A
-    candidate that a device does not have weighs 0 there. If no device has validation samples, all count alike.
+    candidate that a device lacks weighs 0 on that device. If no device has validation samples, all devices count alike.
 
     Example:
         >>> pool_weights([({"private": 0.2, "global": 0.8}, 10), ({"private": 0.6, "global": 0.4}, 30)])

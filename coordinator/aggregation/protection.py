@@ -20,19 +20,20 @@ from fedge.system.text import Heading
 from fedge.tensors.layout import Codec
 
 Rule = Literal["norm-clipped", "mean", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
-"""How updates are averaged (`coordinator.aggregation.rules`)."""
+"""A rule by which updates are averaged (`coordinator.aggregation.rules`)."""
 SUMMABLE: Final[frozenset[Rule]] = frozenset({"norm-clipped", "mean", "clipped"})
-"""Rules that need each update once, and its norm before: sums suffice, so a relay can add for its devices."""
+"""Rules that need only each update's norm and then a weighted sum, so that a relay can add for its devices."""
 Guard = Literal[
     "norm-clipped", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping",
     "norm-limit", "dp", "masking", "top-k",
 ]  # fmt: skip
-"""What guards: a rule other than the plain mean; the limit of an update's norm, which is always there
+"""A guard: a rule other than the plain mean; the limit of an update's norm, which is always on
 (`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums. top-k is no guard but the codec top1+zstd, which
-does not go with all of them."""
+some guards exclude."""
 
 LARGEST_DELTA: Final = 1 / 20
-"""Of devices with 20 samples, which is few (`coordinator.service.samples.FEW`). Each knows itself how many it has."""
+"""Delta must be below this, which is 1 / samples of a device with 20 samples, few (`coordinator.service.samples.FEW`).
+Only a device itself knows how many samples it has."""
 
 AverageRule = Annotated[
     Rule,
@@ -73,13 +74,13 @@ MinCohort = Annotated[
 
 
 class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of all guards. `hostile`: f / n, for rules that must know it. `min_cohort`: of masking.
+    """The settings of all guards. `hostile`: f / n, for rules that must know it. `min_cohort`: fewest in a masked sum.
 
-    `dp_epsilon` or `dp_noise`, one of them: differential privacy (`fedge.steps.training.train_dp`), with `dp_delta`,
-    `dp_clip`.
+    Either `dp_epsilon` or `dp_noise` turns on differential privacy (`fedge.steps.training.train_dp`), with `dp_delta`
+    and `dp_clip`.
 
     Raises:
-        ConfigError: both are given, or a setting has no effect.
+        ConfigError: both of these are given, a setting has no effect, or `dp_delta` is too large.
     """
 
     average: AverageRule = "norm-clipped"
@@ -112,7 +113,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.dp_epsilon is not None or self.dp_noise is not None
 
     def make_privacy(self, rounds: int) -> Privacy | None:
-        """Return what a run of so many rounds promises each sample; None without differential privacy."""
+        """Return what a run of this many rounds promises each sample; None without differential privacy."""
         if not self.dp:
             return None
         return Privacy(
@@ -154,13 +155,13 @@ COMBINATIONS: Final[Mapping[frozenset[Guard], str]] = {
     frozenset({"dp", "top-k"}): "what an update leaves out would come later, in one whose noise is not for it",
     frozenset({"dp", "masking"}): "masked training has no noise yet: noise protects samples, masking single devices",
 }
-"""Guards that do not combine, pair by pair, and why. A pair that is not here combines."""
+"""Pairs of guards that do not combine, and why. A pair that is not listed combines."""
 
 NOTES: Final[Mapping[frozenset[Guard], str]] = {
     frozenset({"norm-limit", "masking"}): "the limit does not see masked updates: one device can spoil the sum",
     frozenset({"multi-krum", "dp"}): "noise brings all updates about equally far apart, so that Krum chooses by chance",
 }
-"""What whoever combines two guards should know."""
+"""Remarks on pairs of guards that combine."""
 
 
 WITHOUT: Final = "fedavg, fedprox, fedavgm, fedbuff, fedper, fedrep and lg-fedavg do without"
@@ -179,9 +180,9 @@ def require_combinable(
 
     Args:
         protection: the settings.
-        unfit: by guard, why it does not fit the method; other keys are none of this.
-        method: its name.
-        codec: of the updates.
+        unfit: by guard, why it does not fit the method; other keys are ignored.
+        method: the method's name.
+        codec: the codec of the updates.
 
     Raises:
         ConfigError: two guards exclude each other, or one does not fit the method; the text has the reason.

@@ -3,8 +3,8 @@
 Source: median and trimmed mean: Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018; multi-Krum: Blanchard
 et al., "Machine Learning with Adversaries", NeurIPS 2017; centred clipping: Karimireddy, He, Jaggi, "Learning from
 History for Byzantine Robust Optimization", ICML 2021. Its radius comes from the cohort: no constant fits all networks.
-A rule counts every device once: how many samples a device has is its own claim. Clipping keeps the weights, and bounds
-them (`bound_sizes`).
+A rule counts every device once, because a device's number of samples is only its own claim. Clipping keeps the weights,
+and bounds them (`bound_sizes`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from coordinator.aggregation.mean import BLOCK
 from fedge.tensors.layout import Floats
 
 FACTOR: Final = 2.0
-"""Times the median of a cluster: no device weighs more in an average, and none moves it farther. It rarely acts where
-sizes are alike (docs/results/attacks.md)."""
+"""Most weight of a device in an average, and farthest that a device moves it, in multiples of the cluster's median. The
+limit rarely acts if sizes are alike (docs/results/attacks.md)."""
 FEWEST: Final = 3
-"""A median of fewer numbers says nothing of what is usual."""
+"""Fewest numbers whose median says what is usual."""
 ITERATIONS: Final = 3
-"""L of centred clipping."""
+"""L, the number of iterations of centred clipping."""
 
 Vector = NDArray[np.float64]
 
 
 def compute_typical(values: Sequence[float], *, zeros: bool = False) -> float:
-    """Return the median of what devices say; infinite for fewer than three values, or where all are 0.
+    """Return the median of what devices report; infinite for fewer than three values, or if all are 0.
 
-    `zeros`: a 0 counts as any other number. Else it says nothing, and of one or two others the smaller is usual.
+    `zeros`: a 0 counts as any other number. Otherwise zeros are ignored, and of one or two positive values the smaller
+    is returned.
 
     Example:
         >>> compute_typical([0.0, 1.0, 1e6]), compute_typical([1.0, 2.0, 9.0, 0.0]), compute_typical([1.0, 9.0])
@@ -50,7 +51,7 @@ def compute_typical(values: Sequence[float], *, zeros: bool = False) -> float:
 
 
 def compute_factors(shares: Sequence[float], times: float = FACTOR, *, zeros: bool = False) -> list[float]:
-    """Return by what to multiply each update, min(1, 2 median / share); all 1 for fewer than three.
+    """Return the factor of each update, min(1, 2 median / share); all 1 for fewer than three.
 
     `shares`: how far each update moves the sum, its weight times its norm. `times`: what the median is multiplied by.
     `zeros`: as in `compute_typical`.
@@ -75,7 +76,7 @@ def bound_sizes(sizes: Sequence[float], times: float = FACTOR) -> list[float]:
 
 
 def count_hostile(n: int, share: float) -> int:
-    """Return f of a cohort of n: the share, rounded up, but a minority.
+    """Return f, the hostile devices assumed in a cohort of n: the share, rounded up, but a minority.
 
     Example:
         >>> count_hostile(10, 0.2), count_hostile(4, 0.2), count_hostile(3, 0.4), count_hostile(10, 0.0)
@@ -108,8 +109,9 @@ def trimmed_mean(rows: Sequence[Floats], f: int) -> Vector:
 def multi_krum(rows: Sequence[Floats], f: int) -> list[int]:
     """Return the positions of the n - f vectors whose mean is multi-Krum's, ascending.
 
-    The score of a vector is the sum of the squared distances to its n - f - 1 nearest others; the lowest win, on a tie
-    the first. Departure: n - f - 2 in the paper, as in ByzFL. f < n - 1, as of `count_hostile`.
+    The score of a vector is the sum of the squared distances to its n - f - 1 nearest others. The vectors with the
+    lowest scores are chosen, the first on a tie. Departure: the paper and ByzFL take n - f - 2. f < n - 1, as
+    `count_hostile` returns.
 
     Cost: O(n^2 d) time, 8 n (n + BLOCK) bytes.
     """
@@ -130,7 +132,7 @@ def centred_clipping(rows: Sequence[Floats], radius: float | None = None, iterat
 
     Args:
         rows: x_i, changes of a model.
-        radius: tau; None: in each iteration the median distance from v.
+        radius: tau; if None, in each iteration the median distance from v.
         iterations: L >= 1.
 
     Cost: O(L n d) time, 8 d bytes.

@@ -1,11 +1,11 @@
 """AIDC: clusters of devices by the divergence of their ReLU-sparsity profiles.
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (3)-(8); specification docs/methods/fedepc.md. Departures:
-divergences are in a calibrated unit D_ref (4.1), MinPts and the radius come from the mean entropy and from
-nearest-neighbour distances (4.2), a rule places noise devices (4.4), and for large N a random subset replaces the
-single reference client (4.5).
+divergences are in a calibrated unit D_ref (4.1). MinPts and the radius come from the mean entropy and from
+nearest-neighbour distances (4.2). A rule places noise devices (4.4). For large N a random subset replaces the single
+reference client (4.5).
 
-Devices are positions, by ascending id. Values closer than 1e-12 are equal, also where one is a threshold.
+Devices are positions, by ascending id. Values closer than 1e-12 are equal, also if one of them is a threshold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Vectors = NDArray[np.float64]
 Clusters = tuple[tuple[int, ...], ...]
 
 TIE: Final = 1e-12
-BLOCK_BYTES: Final = 1 << 20  # of one temporary array while the matrix is filled: cache, not memory, is the limit
-EXACT_UP_TO: Final = 2000  # devices; above it the subset option is on
-ANCHORS: Final = 200  # of the subset option
-RECLUSTER_SHARE: Final = 0.2  # of devices that joined, left or changed (4.6)
+BLOCK_BYTES: Final = 1 << 20  # size of a temporary array while the matrix is filled, limited by cache, not memory
+EXACT_UP_TO: Final = 2000  # most devices without the subset option
+ANCHORS: Final = 200  # number of anchors in the subset option
+RECLUSTER_SHARE: Final = 0.2  # share of devices that joined, left or changed; above it, clusters are remade (4.6)
 ETA: Final = 2.0  # how fast MinPts falls with the entropy, (6)
 MERGE: Final = 0.15  # theta_merge, in units of D_ref
 SPLIT: Final = 0.18  # theta_split >= theta_merge
@@ -39,7 +39,7 @@ class Place:
     """The place of a new device.
 
     Attributes:
-        cluster: the one that it joins; None: it founds one.
+        cluster: the cluster that the device joins; None if it founds a cluster.
         nearest: the cluster whose model a founder starts from; None if there is no cluster at all.
     """
 
@@ -54,7 +54,7 @@ def compute_divergences(profiles: Vectors, *, unit: float) -> Vectors:
     """Compute D_ij = D_raw / D_ref of all pairs, (3)-(4): profiles (N, q) -> (N, N), symmetric, zero diagonal.
 
     Raises:
-        ValueError: an entry is not in [0, 1], or the unit is useless, see `compute_class_unit`.
+        ValueError: an entry is not in [0, 1], or the unit is too small (`compute_class_unit`).
 
     Cost: O(N^2 q) time; temporary memory is bounded by blocks of rows.
     """
@@ -74,7 +74,7 @@ def compute_class_unit(class_profiles: Vectors) -> float:
     D = 1 then reads "as different as two devices with one class each, classes unequal".
 
     Raises:
-        ValueError: fewer than two classes, or they cannot be told apart (D_ref <= 1e-12): the extractor is useless.
+        ValueError: there are fewer than two classes, or the extractor cannot tell them apart (D_ref <= 1e-12).
     """
     if len(class_profiles) < 2:
         raise ValueError("a unit needs profiles of at least two classes")
@@ -83,9 +83,9 @@ def compute_class_unit(class_profiles: Vectors) -> float:
 
 
 def compute_halves_unit(halves: Sequence[float]) -> float:
-    """Compute D_ref without labels: 12 * mean / 2 of each device's D_raw between its even and odd samples.
+    """Compute D_ref without labels, as 12 * mean / 2 of each device's D_raw between its even and odd samples.
 
-    None counts as more than twice the median: a single claim cannot make all devices alike.
+    No value counts as more than twice the median, so that a single claim cannot make all devices alike.
 
     Raises:
         ValueError: no device reported, or D_ref <= 1e-12.
@@ -119,7 +119,7 @@ def compute_min_samples(n: int, h: float) -> int:
 def compute_radius(distances: Vectors, min_points: int) -> float:
     """Compute eps, (5): mean + population sd of the distances to the (MinPts-1)-th nearest other device.
 
-    `distances`: (n, n), n >= 2; the furthest device stands in where there are too few others.
+    `distances`: (n, n), n >= 2; if there are too few other devices, the furthest one is taken.
     """
     n = len(distances)
     others = np.sort(distances[~np.eye(n, dtype=bool)].reshape(n, n - 1), axis=1)
@@ -131,7 +131,7 @@ def compute_radius(distances: Vectors, min_points: int) -> float:
 
 
 def cluster_by_density(distances: Vectors, eps: float, min_points: int) -> NDArray[np.intp]:
-    """Label devices by DBSCAN: labels (n,), -1 is noise. Distance <= eps, the device itself included.
+    """Label devices by DBSCAN: labels (n,), -1 is noise. A device and all at distance <= eps are its neighbours.
 
     scikit-learn visits devices in ascending order and finishes one cluster before the next, so a border device belongs
     to the first cluster that reaches it, as in the specification.
@@ -146,7 +146,7 @@ def cluster_by_density(distances: Vectors, eps: float, min_points: int) -> NDArr
 
 
 def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
-    """Part a cluster around its two most distant devices until every piece has het <= theta_split (SPLIT)."""
+    """Split a cluster around its two most distant devices until every piece has het <= theta_split (SPLIT)."""
     pieces, waiting = [], [np.array(sorted(cluster))]
     while waiting:
         members = waiting.pop()
@@ -168,7 +168,7 @@ def _find_first(mask: NDArray[np.bool_]) -> int:
 
 
 def _apply_noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], float], theta: float) -> Place:
-    """Place a device whose distances to each cluster's members sum to `sums`; `within`: sum of D over C x C."""
+    """Place a device by `sums`, its distances to each cluster's members. `within`: (cluster) -> sum of D over C x C."""
     if not len(sizes):
         return Place(None, None)
     means = sums / sizes
@@ -200,7 +200,7 @@ class _GrowingClusters:
 
 
 def place_noise(distances: Vectors, clusters: Sequence[Sequence[int]], noise: Sequence[int], theta: float) -> Clusters:
-    """Let noise devices, ascending, join the nearest cluster if it stays homogeneous, else found one (NOISE)."""
+    """Let noise devices, ascending, join the nearest cluster if it stays homogeneous, else found a cluster (NOISE)."""
     growing = _GrowingClusters(distances, sorted((sorted(c) for c in clusters), key=min))
     for device in sorted(noise):
         growing.add(device, distances[device], growing.place(distances[device], theta).cluster)
@@ -208,9 +208,9 @@ def place_noise(distances: Vectors, clusters: Sequence[Sequence[int]], noise: Se
 
 
 def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -> Clusters:
-    """Unite the two clusters with the smallest between while it is below theta_merge, (7) (MERGE).
+    """Unite the two clusters with the smallest `between` while that is below theta_merge, (7) (MERGE).
 
-    After it every between is >= theta_merge and every het still <= theta_split, see 4.4; so no loop with `split`.
+    Afterwards every `between` is >= theta_merge and every het still <= theta_split (4.4), so `split` is not repeated.
     Cost: O(K^3) for K clusters.
     """
     members = [list(c) for c in number_clusters(clusters)]
@@ -236,7 +236,7 @@ def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -
 
 
 def number_clusters(clusters: Sequence[Sequence[int]]) -> Clusters:
-    """Sort members and clusters, these by their smallest member; empty ones are removed."""
+    """Sort the members of clusters, and the clusters by their smallest member; empty clusters are removed."""
     return tuple(sorted((tuple(sorted(c)) for c in clusters if c), key=min))
 
 
@@ -259,7 +259,7 @@ def aidc(
         rng: draws 200 anchors; only used (and then needed) above 2000 devices.
 
     Returns:
-        A partition; for the anchors every het <= theta_split and every between >= theta_merge.
+        A partition. For the anchors every het is <= theta_split and every `between` >= theta_merge.
 
     Raises:
         ValueError: a profile or the unit is out of range.
@@ -298,7 +298,7 @@ def _cluster_exactly(profiles: Vectors, unit: float, thresholds: tuple[float, fl
 def _place_the_rest(
     profiles: Vectors, anchors: NDArray[np.intp], found: Clusters, unit: float, theta: float
 ) -> Clusters:
-    """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
+    """Place all other devices, ascending, by the NOISE rule over anchors alone; founders become anchors (4.5)."""
     placed = [[int(anchors[i]) for i in cluster] for cluster in found]
     kept = profiles[anchors]
     growing = _GrowingClusters(compute_divergences(kept, unit=unit), found)
@@ -318,7 +318,7 @@ def _place_the_rest(
 
 
 def place(new_device: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Place:
-    """Place a new device, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
+    """Place a new device, (q,), by the NOISE rule; others stay. `clusters`: each cluster's profiles (N_k, q).
 
     Ties go to the earliest cluster. Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
     """
@@ -342,9 +342,9 @@ def needs_reclustering(n_moved: int, n_devices: int) -> bool:
 
 
 def inherit(old: Sequence[Collection[str]], new: Sequence[Collection[str]]) -> tuple[int | None, ...]:
-    """Return for each new cluster of ids the old one with the largest overlap, whose bandit it takes, or None.
+    """Return for each new cluster of ids the old cluster with the largest overlap, whose bandit it takes, or None.
 
-    Ties go to the lowest.
+    Ties go to the lowest number.
     """
     overlaps = ([len(set(before) & set(after)) for before in old] for after in new)
     return tuple(row.index(max(row)) if any(row) else None for row in overlaps)

@@ -1,9 +1,10 @@
-"""Clusterings of devices: `find_clusters`, and `by_label`; ours are found by entry point (`GROUP`), like anybody's.
+"""Clusterings of devices: `find_clusters`, and `by_label`; all are found by entry point (`GROUP`), fedge's own, too.
 
 Each kind of features has its paper's clustering: profiles have AIDC (FedEPC), directions of updates MCTC (SCMoE-PFL),
 label features the groups of equal label (CFIC). The rivals `k-means` and `agglomerative` take profiles or directions.
-By default they make as many clusters as the paper's own, so that the number makes no difference (scmoe_pfl.md section
-14). Average linkage of profiles stops at theta_merge: AIDC without its density step (fedepc.md 4.4).
+By default rivals make as many clusters as the paper's own clustering, so that the number makes no difference
+(scmoe_pfl.md section 14). Average linkage of profiles stops at theta_merge, like AIDC without its density step
+(fedepc.md 4.4).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Directions:
     def compute_distances(self) -> Vectors:
         """Compute the distances 1 - cosine, (N, N)."""
         away = 1.0 - geometry.compute_similarity(self.vectors)
-        np.fill_diagonal(away, 0.0)  # of a row of zeros, too
+        np.fill_diagonal(away, 0.0)  # also for a row of zeros
         return away
 
 
@@ -92,7 +93,7 @@ def by_label(features: Sequence[int]) -> Clusters:
 
 Features: TypeAlias = Profiles | Directions
 Clusterer: TypeAlias = Callable[[Features, int | None, np.random.Generator], ArrayLike | ClusteringResult]
-"""(features of N devices, by ascending id; the number of clusters, None: it finds one; random numbers) -> the number of
+"""(features of N devices, by ascending id; number of clusters, to be found if None; random numbers) -> the number of
 each device's cluster, (N,), or for overlapping clusters a `ClusteringResult`."""
 
 
@@ -100,7 +101,7 @@ def load_clusterer(how: str) -> Clusterer:
     """Load the clustering of that name or path (`package.module:function`).
 
     Raises:
-        ConfigError: there is none; the text lists the installed ones.
+        ConfigError: there is no such clustering; the text lists the installed ones.
     """
     found = load_named(how, GROUP, "clustering")
     if not callable(found) or isinstance(found, type):
@@ -114,10 +115,10 @@ def find_clusters(
     """Cluster N devices.
 
     Args:
-        how: the clustering, not labels; that of a paper takes its own kind of features.
-        features: of the devices, by ascending id.
-        rng: of k-means' starts and AIDC's subset.
-        n_clusters: of the rivals, >= 1; None: see above.
+        how: the clustering, not labels; a paper's clustering takes its own kind of features.
+        features: features of the devices, by ascending id.
+        rng: for k-means' starts and AIDC's subset.
+        n_clusters: for the rivals, >= 1; by default as many as the paper's clustering.
 
     Raises:
         ConfigError: there is no such clustering, or it fails, or does not put each device into one cluster.
@@ -173,6 +174,6 @@ def by_linkage(features: Features, n_clusters: int | None, rng: np.random.Genera
 def _count_clusters(
     features: Features, n_clusters: int | None, rng: np.random.Generator
 ) -> tuple[ClusteringResult, int]:
-    """Return the paper's own clusters, if their number is not given, and the number."""
+    """Return the paper's own clusters, if the number is not given, and the number of clusters."""
     found = features.cluster_by_paper(rng) if n_clusters is None else ClusteringResult(())
     return found, len(found.clusters) if n_clusters is None else n_clusters

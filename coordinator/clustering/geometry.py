@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 Vectors = NDArray[np.float64]
 DECIMALS: Final = 9
 NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
-COLUMNS: Final = 1 << 18  # of the updates, converted to float64 at a time
+COLUMNS: Final = 1 << 18  # columns of the updates that are converted to float64 at a time
 LARGE: Final = 100_000  # parameters above which directions are projected when they are kept
 PROJECTED: Final = 4096  # dimension of the projection (section 5)
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
 LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; for more, the dimension of a projection
-ROWS: Final = 1024  # of a matrix of all clients, computed at a time
+ROWS: Final = 1024  # rows of a matrix of all clients that are computed at a time
 
 
 def compute_unit_update(update: NDArray[np.floating]) -> Vectors | None:
-    """Compute the direction of an update, Eq. 1: (d,) of norm 1; None if not finite or of norm <= 1e-12.
+    """Compute the direction of an update, Eq. 1, (d,) of norm 1; None if the update is not finite or has norm <= 1e-12.
 
     The largest entry is divided out first, so that no square overflows or underflows.
     """
@@ -36,7 +36,7 @@ def compute_unit_update(update: NDArray[np.floating]) -> Vectors | None:
 
 
 def compute_direction(update: NDArray[np.floating]) -> Vectors | None:
-    """Return an update as stored: its unit vector, or if large its fixed projection; None: no direction."""
+    """Return an update's direction as stored: its unit vector, or if large a fixed projection; None if it has none."""
     unit = compute_unit_update(update)
     return unit if unit is None or len(unit) <= LARGE else project(unit, PROJECTED, seed=0)
 
@@ -45,7 +45,7 @@ def project(update: NDArray[np.floating], size: int, seed: int) -> Vectors:
     """Project a large update at random, (d,) -> (size,), by the same matrix for equal seeds (section 5).
 
     The matrix (d, size) is sparse: four entries per row (with replacement), each +-1/2, so entries have variance
-    1/size. Cosines are kept within about 1/sqrt(size), one standard deviation: use size >= 4096 where tau is tuned
+    1/size. Cosines are kept within about 1/sqrt(size), one standard deviation, so use size >= 4096 if tau is tuned
     finely.
 
     Cost: O(d) time; the matrix is drawn in blocks of rows and never held.
@@ -96,8 +96,9 @@ def embed_gram(products: Vectors) -> Vectors:
 def compute_embedding(updates: NDArray[np.floating]) -> Vectors:
     """Compute Z of Eq. 2, a rotation of the unit updates: (N, d) -> (N, m), N >= 1.
 
-    Where there are as many clients as parameters the unit updates are that embedding already. Of more than 4096 clients
-    with more parameters than that, they are projected to 4096 numbers (section 5): cosines keep within about 1/64.
+    If there are as many clients as parameters, the unit updates are that embedding already. With more than 4096 clients
+    and more than 4096 parameters, updates are projected to 4096 numbers (section 5), which keeps cosines within about
+    1/64.
 
     Cost: O(N^2 d + N^3) time and O(N^2) memory for N < d, N <= 4096; else O(N d) time and O(N min(d, 4096)) memory.
     """
@@ -138,8 +139,8 @@ def compute_similarity(z: Vectors) -> Vectors:
 def project_to_plane(z: Vectors) -> Vectors:
     """Place an embedding's rows in a plane, for plots: (N, m) -> (N, 2), centred.
 
-    Classical scaling of the distances sqrt(2 - 2 cos): no other plane keeps more of their squares. An axis may come out
-    mirrored. Cost: O(N m^2 + m^3) time.
+    By classical scaling of the distances sqrt(2 - 2 cos); no other plane keeps more of their squares. An axis may come
+    out mirrored. Cost: O(N m^2 + m^3) time.
 
     Source: Torgerson, "Multidimensional scaling: I. Theory and method", Psychometrika 17, 1952.
     """

@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from coordinator.clustering.aidc import Clusters, number_clusters
 from coordinator.clustering.geometry import DECIMALS, ROWS, Vectors, compute_cosines, compute_similarity
 
-TIED: Final = 10  # decimals of a share of the variance: cuts that differ by less are equal
+TIED: Final = 10  # decimals of a share of the variance; cuts that differ by less are equal
 THETA: Final = 0.9  # largest valid cos_avg, Eq. 3
-PAIRS: Final = 1 << 20  # of clients, processed at a time
+PAIRS: Final = 1 << 20  # pairs of clients that are processed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class ClusteringResult:
-    """The clusters found; of directions also MCTC's threshold and its separability, even with a rival.
+    """The clusters found; for directions also MCTC's threshold and its separability, even with a rival clustering.
 
-    MCTC's may overlap: every client is in at least one. `separability` is None where tau was given.
+    Clusters of MCTC may overlap; every client is in at least one. `separability` is None if tau was given.
     """
 
     clusters: Clusters
@@ -46,7 +46,7 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
     Args:
         sim: (N, N), N >= 1.
         n_clusters: K >= 1, an upper bound.
-        bar: a client at least this close to a chosen centre is none; 1 refuses parallel centres alone.
+        bar: a client at least this close to a chosen centre is no centre; 1 refuses only parallel centres.
     """
     n = len(sim)
     k = max(1, min(n_clusters, n))
@@ -93,7 +93,7 @@ def cluster_softly(
         z: embedding, (N, m), N >= 1, finite. A zero row has cosine 0 with everything.
         sim: `compute_similarity` of z.
         n_clusters: K >= 1, an upper bound.
-        tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1: a hard partition.
+        tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1, a hard partition.
         distinct: whether a client that belongs with a chosen centre may not be a centre (6.2).
         centres_join: whether centres join other clusters at the end (6.5).
 
@@ -124,7 +124,7 @@ def cluster_softly(
 
 
 def _find_close(close: Vectors, tau: float) -> tuple[int, ...]:
-    """Return the clusters at least this close, otherwise the nearest: the first of equal ones."""
+    """Return the clusters at least this close, otherwise the nearest cluster, the first on a tie."""
     return tuple(np.flatnonzero(close >= tau).tolist()) or (int(np.argmax(close)),)
 
 
@@ -151,8 +151,9 @@ def otsu(sim: Vectors) -> tuple[float, float]:
     """Compute tau, Otsu's cut of the cosines of all pairs (6.7), in [0, 0.95], and its separability (17.4).
 
     eta = between-class variance at tau / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a normal
-    one; >= 0.8 speaks for groups, < 0.7 against. It is that of the cut that is used: where tau is clipped it is smaller
-    than at Otsu's own cut, and 0 if all pairs lie on one side. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
+    one; >= 0.8 speaks for groups, < 0.7 against. eta belongs to the cut that is used: if tau is clipped, eta is smaller
+    than at Otsu's own cut, and 0 if all pairs lie on one side. For fewer than two pairs, or equal cosines, tau is 0.95
+    and eta 0.
     """
     c = np.concatenate([row[i + 1 :] for i, row in enumerate(sim)])  # above the diagonal
     c.sort()
@@ -196,15 +197,15 @@ def mctc(
 ) -> ClusteringResult:
     """Find overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
 
-    A partition with cos_avg > 0.9 is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
-    0.95), then with one cluster less. Clients whose updates nearly coincide end in one cluster.
+    Clusters with cos_avg > 0.9 are discarded and made again with stricter tau (four steps of 0.05, at most 0.95), then
+    with one cluster less. Clients whose updates nearly coincide end in one cluster.
 
     Args:
         z: embedding, (N, m), N >= 1, finite.
         n_clusters: K >= 1, an upper bound.
-        tau: the first threshold; None: Otsu's.
-        distinct: see `cluster_softly`.
-        centres_join: see `cluster_softly`.
+        tau: the first threshold; Otsu's if None.
+        distinct: as in `cluster_softly`.
+        centres_join: as in `cluster_softly`.
 
     Raises:
         ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
@@ -231,10 +232,10 @@ def mctc(
 
 
 def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...]:
-    """Attach clients that sat out or came late to all clusters with cosine >= tau, else to the nearest.
+    """Attach clients that sat out or came late to all clusters with cosine >= tau, otherwise to the nearest cluster.
 
     Args:
-        z: (n, m), in the same basis as `means`: their stored unit vectors were in the Gram matrix of this embedding.
+        z: (n, m), in the same basis as `means`, because their unit vectors were in the Gram matrix of this embedding.
         means: v_k, (K_eff, m), K_eff >= 1.
         tau: the clustering's threshold.
     """
@@ -242,10 +243,10 @@ def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...
 
 
 def make_partition(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
-    """Make overlapping clusters disjoint: each client stays in the one of its clusters whose mean is nearest.
+    """Make overlapping clusters disjoint: each client stays in that of its clusters whose mean is nearest.
 
-    For methods with one cluster per device. Ties: the cluster with the lowest number. Means are those of all members,
-    so the order of the clients does not matter; a cluster that nobody stays in is removed.
+    Methods with one cluster per device need this. On a tie, the lowest number wins. Means are over all members, so the
+    order of the clients does not matter. Clusters in which no client stays are removed.
 
     Args:
         z: (N, m), the embedding in which the clusters were found.
@@ -268,8 +269,9 @@ def make_partition(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
 def silhouette(sim: Vectors, members: Sequence[Sequence[int]]) -> float:
     """Compute the mean silhouette over memberships, in [-1, 1]; the usual one for a partition (section 13).
 
-    Distance 1 - Sim. Per membership (i, k): a to the other members of S_k, b to the nearest cluster without i. 0 where
-    S_k = {i}, i is in every cluster, or max(a, b) = 0. It favours overlap.
+    With distance 1 - Sim, a membership (i, k) has a, the mean distance to the other members of S_k, and b, that to the
+    nearest cluster without i. It counts 0 if S_k = {i}, i is in every cluster, or max(a, b) = 0. The figure favours
+    overlap.
     """
     distance = 1.0 - sim
     values = []

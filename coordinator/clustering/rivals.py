@@ -3,8 +3,8 @@
 Source: Lloyd's algorithm with k-means++ starts, and average linkage (UPGMA), both by scikit-learn. For k-means rows are
 scaled to unit length first, so that the squared distance of two rows is 2 - 2 cos, and lengths (how much a device
 trained, how dead its units are) do not count. In average linkage the distance of two clusters is the mean over their
-pairs, `between` of docs/methods/fedepc.md, section 4.4: with theta_merge as the threshold this is what AIDC does where
-DBSCAN finds noise alone, except that no cluster is split.
+pairs, `between` of docs/methods/fedepc.md, section 4.4. With theta_merge as the threshold the result is that of AIDC if
+DBSCAN finds only noise, except that no cluster is split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def kmeans(vectors: NDArray[np.float64], *, n_clusters: int, rng: np.random.Gene
     Args:
         vectors: (N, d), one row per device, by ascending id; finite. A row of zeros stays where it is, at the origin.
         n_clusters: K >= 1; lowered to the number of different directions.
-        rng: of the starts.
+        rng: random numbers for the starts.
 
     Returns:
         A partition of the positions, numbered by smallest member.
@@ -58,8 +58,8 @@ def agglomerative(
 
     Args:
         distances: (N, N), symmetric, zero diagonal, >= 0, by ascending device id.
-        threshold: stop where the nearest two are at least so far apart.
-        n_clusters: stop at so many clusters (or N, if there are fewer devices), >= 1. One of the two is given.
+        threshold: stop when the nearest two clusters are at least so far apart.
+        n_clusters: stop at this number of clusters (or N, if there are fewer devices), >= 1. Give one of the two.
 
     Returns:
         A partition of the positions, numbered by smallest member.

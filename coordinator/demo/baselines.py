@@ -67,7 +67,7 @@ def run_baselines(
 
 
 def count_rounds(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return each device's rounds of local training; for `local`, which has none, as many as in other methods."""
+    """Return each device's rounds of local training; if the method is `local`, as many as in other methods."""
     if summary["selection"]:
         return dict(summary["selection"])
     return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))

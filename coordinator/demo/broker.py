@@ -1,4 +1,4 @@
-"""The broker of a demo: its own, or the user's."""
+"""The broker of a demo, which the demo starts or the user has."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ async def open_broker(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
     """Open the broker, our own or the user's, and yield its address and name.
 
     Raises:
-        ConfigError: it is neither.
-        TransportError: it does not start, or cannot be reached.
+        ConfigError: --secure does not go with the user's broker, or the name or address is invalid.
+        TransportError: the broker does not start, or cannot be reached.
     """
     if ":" in settings.broker:
         if settings.secure:
@@ -41,7 +41,7 @@ async def require_reachable(host: str, port: int) -> None:
     """Check that the broker is listening.
 
     Raises:
-        TransportError: it is not.
+        TransportError: it cannot be reached.
     """
     try:
         async with asyncio.timeout(REACH_S), open_connection(host, port):

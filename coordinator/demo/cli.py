@@ -54,7 +54,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     own = resolve_options(config, options) | own
     require_method_options(name, own)
     check_partitioning(settings)
-    from coordinator.demo.run import run  # what it needs is missed at once
+    from coordinator.demo.run import run  # a missing package is found at once
     from coordinator.simulation.reports.outcome import format_megabytes
     from coordinator.simulation.reports.report import make_demo_report, write_results
     from coordinator.simulation.reports.terminal import print_comparison

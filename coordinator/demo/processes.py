@@ -1,4 +1,4 @@
-"""The demo's child processes: real `fedge` commands with a log file each, and none of them left behind."""
+"""The demo's child processes, real `fedge` commands with a log file each, which all end with the demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedge.errors import FedgeError, FruitlessError
 from fedge.system.child import make_command, make_environment, make_tethered_command
 
 GRACE_S: Final = 10.0
-"""Time for a child to end after SIGTERM; then it is killed."""
+"""Time for a child process to end after SIGTERM; after it, the child is killed."""
 
 ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # a dozen devices share this machine's cores
@@ -24,12 +24,12 @@ ENVIRONMENT: Final = {
 
 
 class ProcessError(FedgeError):
-    """A child ended unexpectedly. The text holds the end of its log."""
+    """A child process ended unexpectedly. The text holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A running `fedge` command. What it prints goes to `output`, its log lines to `log`."""
+    """A running `fedge` command, which prints into the file `output` and logs into the file `log`."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -45,8 +45,8 @@ class Child:
         """Require one of these exit codes, or that it still runs when none is given.
 
         Raises:
-            FruitlessError: it came to its end with nothing to show for it, and says why.
-            ProcessError: it ended otherwise.
+            FruitlessError: the command ended without a result, and says why.
+            ProcessError: the command ended otherwise.
         """
         code = self.process.poll()
         if (code is None and not codes) or code in codes:
@@ -92,7 +92,7 @@ class Children:
         return child
 
     def stop(self, children: Sequence[Child]) -> None:
-        """Terminate the children all at once, and kill after a while those that remain."""
+        """Terminate these children all at once, and after a while kill those that remain."""
         for child in reversed(children):
             if child.running:
                 child.process.terminate()

@@ -47,18 +47,18 @@ from fedge.wire.messages import Role
 POLL_S: Final = 0.2
 SERVER_DATA: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
-"""Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
+"""Deadline of a round; long, because the devices share this machine's cores and import torch in their first round."""
 PARALLEL_INFERENCE: Final = 2
 SERVER_FILE: Final = "server_data.npz"
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
-"""Default samples of the large sets: a demo takes minutes, not hours."""
+"""Default number of samples of the large data sets, with which a demo takes minutes, not hours."""
 
 
 def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], began: float) -> Demonstration:
     """Run the federation, the inference and the baselines; all processes have ended when it returns.
 
-    `watch`: called with lines of progress. `options` are the method's own. `began`: when the demo did, by the
-    monotonic clock.
+    `watch`: called with lines of progress. `options` are the method's own. `began`: the demo's start by the monotonic
+    clock.
 
     Raises:
         ConfigError: the data, the partition or the broker is not available as requested.
@@ -159,10 +159,10 @@ async def run_over_mqtt(
 def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> Federation:
     """Partition the samples; every device gets a folder with its data, and separate test samples.
 
-    `server_data`: set a twentieth apart for the server first, as in a simulation.
+    `server_data`: whether a twentieth is first set apart for the server, as in a simulation.
 
     Raises:
-        ConfigError: no such data, or too few; or masked sums cannot cover the devices.
+        ConfigError: there are no such data, or too few, or masked sums cannot cover the devices.
     """
     if settings.masking:
         require_summable(compute_cohort_size(settings.devices, settings.participation), settings.min_cohort)
@@ -204,7 +204,7 @@ async def enrol(settings: DemoSettings, federation: str, devices: Collection[str
 
 
 def make_identity_flags(settings: DemoSettings, *place: str) -> list[str]:
-    """Make the flags of a machine whose identity is there; none unless the demo is secure."""
+    """Make the flags of a machine whose identity is in this folder; no flags unless the demo is secure."""
     return ["--identity", str(settings.folder.joinpath(*place))] if settings.secure else []
 
 
@@ -212,7 +212,7 @@ async def run_command(children: Children, name: str, arguments: Sequence[str]) -
     """Run a command to its end.
 
     Raises:
-        ProcessError: it failed.
+        ProcessError: the command failed.
     """
     child = children.start(name, arguments)
     while child.running:  # noqa: ASYNC110 - a process has no event
@@ -291,7 +291,7 @@ async def print_progress(coordinator: Child, agents: Sequence[Child]) -> None:
     """Print the coordinator's progress until it ends.
 
     Raises:
-        ProcessError: it failed, or an agent ended before it.
+        ProcessError: the coordinator failed, or an agent ended before it.
     """
     progress = Progress(live=sys.stderr.isatty())
     with contextlib.closing(progress), coordinator.output.open("rb") as output:
@@ -348,7 +348,7 @@ async def infer(
 
 
 def load_best_expert(folder: Path, layout: Layout) -> Model:
-    """Load the expert that the device chose by validation; without experts, the global model, or the only one.
+    """Load the expert that the device chose by validation; without experts, the global or only model.
 
     With a pool of private modules (PM-MoE), the device's own module on the shared part.
     """

@@ -1,6 +1,6 @@
-"""A fleet whose devices report only what noise protects: the view of methods under differential privacy.
+"""A fleet whose devices report only what noise protects, for methods under differential privacy.
 
-Orders to train become orders to train by DP-SGD. Nothing else that depends on samples is requested; a method that needs
+Orders to train become orders to train by DP-SGD. Nothing else that depends on samples is requested. A method that needs
 such data is refused before the run (`Method.REFUSED`), and here as a second check.
 """
 
@@ -23,7 +23,7 @@ def add_noise(action: Action, privacy: Privacy) -> Action:
     """Return the action with noise; unchanged if it reveals nothing about samples.
 
     Raises:
-        ConfigError: it would reveal something unaccounted for; the text names the field.
+        ConfigError: the action would reveal something unaccounted for; the text names the field.
     """
     if type(action) is Train:
         if len(action.starts) > 1:
@@ -38,7 +38,7 @@ def add_noise(action: Action, privacy: Privacy) -> Action:
 
 
 class AccountedFleet(Fleet):
-    """A wrapper that adds noise to requests. Devices and tensors are those of the wrapped fleet."""
+    """A fleet that adds noise to requests. Devices and tensors are those of the wrapped fleet."""
 
     def __init__(self, fleet: Fleet, privacy: Privacy) -> None:
         super().__init__(fleet)

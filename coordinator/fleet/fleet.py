@@ -1,4 +1,4 @@
-"""Devices and how they do work: a method writes actions for devices, and a fleet brings back their answers.
+"""The interface between methods and devices: a method writes actions, and a fleet brings back the devices' answers.
 
 Methods see only this interface. It has two implementations: `coordinator.fleet.mqtt` (real devices) and
 `coordinator.fleet.simulated` (workers in this process).
@@ -35,7 +35,7 @@ def prepare_actions(
 ) -> tuple[dict[str, Action], dict[str, Refusal]]:
     """Return the actions to send, and immediate answers for devices that are not asked; both by id.
 
-    Devices that get the same action, and know and withhold the same, share one: what is sent is then encoded once.
+    Devices that get the same action, and know and withhold the same, share one object, so that it is encoded once.
     """
     frozen = find_device_weights(task)
     shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
@@ -55,10 +55,10 @@ def prepare_actions(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A device's answer. `result` None: nothing acceptable came in time. `seconds`: the device's own time.
+    """A device's answer. `result`: None if nothing acceptable came in time. `seconds`: time measured by the device.
 
-    `round`: in which the order was written; for answers that are rounds late (`Fleet.stream`), this gives the
-    staleness.
+    `round`: the round in which the order was written; for answers that are rounds late (`Fleet.stream`), this gives
+    the staleness.
     """
 
     device_id: str
@@ -90,7 +90,7 @@ def make_order(
 ) -> Order:
     """Make the order for one action; equal run, issue, round, label and device give equal id and seed.
 
-    `body`: the action as bytes, where many orders share it.
+    `body`: the action as bytes, if many orders share it.
     """
     steps = find_descents(iterate_blobs(action), descents) if descents else {}
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
@@ -111,7 +111,7 @@ def make_order(
 
 
 def read_valid_result(action: Action, report: Report, task: TaskSpec) -> Result:
-    """Return the result in a report, if it answers the action in this task; tensors are checked when decoded.
+    """Return the result in a report if it answers the action in this task; tensors are checked when decoded.
 
     Raises:
         ProtocolError: `malformed`, `not-finite`, `wrong-result`, or a name from the step's own check.
@@ -120,7 +120,7 @@ def read_valid_result(action: Action, report: Report, task: TaskSpec) -> Result:
 
 
 def require_answer(action: Action, result: Result, task: TaskSpec) -> Result:
-    """Return the result, if it answers the action in this task; both fleets use this check.
+    """Return the result if it answers the action in this task; both fleets use this check.
 
     Raises:
         ProtocolError: `wrong-result`, or a name from the step's own check.
@@ -132,7 +132,7 @@ def require_answer(action: Action, result: Result, task: TaskSpec) -> Result:
 
 
 def require_sendable(actions: Iterable[Action]) -> None:
-    """Refuse, before sending, options that no message can hold and every device would refuse.
+    """Refuse, before sending, actions that no message can hold or every device would refuse.
 
     Raises:
         ConfigError: a value is out of the protocol's range; the text names the field.
@@ -160,9 +160,9 @@ def require_sendable(actions: Iterable[Action]) -> None:
     note="record_event",
 )
 class Fleet:
-    """The devices of a federation, as a method sees them in one round. `task`: what they learn.
+    """The devices of a federation, as a method sees them in one round. `task`: the task that they learn.
 
-    Here it is a fleet around another one, to which all requests go; subclasses change some of them, or all.
+    This base class passes all requests to another fleet; subclasses change some methods, or all.
     """
 
     task: TaskSpec
@@ -173,7 +173,7 @@ class Fleet:
 
     @property
     def descents(self) -> dict[str, Descent] | None:
-        """The descents of models stored as successors of others (`coordinator.fleet.versions`), or None."""
+        """The descents of models stored as successors of other models (`coordinator.fleet.versions`), or None."""
         return self._fleet.descents
 
     @descents.setter
@@ -182,7 +182,7 @@ class Fleet:
 
     @property
     def sites(self) -> Sites | None:
-        """The sites on which updates are summed in place, such as behind relays; None without any."""
+        """The sites on which updates are summed in place, such as sites of relays; None without any."""
         return self._fleet.sites
 
     def get_devices(self) -> tuple[Device, ...]:
@@ -190,30 +190,30 @@ class Fleet:
         return self._fleet.get_devices()
 
     def get_inference_devices(self) -> tuple[Device, ...]:
-        """Return the devices that cannot train, by ascending id, from the snapshot: for steps without torch."""
+        """Return the devices that cannot train, by ascending id, from the snapshot; they do steps without torch."""
         return self._fleet.get_inference_devices()
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Have each device do its action; one answer per action, by ascending device id.
+        """Have each device do its action; return one answer per action, by ascending device id.
 
         `label` is unique within the round. A device that does not know the step is not asked and answers `Unsupported`;
-        one whose owner withholds what the step reveals answers `Declined`. Returns when all have answered, or at the
-        round's deadline. When called again after a crash with the same label and actions, answered work is not
-        repeated.
+        a device whose owner withholds what the step reveals answers `Declined`. The call returns when all have
+        answered, or at the round's deadline. When called again after a crash with the same label and actions, answered
+        work is not repeated.
         """
         return await self._fleet.run(label, actions)
 
     def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """Have each device do its action; yields answers as they arrive.
+        """Have each device do its action; yield answers as they arrive.
 
         `label` is unique within the round. Each device has a day, whatever the round's deadline, since nobody waits for
-        it. `seen`: earlier updates against which the norms of new ones are measured, along with each other.
+        the device. `seen`: earlier updates; norms of new updates are compared with these and with each other.
 
         Answers to orders left open by earlier streams of this run are included. A caller that leaves the loop leaves
-        the rest open; their answers arrive in a later stream, possibly of a later round. The stream ends when no order
-        is open; an order that is never answered yields an answer without result.
+        the other orders open; their answers arrive in a later stream, possibly of a later round. The stream ends when
+        no order is open; an order that is never answered yields an answer without result.
 
         The order of answers is recorded before each is yielded. After a crash, the same calls first replay the answers
         yielded in this round, then continue.
@@ -253,11 +253,11 @@ class Fleet:
         return view_bytes(self.get_bytes(ref))
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log what a device has sent amiss, and record it as evidence (`coordinator.fleet.quarantine`)."""
+        """Log a device's wrong message, and record it as evidence (`coordinator.fleet.quarantine`)."""
         self._fleet.accuse(device_id, error)
 
     def record_event(self, event: str, fields: Mapping[str, object]) -> None:
-        """Record a method's decision for people to read; no effect otherwise."""
+        """Record a method's decision for people to read; this has no other effect."""
         self._fleet.record_event(event, fields)
 
 

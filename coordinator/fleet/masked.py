@@ -5,17 +5,17 @@ confirmation of the sum, unmasking. The results look like answers to `train`: ea
 as its update. A weighted mean of equal updates is that update, so a method whose server needs only sums works
 unchanged. A group consists of the devices whose orders start from one cluster.
 
-Effect of dropping out at each step:
+Effect of a device that drops out at each step:
 
     keys        the device is not in the roster
     shares      nobody masks with it
     training    its pairs' masks are removed with shares of its key
-    confirming  more than two thirds of the cohort, and of those in the sum, must have confirmed it
+    confirming  more than two thirds of the cohort, and of the devices in the sum, must have confirmed the sum
     unmasking   its shares are missing: more than half of the neighbours of each device must answer
 
-A sum covers at least `min_cohort` devices and differs from each earlier one of the run by as many, or by none. If the
-devices that answered violate this, some are left out of the sum; if none remain, or too many have dropped out, the
-group learns nothing in this round, and the log says so.
+A sum covers at least `min_cohort` devices. It differs from each earlier sum of the run by at least as many devices, or
+by none. If the devices that answered violate this, some are left out of the sum. If none remain, or too many have
+dropped out, the group learns nothing in this round, and the log says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger("fedge.coordinator")
 
 R = TypeVar("R")
 Weights = Literal["samples", "equal"]
-"""A device's weight in sums: its samples; or "equal": one in a cluster, without clusters its samples."""
+"""A device's weight in sums: its samples; or "equal": 1 in a cluster, and its samples without clusters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,15 @@ class Update:
 class MaskedFleet(Fleet):
     """The `Fleet` of a round whose training is masked.
 
-    `sums`: those of the run, with those of this round.
+    `sums`: the sums of the run, with those of this round.
 
     Args:
         fleet: the devices.
-        layout: of the model.
+        layout: the layout of the model.
         weights: how the method weights its means.
         min_cohort: fewest devices in a sum.
-        sums: of earlier rounds.
-        seed: of this round, for choosing devices to leave out.
+        sums: the sums of earlier rounds.
+        seed: seed of this round, for choosing devices to leave out.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class MaskedFleet(Fleet):
         self._seed = seed
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Run the actions as any fleet, training under masks.
+        """Run the actions as any fleet does, with training under masks.
 
         Raises:
-            ConfigError: the method trains by another step than `train`, which would not be hidden, or differently in
-                a cluster.
+            ConfigError: the method trains by another step than `train`, which masks would not hide, or trains the
+                devices of a cluster differently.
         """
         training = {i: action for i, action in sorted(actions.items()) if isinstance(action, Train)}
         if any(type(action) is not Train for action in training.values()):
-            raise ConfigError("masking hides what `train` sends, and the method trains by another step")
+            raise ConfigError("the method trains by another step than `train`, which masking does not hide")
         asked = {(action.starts[0].cluster, compute_common_digest(action, 1)) for action in training.values()}
         if len(asked) > len({cluster for cluster, _ in asked}):
-            raise ConfigError("masks cancel only between devices that learn alike, not so in a cluster of the method")
+            raise ConfigError("a cluster's devices train differently: masks cancel only if they train alike")
         others = {i: action for i, action in actions.items() if i not in training}
         answers = await self._fleet.run(label, others) if others else {}
         if training:
@@ -119,7 +119,7 @@ class MaskedFleet(Fleet):
         return dict(sorted(answers.items()))
 
     async def _train(self, label: str, actions: Mapping[str, Train]) -> dict[str, Answer]:
-        """Run the five steps, each for all groups at once; training keeps its label: devices draw equal numbers."""
+        """Run the five steps, each for all groups at once. Training keeps its label, and so its random numbers."""
         seconds = dict.fromkeys(actions, 0.0)
 
         async def run_step(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
@@ -201,7 +201,7 @@ class MaskedFleet(Fleet):
         return groups
 
     def _choose(self, group: Group, number: int) -> None:
-        """Choose devices to sum among those with masked updates; from now on this counts as a sum, whatever happens."""
+        """Choose devices to sum among those with masked updates. From now on this counts as a sum, even if it fails."""
         there = group.roster.get_ids(sorted(group.masked))
         cohort = select_summable(there, self.sums, self._min_cohort, self._make_rng(number, 1))
         positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
@@ -245,7 +245,7 @@ class MaskedFleet(Fleet):
         return updates
 
     def _compute_mean(self, group: Group) -> Model:
-        """Divide the unmasked sum: an update whose buffers and counters are those after training."""
+        """Divide the unmasked sum into the group's mean, an update with buffers and counters as after training."""
         roster, layout = group.roster, self._layout
         total = fixed_point.make_zero(layout)
         seeds = {k: group.recover_seed(k) for k in group.summed}
@@ -271,7 +271,7 @@ class MaskedFleet(Fleet):
             ConfigError: the method streams training.
         """
         if any(isinstance(action, Train) for action in actions.values()):
-            raise ConfigError("a masked sum waits for its cohort, and the method takes updates as they come")
+            raise ConfigError("the method takes updates as they come, but a masked sum waits for its cohort")
         return self._fleet.stream(label, actions, seen)
 
 
@@ -281,12 +281,12 @@ def select_results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]
 
 
 def find_member(groups: Sequence[Group], device_id: str) -> tuple[Group, int]:
-    """Find a device's group, and its position there."""
+    """Find a device's group, and its position in the group."""
     return next((g, k) for g in groups if (k := g.roster.find_position(device_id)) is not None)
 
 
 def make_orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, TrainMasked]:
-    """Make the masked training of devices that shared their secrets, as enough of their neighbours did."""
+    """Make the masked training of devices that shared their secrets, if enough of their neighbours did."""
     found = {}
     for k in sorted(group.shares):
         received = {
@@ -306,7 +306,7 @@ def make_orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[
 
 
 def make_confirmations(label: str, group: Group) -> dict[str, ConfirmSum]:
-    """Make the request to confirm a sum: the sum, if there is one, and what the neighbours in it have signed."""
+    """Make the requests to confirm a sum, if there is a sum, with what a device's neighbours in it have signed."""
     found, signed = {}, {k: group.masked[k].statement for k in group.summed}
     for k in sorted(group.shares) if group.summed else ():
         statements = {peer: signed[peer] for peer in group.roster.get_neighbours(k) if peer in signed}
@@ -317,7 +317,7 @@ def make_confirmations(label: str, group: Group) -> dict[str, ConfirmSum]:
 
 
 def make_result(result: Result | None, update: Update | None, n_samples: int, action: Train) -> Result | None:
-    """Make a method's view of a device: its group's mean as if it were the device's update."""
+    """Make a method's view of a device's result, with the group's mean as if it were the device's update."""
     if update is None:
         refused = result is None or isinstance(result, Refusal)
         return result if refused else Declined(why=Why.TOO_FEW, reason="its update is in no sum")
@@ -335,7 +335,7 @@ def make_result(result: Result | None, update: Update | None, n_samples: int, ac
 def select_summable(devices: Iterable[str], earlier: Sums, fewest: int, rng: np.random.Generator) -> tuple[str, ...]:
     """Select as many of the devices as may be summed, ascending; empty if none may.
 
-    Either an earlier sum again, or all devices except some, so that the sum differs enough from earlier ones.
+    The result is an earlier sum again, or all devices except some, so that the sum differs enough from earlier sums.
     """
     left, others = set(devices), [set(other) for other in earlier]
     candidates = [tuple(sorted(other)) for other in others if left.issuperset(other)]

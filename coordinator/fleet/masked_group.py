@@ -21,7 +21,7 @@ class LostError(Exception):
 
 @dataclass
 class Group:
-    """One sum: the cohort, its requests, and the answers by position. `sharers`, `to_sum`: positions as files."""
+    """The cohort of one sum, its requests, and the answers by position. `sharers`, `to_sum`: files of positions."""
 
     roster: Roster
     ref: BlobRef
@@ -51,7 +51,7 @@ class Group:
             self.confirmed[k] = confirmation
 
     def recover_seed(self, k: int) -> bytes:
-        """Recover the seed of the own mask, b, of a device in the sum.
+        """Recover b, the seed of a summed device's own mask.
 
         Raises:
             LostError: its neighbours do not reveal it.

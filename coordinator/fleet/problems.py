@@ -1,4 +1,4 @@
-"""Why devices brought nothing: the latest reason of each, and what people read of them."""
+"""The reasons why devices brought no result: the latest of each device, and their description for people."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from msgspec import Struct
 
 NAMED: Final = 2
-"""Devices with one reason that are named; the others are counted."""
+"""Most devices named for one reason; further ones are only counted."""
 REASONS: Final = 3
-"""Reasons that are told, those of most devices first."""
+"""Most reasons that are reported, those of most devices first."""
 LONGEST: Final = 300
-"""Characters of a reason that are told: it may hold what a user's network raised."""
+"""Most characters of a reason that are reported, since it may quote an error of a user's network."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """A failure on a device, and its round (0: before the first)."""
+    """A failure on a device, and its round (0 if before the first round)."""
 
     round: int
     reason: str
@@ -29,7 +29,7 @@ def select_reasons(problems: Mapping[str, Problem], since: int = 0) -> dict[str,
 
 
 def describe_reasons(reasons: Mapping[str, str]) -> str:
-    """Describe the reasons by device id in a line, devices with the same one together; empty without any."""
+    """Describe the reasons by device id in a line, devices with the same reason together; empty without any."""
     having = defaultdict[str, list[str]](list)
     for i, reason in sorted(reasons.items()):
         having[" ".join(reason.split())[:LONGEST]].append(i)

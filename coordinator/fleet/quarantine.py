@@ -1,8 +1,9 @@
 """Excludes devices from rounds for a while if they repeatedly send what no honest device would.
 
-One piece of evidence proves nothing: training diverges, disks break. Three rounds with evidence within twenty are a
-pattern: the device is excluded for twenty rounds. Afterwards it takes part again, and another round with evidence
-excludes it for twice as long. A person may readmit it at once (`fedge coordinator --readmit`), with a clean slate.
+One piece of evidence proves nothing, because training diverges and disks break. Three rounds with evidence within
+twenty are a pattern, and the device is excluded for twenty rounds. Afterwards it takes part again, and another round
+with evidence excludes it for twice as long. A person may readmit it at once (`fedge coordinator --readmit`), with a
+clean slate.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from msgspec import Struct
 from coordinator.store.records import Offence
 
 OFFENCES: Final = 3
-"""Rounds with evidence, among the last `WITHIN`, that make a pattern."""
+"""Number of rounds with evidence, among the last `WITHIN`, that make a pattern."""
 WITHIN: Final = 20
-"""Rounds among which a pattern must lie."""
+"""Number of rounds within which a pattern must lie."""
 REST: Final = 20
 """Rounds of the first quarantine; each further one lasts twice as long."""
 LONG_UPDATE: Final = "long-update"
 """Name of the evidence of a suspiciously long update (`coordinator.fleet.update_norms`)."""
 READMITTED: Final = "readmitted"
-"""Recorded when a person readmits a device."""
+"""Name of the entry that is recorded when a person readmits a device."""
 
 
 class Quarantine(Struct, frozen=True, kw_only=True):
-    """A device's quarantine. `until`: the last round without it; `evidence`: what led to it."""
+    """A device's quarantine. `until`: the last round without the device; `evidence`: what led to the quarantine."""
 
     until: int
     evidence: tuple[Offence, ...]
@@ -38,8 +39,8 @@ def find_quarantined(offences: Iterable[Offence], number: int) -> dict[str, Quar
     """Return the devices excluded from round `number`, by ascending id.
 
     Args:
-        offences: all recorded ones, in any order; those of round `number` and later do not count yet.
-        number: of the round.
+        offences: all recorded offences, in any order; those of round `number` and later do not count yet.
+        number: the number of the round.
 
     Example:
         >>> found = [Offence(device_id="d", round=r, name="long-update", detail="") for r in (1, 2, 3)]
@@ -64,7 +65,7 @@ def _find_quarantine(offences: Iterable[Offence]) -> Quarantine | None:
             last, recent, times = None, [], 0
             continue
         if last is not None and offence.round <= last.until:
-            continue  # asked before it was excluded
+            continue  # the device was asked before it was excluded
         recent = [o for o in recent if offence.round - o.round < WITHIN] + [offence]
         if len({o.round for o in recent}) >= (1 if times else OFFENCES):
             last = Quarantine(until=offence.round + REST * 2**times, evidence=tuple(recent))

@@ -4,7 +4,8 @@ A relay (`coordinator.relay`) represents the devices of its site. All that a ste
 each model once, and their answers return in one report. Their updates stay on the site. They are summed there, with the
 weights that the averaging rule gives each update by its norm, and the sum travels as float32.
 
-Methods still get references to updates: to a small file in their place, which gives the update's site and norms.
+Methods still get a reference for each update. It names a small file in the update's place, which gives the update's
+site and norms.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ log = logging.getLogger("fedge.coordinator")
 T = TypeVar("T")
 
 MAX_MODELS: Final = 256
-"""Models that an order to a relay may name: more references do not fit into a message."""
+"""Most models that an order to a relay may name, because more references do not fit into a message."""
 MAX_SUMS: Final = 256
-"""Sums in one request to a relay: the clusters of a method, and all devices."""
+"""Most sums in one request to a relay: one for each cluster of a method, and one for all devices."""
 ROUNDED: Final = 1.001
-"""Tolerated ratio of a mean's norm to what its updates allow: both are rounded to float32."""
+"""Tolerated ratio of a mean's norm to the norm that its updates allow, since both are rounded to float32."""
 NOTHING: Final = 1e-12
-"""A norm that moves no model: squares of so small numbers are not exact in float32, and nobody's fault."""
+"""Tolerated excess of a mean's norm. It moves no model, and squares of such small numbers are inexact in float32."""
 HEAD: Final = b"fedge: an update that lies on a site\n"
 """Start of a file that stands in for an update; no file of tensors begins with it."""
 MAX_STAND_IN_BYTES: Final = 1024
@@ -52,7 +53,7 @@ MAX_STAND_IN_BYTES: Final = 1024
 
 
 class SiteRequest(Struct, frozen=True):
-    """An action for devices of a site, as in an order."""
+    """An action for devices of a site, encoded as in an order."""
 
     step: Id
     version: Count
@@ -63,7 +64,7 @@ class SiteOrders(Struct, frozen=True, kw_only=True):
     """The requests to a site's devices in one step.
 
     `seed`, `layout`: of the federation; the site's devices draw the same random numbers as without a relay. `keep`:
-    updates of earlier rounds that may still be averaged. `devices`: by name, the number of each one's action.
+    updates of earlier rounds that may still be averaged. `devices`: by name, the position of its request in `asked`.
     """
 
     seed: Count
@@ -74,7 +75,7 @@ class SiteOrders(Struct, frozen=True, kw_only=True):
 
 
 class SiteAnswer(Struct, frozen=True, kw_only=True):
-    """The answer of a device on a site. `norms`: of its update."""
+    """The answer of a device on a site. `norms`: the norms of its update, if it sent one."""
 
     seconds: NonNegative
     outcome: Outcome
@@ -84,16 +85,17 @@ class SiteAnswer(Struct, frozen=True, kw_only=True):
 
 
 class Relayed(Result, frozen=True, kw_only=True):
-    """The answers of a site. `answers`: a file of them (`SiteAnswer`) by name; who is missing did not answer."""
+    """The answers of a site. `answers`: a file with a `SiteAnswer` by name; a missing device did not answer."""
 
     REVEALS: ClassVar = {"answers": Reveals.PROFILE}  # what the devices' owners let out
     answers: BlobRef
 
 
 class Relay(Action, frozen=True, kw_only=True):
-    """An order to ask the devices of the site.
+    """An order to a relay to ask the devices of its site.
 
-    `orders`: file, `SiteOrders`. `work`: of the largest one, in forward passes. `bundles`: whether any writes a bundle.
+    `orders`: a file with `SiteOrders`. `work`: of the largest request, in forward passes. `bundles`: whether any device
+    writes a bundle.
     """
 
     STEP: ClassVar = "relay"
@@ -123,9 +125,9 @@ class Relay(Action, frozen=True, kw_only=True):
 
 
 class Summed(Result, frozen=True, kw_only=True):
-    """The means of a site. `means`: by cluster, float32, or None without any. `missing`: devices with lost updates.
+    """The means of a site. `means`: one for each sum, float32; None without updates.
 
-    `directions`: float32, by device (`geometry.compute_direction`).
+    `missing`: devices whose updates are lost. `directions`: float32, by device (`geometry.compute_direction`).
     """
 
     REVEALS: ClassVar = {"means": Reveals.UPDATE, "missing": Reveals.NOTHING, "directions": Reveals.UPDATE}
@@ -135,7 +137,7 @@ class Summed(Result, frozen=True, kw_only=True):
 
 
 class Sum(Action, frozen=True, kw_only=True):
-    """An order to average updates that lie on the site. `wanted`: file, `SiteSums`."""
+    """An order to average updates that lie on the site. `wanted`: a file with `SiteSums`."""
 
     STEP: ClassVar = "relay_sum"
     RESULT: ClassVar = Summed
@@ -151,14 +153,14 @@ class Sum(Action, frozen=True, kw_only=True):
 
 
 STEPS: Final[tuple[type[Action], ...]] = (Relay, Sum)
-"""What a relay can be asked."""
+"""The steps that a relay can be asked to do."""
 
 
 # -------------------------------------------------------------------------------------------------------- the fleet
 
 
 class StandIn(Struct, frozen=True, kw_only=True):
-    """The target of a method's reference to an update on a site."""
+    """The file to which a method's reference points if the update is on a site."""
 
     via: Id
     update: BlobRef
@@ -170,9 +172,9 @@ class RelayFleet(Fleet):
 
     Args:
         fleet: the relays, and the devices without one.
-        layout: of the model.
-        seed: of the federation.
-        named: references in the method's state: updates among them are kept on their sites.
+        layout: the layout of the model.
+        seed: the seed of the federation.
+        named: references in the method's state; updates among them are kept on their sites.
     """
 
     def __init__(self, fleet: Fleet, *, layout: Layout, seed: int, named: Iterable[BlobRef] = ()) -> None:
@@ -192,7 +194,7 @@ class RelayFleet(Fleet):
         return self
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Run the actions as any fleet; requests to devices behind one relay become one order."""
+        """Run the actions as any fleet does; requests to devices behind one relay become one order."""
         direct = {i: action for i, action in actions.items() if i not in self._via}
         devices = {d.id: d for d in (*self.get_devices(), *self.get_inference_devices())}
         require_sendable(action for i, action in actions.items() if i in self._via)
@@ -212,11 +214,11 @@ class RelayFleet(Fleet):
         return dict(sorted((answers | {i: Answer(i, refusal) for i, refusal in refused.items()}).items()))
 
     def _make_relay(self, via: str, actions: Mapping[str, Action], work: float) -> Action:
-        """Return the requests to a site's devices, by their own names, as one."""
+        """Combine the actions of a site's devices, by their names on the site, into one action."""
         kinds = {id(action): action for action in actions.values()}  # usually one action shared by all
         models = dict.fromkeys(ref for action in kinds.values() for ref in iterate_blobs(action))
         if len(models) > MAX_MODELS:
-            raise ConfigError(f"a step names {len(models)} models, and an order to a relay holds {MAX_MODELS}")
+            raise ConfigError(f"a step names {len(models)} models, but an order to a relay holds at most {MAX_MODELS}")
         numbers = {key: n for n, key in enumerate(kinds)}
         orders = SiteOrders(
             seed=self._seed,
@@ -237,7 +239,7 @@ class RelayFleet(Fleet):
         return device_id.removeprefix(f"{self._via[device_id]}.")
 
     def _read_answers(self, via: str, answer: Answer, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Return the answers of a site's devices; those that do not fit their order are dropped."""
+        """Return the answers of a site's devices; answers that do not fit their order are dropped."""
         site_answers: dict[str, SiteAnswer] = {}
         if isinstance(answer.result, Relayed):
             site_answers = self._read(via, answer.result.answers, dict[str, SiteAnswer]) or {}
@@ -257,9 +259,9 @@ class RelayFleet(Fleet):
         report = Report(order_id=via, device_id=device_id, outcome=answer.outcome, why=answer.why, body=answer.body)
         try:
             result = read_valid_result(action, report, self.task)
-            if isinstance(result, Trained) and isinstance(action, Train):  # as the relay decides, too
+            if isinstance(result, Trained) and isinstance(action, Train):  # the relay has the same condition
                 norms = answer.norms or (math.nan, math.nan)
-                require(all(map(math.isfinite, norms)), "an update without norms")
+                require(all(map(math.isfinite, norms)), "an update has no finite norms")
                 held = StandIn(via=via, update=result.update, norms=norms)
                 stand_in = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
                 return msgspec.structs.replace(result, update=stand_in)
@@ -282,7 +284,7 @@ class RelayFleet(Fleet):
     def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """Stream devices without relay only, since a site answers when all its devices have."""
+        """Stream from devices without a relay only, since a site answers when all its devices have."""
         if not self._via.keys().isdisjoint(actions):
             raise ConfigError("the method takes answers one by one, and a relay gives those of its site together")
         return self._fleet.stream(label, actions, seen)
@@ -290,7 +292,7 @@ class RelayFleet(Fleet):
     # ------------------------------------------------------------------------------------------------------- updates
 
     def _find_stand_in(self, ref: BlobRef) -> StandIn | None:
-        """Find on which site an update lies; None if it is stored here, or is no update."""
+        """Return the stand-in of an update on a site; None if the update is stored here, or `ref` is no update."""
         if ref.size_bytes > MAX_STAND_IN_BYTES:
             return None
         data = self._fleet.get_bytes(ref)
@@ -309,14 +311,14 @@ class RelayFleet(Fleet):
         """Return a model stored here.
 
         Raises:
-            ConfigError: it is an update on a site.
+            ConfigError: `ref` is an update on a site.
         """
         if held := self._find_stand_in(ref):
-            raise ConfigError(f"the method needs single updates, and those of {held.via} stay on its site")
+            raise ConfigError(f"the method needs single updates, but those of {held.via} stay on its site")
         return self._fleet.get(ref, layout)
 
     async def compute_means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
-        """Return the sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
+        """Have the sites average their updates, and return the means (`coordinator.fleet.sites.Sites`)."""
         of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
         for i, ref in sorted(wanted.updates.items()):
             if held := self._find_stand_in(ref):
@@ -341,8 +343,8 @@ class RelayFleet(Fleet):
     def _read_means(
         self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], result: Summed, note: Note
     ) -> list[SiteMean]:
-        """Return the means of a site, unless longer than its updates' norms allow (triangle inequality)."""
-        require(len(result.means) == len(wanted.sums), f"{len(result.means)} means of {len(wanted.sums)} sums")
+        """Return a site's means, unless one is longer than its updates' norms allow (triangle inequality)."""
+        require(len(result.means) == len(wanted.sums), f"{len(result.means)} means for {len(wanted.sums)} sums")
         if result.missing:
             log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
         found = []
@@ -352,7 +354,7 @@ class RelayFleet(Fleet):
                 longest = [sum(w * own[i][part] * norms[i][part] for i, w in of.items()) / weight for part in range(2)]
                 lengths = codecs.check_blob(self.get_bytes(ref), ref.codec, wanted.layout)
                 fits = all(length <= ROUNDED * most + NOTHING for length, most in zip(lengths, longest, strict=True))
-                require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
+                require(fits, f"a mean has norms {lengths}, but its updates allow at most {longest}")
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), tuple(f"{via}.{i}" for i in of)))
         if result.directions is not None:
             d = wanted.layout.n_params

@@ -1,7 +1,7 @@
 """Updates that are summed where they lie: behind a relay, or with the processes of a simulation that made them.
 
-What travels is one mean for each place and cluster, with weights that the averaging rule has derived from the norms of
-all updates.
+One mean travels for each site and cluster, with weights that the averaging rule has derived from the norms of all
+updates.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
 Directions = dict[str, NDArray[np.floating[Any]]]
-"""By device (`geometry.compute_direction`)."""
+"""Directions of updates by device (`geometry.compute_direction`)."""
 Note = Callable[[str, NDArray[Any]], None]
-"""Called with the direction of an update, if it has one."""
+"""A function that is called with the device and the direction of an update, if the update has one."""
 
 
 class SiteSums(Struct, frozen=True, kw_only=True):
-    """A request for averages of updates that lie on sites, of all or of one.
+    """A request for averages of updates that lie on sites, on all sites or on one.
 
-    `updates`: by device. `weights`: of each. `sums`: for each cluster its members, with the factors for the parameters
-    and buffers of each. `directions`: devices whose directions are requested.
+    `updates`, `weights`: by device. `sums`: for each cluster its members, with the factors for the parameters and
+    buffers of each member. `directions`: devices whose directions are requested.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class SiteSums(Struct, frozen=True, kw_only=True):
     directions: tuple[Id, ...] = ()
 
     def narrow_to(self, updates: Mapping[str, BlobRef], prefix: str = "") -> SiteSums:
-        """Return what one site is asked for. `updates`: those there. `prefix`: of ids; the site leaves it out."""
+        """Return the request to one site. `updates`: the site's. `prefix`: of ids, which the site leaves out."""
         names, whose = {i: i.removeprefix(prefix) for i in updates}, set(self.directions)
         return SiteSums(
             layout=self.layout,
@@ -50,7 +50,7 @@ class SiteSums(Struct, frozen=True, kw_only=True):
 
 
 class SiteMean(NamedTuple):
-    """A site's mean of a cluster, and the devices it is of, whose weights in the request sum to more than 0."""
+    """A site's mean of a cluster, with its devices, whose weights in the request sum to more than 0."""
 
     cluster: int
     model: Model | Average
@@ -70,12 +70,12 @@ class Sites(Protocol):
 def average_updates(
     wanted: SiteSums, here: Collection[str], read: Callable[[BlobRef], Model]
 ) -> tuple[tuple[Average | None, ...], Directions]:
-    """Return the mean of each cluster over the updates still there, by ascending device id, and their directions.
+    """Return the mean of each cluster over the updates still present, by ascending device id, and their directions.
 
     Args:
         wanted: the request.
-        here: devices whose updates are there.
-        read: an update.
+        here: devices whose updates are still present.
+        read: (reference) -> the update.
     """
     ids = sorted(here)
     directions: Directions = {}

@@ -1,6 +1,6 @@
 """Limits how much one device can spoil a mean, relative to the other updates of the step.
 
-Nothing here knows whether a device lies: an honest one whose training diverged is treated the same.
+Nothing here knows whether a device lies; an honest device whose training diverged is treated the same.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
 
 FACTOR: Final = 100.0
-"""Times the median of a step. Generous, where all train one model: in four simulated federations of 20 devices
-(Dirichlet 0.1 and 1, log-normal and power-law sizes) the largest norm was 2.9 times the median, the largest number of
-samples 12 times. Where each cluster has its own model this is not enough: one may have converged while another
-begins."""
+"""Limit of a norm, and of a number of samples, in medians of the step. Generous if all devices train one model: in four
+simulated federations of 20 devices (Dirichlet 0.1 and 1, log-normal and power-law sizes) the largest norm was 2.9 times
+the median, the largest number of samples 12 times. If each cluster has its own model this is not enough, since one
+model may have converged while another begins."""
 FACTOR_OF_START: Final = 10.0
-"""Times the norm of the model that the update changes: honest training does not move weights that far."""
+"""Limit of an update's norm, in norms of the model that it changes; honest training does not move weights that far."""
 SUSPECT: Final = 5.0
-"""Times the median of a step: an update that is longer, and longer than the model that it changes, is evidence against
-its device (`coordinator.fleet.quarantine`). It still counts; an average shortens it. After convergence honest
-norms differ by a factor of 14, but are a small part of the model's."""
+"""Suspicious norm, in medians of a step. A longer update that is also longer than the model that it changes is evidence
+against its device (`coordinator.fleet.quarantine`). The update still counts; an average shortens it. After convergence
+honest norms differ by a factor of 14, but are a small part of the model's."""
 HUGE: Final = 1e15
-"""Absolute limit of a norm: beyond it a float32 network computes nothing useful."""
+"""Absolute limit of a norm, beyond which a float32 network computes nothing useful."""
 
 
 class ScreenedAnswers(NamedTuple):
-    """The answers of a step, refused ones without result; why those were refused, why others are suspicious."""
+    """The answers of a step, without the results of refused ones. `refused`, `suspects`: the reasons, by device id."""
 
     answers: dict[str, Answer]
     refused: dict[str, ProtocolError]
@@ -58,9 +58,9 @@ def screen_by_norms(
     weight in a mean.
 
     Args:
-        answers: of a step, by device id.
-        norms: of each update among them, by device id.
-        norms_of_start: of the model that a device trained; requested for those above a median's limit.
+        answers: the step's answers, by device id.
+        norms: the norms of each update, by device id.
+        norms_of_start: device id -> norms of the model that it trained; called only for long updates.
         seen: earlier updates, which count in the medians as well.
     """
     medians = [
@@ -79,7 +79,7 @@ def screen_by_norms(
             own = [FACTOR_OF_START * norm for norm in norms_of_start(i)]
             limits = [min(max(pair), HUGE) for pair in zip(usual, own, strict=True)]
         if _exceeds(norms[i], limits):
-            detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are believed"
+            detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are accepted"
             found.refused[i] = ProtocolError("update-too-large", detail.format(*norms[i], *limits))
             found.answers[i] = replace(answer, result=None)
             continue
@@ -115,13 +115,13 @@ def screen_answers(
 
 
 class AnswerScreen:
-    """A screen for a stream of answers: each is compared with those before it, as in `screen_answers`.
+    """A screen for a stream of answers, which compares each answer with those before it, as in `screen_answers`.
 
-    Until three have arrived there is no median: an update is then accepted unless its norm is above 1e15.
+    Until three updates have arrived there is no median, and an update is accepted unless its norm is above 1e15.
 
     Args:
-        layout: of the model.
-        norms_of: of its updates.
+        layout: the layout of the model.
+        norms_of: (reference, layout) -> norms of an update.
         seen: earlier accepted updates.
     """
 
@@ -133,7 +133,7 @@ class AnswerScreen:
         self._seen = list(seen)
 
     def screen(self, answer: Answer, action: Action) -> ScreenedAnswers:
-        """Return what is believed of one answer; refused ones do not affect later limits."""
+        """Return what is accepted of one answer; refused updates do not affect later limits."""
         i = answer.device_id
         found = screen_answers({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
         kept = found.answers[i]

@@ -1,9 +1,9 @@
-"""Models derived from earlier ones: a device that has the base needs only a few bytes for the next.
+"""Models derived from earlier models, so that a device that has the base fetches only a few bytes for the next.
 
 The derived model is the base plus a difference in int8, so that all devices train from the same bytes, however they got
-them; its SHA-256 confirms this. The rounding error is kept, in int8 as well, and added to the next difference, so that
-it is delayed rather than lost (error feedback; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
-Compression Schemes", ICML 2019, Algorithm 1).
+them; the model's SHA-256 confirms this. The rounding error is kept, in int8 as well, and added to the next difference,
+so that it is delayed rather than lost (error feedback; Karimireddy et al., "Error Feedback Fixes SignSGD and other
+Gradient Compression Schemes", ICML 2019, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Descent(Difference, frozen=True, kw_only=True):
-    """The way in which a model derives from another one. `carried`: its rounding error, for its successor."""
+    """The difference by which a model derives from another. `carried`: the rounding error, for the successor."""
 
     carried: BlobRef | None = None
 
 
 def put_successor(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> BlobRef:
-    """Store a model as successor of `base`, of the same layout; returns its reference. The model is rounded.
+    """Store a model, rounded, as successor of `base`, of the same layout; return its reference.
 
-    It is stored unchanged if that is no larger, or if the fleet's `descents` are None.
+    The model is stored unchanged if that is no larger, or if the fleet's `descents` are None.
     """
     if fleet.descents is None:
         return fleet.put_model(model, layout)
@@ -61,7 +61,7 @@ def put_successor(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> 
 
 
 def find_descents(refs: Iterable[BlobRef], descents: Mapping[str, Descent]) -> dict[str, Descent]:
-    """Find the descents that lead to models, as far back as that is smaller than the whole model.
+    """Find the descents that lead to models, as far back as the differences are smaller than the whole model.
 
     `carried` is left out, except for the models themselves.
     """

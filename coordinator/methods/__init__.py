@@ -2,8 +2,8 @@
 
 `method` is the base class, with its `settings`, `state`, `rounds`, last round (`installation`) and `promises`.
 `catalogue` finds a method by name, `option_values` checks its own options, `options` reads them from the command line.
-The rooms `papers` and `baselines` hold the methods, `parts` what several share, `server` what a server learns
-itself. The service and simulations run them. Begin with `baselines.fedavg`, then `method`.
+The rooms `papers` and `baselines` hold the methods, `parts` the parts that several methods share, `server` the learning
+of the server itself. The service and simulations run methods. Begin with `baselines.fedavg`, then `method`.
 """
 
 from fedge.system.moved import make_getattr

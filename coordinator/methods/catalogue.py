@@ -31,7 +31,7 @@ def load_method_class(name: str) -> type[Method[Any]]:
     """Load the method of that name or path (`package.module:Class`); a trailing "+ft" is ignored.
 
     Raises:
-        ConfigError: there is none; the text lists the installed ones.
+        ConfigError: there is no such method; the text lists the installed ones.
     """
     base = name.removesuffix(FINE_TUNED)
     known = get_installed_methods()
@@ -50,7 +50,7 @@ def make_method(name: str, settings: MethodSettings, server: Server = NO_DATA) -
     """Make the method of that name or path; "fedavg+ft" is "fedavg" with fine-tuning at the end.
 
     Raises:
-        ConfigError: there is none, it has no such option, or the server lacks something it needs.
+        ConfigError: there is no such method, it has no such option, or the server lacks something that it needs.
     """
     kind = load_method_class(name)
     return kind(msgspec.structs.replace(settings, fine_tune=settings.fine_tune or name.endswith(FINE_TUNED)), server)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.method")
 
 CHECKPOINTS: Final = (0, 10, 20, 40, 80)
-"""Steps of fine-tuning that compete on validation samples (baselines.md section 11); 0 is the model as it is."""
+"""Numbers of fine-tuning steps to choose from on validation samples (baselines.md section 11); 0 is no fine-tuning."""
 WITHOUT_VALIDATION: Final = 40
 """Steps of fine-tuning on a device without validation samples (fedge.md section 6)."""
 
@@ -42,10 +42,10 @@ async def install(
     kept_by: str | None = None,
     initial: BlobRef | None = None,
 ) -> S:
-    """Do the last round of a one-model method: each device installs the model that it is served, or `model`.
+    """Do the last round of a one-model method: each device installs `model`, or by default what `get_model` returns.
 
-    `among`: the devices that install; None: all. Then, unless some layers are personal, devices that do not train get a
-    finished bundle. `personal`, `kept_by`, `initial`: as in `Install`.
+    `among`: the devices that install; all if None. Afterwards, unless some layers are personal, devices that do not
+    train get a finished bundle. `personal`, `kept_by`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
@@ -91,7 +91,7 @@ async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str
 
 
 def get_next_release(fleet: Fleet) -> int:
-    """Return the number of the next bundle of the server: higher than any that a device of the fleet has had."""
+    """Return the release of the server's next bundle, higher than any that a device of the fleet has had."""
     return 1 + max((device.release for device in (*fleet.get_devices(), *fleet.get_inference_devices())), default=0)
 
 
@@ -111,7 +111,7 @@ async def _make_bundle(
 
 
 def require_learned(method: Method[S], state: S, first: BlobRef, problems: Mapping[str, Problem]) -> None:
-    """Refuse to install what nobody has learned, once the rounds of training are over.
+    """Refuse, once the rounds of training are over, to install a model that nobody has trained.
 
     first: the initial model. problems: of the devices, for the text.
 

@@ -60,31 +60,32 @@ UNACCOUNTED: Final[Mapping[str, str]] = {
     cohort="draw_cohort", serves="get_model", for_anybody="get_default_model", done="is_done", summary="summarise"
 )
 class Method(Generic[S]):
-    """One way to learn: the server half, over the steps that it composes.
+    """A method of learning: its server half, which gives orders to do steps.
 
-    A method defines its `name`, its `Options`, if any, and `round`; all else has a default. By default it has one
-    model, and after R rounds of training every device installs the model it is served. A method with more models
-    defines `State`, `init` and `get_model`, too. A variant of a method is a subclass that overrides what differs.
+    A method defines its `name`, its `Options`, if any, and `round`; all else has a default. By default a method has one
+    model, and after R rounds of training every device installs the model that `get_model` returns for it. A method with
+    more models defines `State`, `init` and `get_model`, too. A variant of a method is a subclass that overrides what
+    differs.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
     State: ClassVar[type[Any]] = ModelState
     steps: ClassVar[tuple[type[Action], ...]] = ()
-    """Its own steps, which no entry point names."""
+    """The method's own steps, which no entry point names."""
     HEEDS: ClassVar[frozenset[Shared]] = frozenset()
-    """Which of these settings it heeds; the others are refused. A method says so once it does (`promises.HOW`)."""
+    """The shared settings that the method heeds, each as `promises.HOW` says; others are refused if they are given."""
     SELECTIONS: ClassVar[tuple[str, ...]] = ()
-    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice. Otherwise
-    rules of other packages are possible, too (`coordinator.methods.option_values`)."""
+    """Possible selections of cohorts (`coordinator.selection`), the default first; empty if there is no choice. With a
+    choice, rules of other packages are possible, too (`coordinator.methods.option_values`)."""
     SUMS: ClassVar[Weights | None] = None
-    """The devices' weights, if the server needs only the mean of each cluster and each device is in one: then training
-    can be masked (`coordinator.fleet.masked`)."""
+    """The devices' weights if training can be masked (`coordinator.fleet.masked`), which needs a server that uses only
+    the mean of each cluster, and each device in one cluster. None otherwise."""
     REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
-    """What a device's owner must let out for it, beyond the default rules."""
+    """What a device's owner must let out for this method, beyond the default rules."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """What somebody may ask for and it does not have, and why, or what replaces it: an option (NAME) or a word of one
-    (NAME=VALUE), a guard (such as dp; `coordinator.aggregation.protection`), or +ft."""
+    """What the method lacks although users may ask for it, each with the reason or what replaces it. Keys are an option
+    (NAME) or a value of it (NAME=VALUE), a guard (such as dp; `coordinator.aggregation.protection`), or +ft."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
@@ -106,23 +107,26 @@ class Method(Generic[S]):
         """Prepare the method, once its settings and options are set.
 
         Raises:
-            ConfigError: some of them do not combine, or something is missing.
+            ConfigError: some settings or options do not combine, or something is missing.
         """
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - no method does by default
-        """Whether it learns from labelled samples of the server, with these options, as they are given."""
+        """Return whether the method, with these options as given, learns from labelled samples of the server."""
         return False
 
     @classmethod
     def without_profile(cls, options: Any) -> str:
-        """What becomes of it if the network has no ReLU for a profile; empty: it needs none. `options`: its own."""
+        """Explain what a run does if the network has no ReLU for profiles; empty if the method needs no profiles.
+
+        `options`: the method's options.
+        """
         if getattr(options, "clustering", "labels") in {"labels", "mctc"}:
             return ""
         return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"
 
     def explain_no_relays(self) -> str:
-        """Why devices cannot be behind relays (`coordinator.fleet.relayed`); empty: they can."""
+        """Explain why devices cannot be behind relays (`coordinator.fleet.relayed`); empty if they can."""
         protection = self.settings.protection
         if protection.masking:
             return "the server itself sums the masked updates"
@@ -146,7 +150,7 @@ class Method(Generic[S]):
         return draw_uniform(ids, n, make_round_rng(self.settings, state.round + 1))
 
     def get_model(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """Return the shared model that the device would get now, without what it keeps itself."""
+        """Return the shared model that the device would get now, without what the device keeps itself."""
         model: BlobRef = state.model  # type: ignore[attr-defined] # as in a `ModelState`
         return model
 
@@ -163,7 +167,7 @@ class Method(Generic[S]):
         return None
 
     async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
-        """A bundle for each device that comes after the end; a method that does not define this has none for them."""
+        """Leave a bundle on each device that comes after the end; without this method they get none."""
         raise NotImplementedError
 
     def make_first_state(self, layout: Layout, model: BlobRef) -> S:

@@ -81,7 +81,7 @@ def suggest_name(given: str, known: Sequence[str], otherwise: str = "it is one o
 
 
 class Part(NamedTuple):
-    """What an option can name: the group of its entry points, and the names that are ours."""
+    """A kind of part that an option can name, by the group of its entry points and the names of fedge's own parts."""
 
     group: str
     ours: tuple[str, ...]
@@ -105,13 +105,13 @@ def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> 
     """Return whether an option names a part of another package or a path, which the method takes.
 
     Args:
-        name: of the option.
-        value: what is given.
-        hint: its type; None for a selection, which every method takes that offers one.
-        offered: ours that the method takes.
+        name: the option's name.
+        value: the given value.
+        hint: the option's type; None for a selection, which every method takes that offers selections.
+        offered: fedge's own parts that the method takes.
 
     Raises:
-        ConfigError: the part cannot be loaded, is none, or does not suit the method.
+        ConfigError: the part cannot be loaded, is no such part, or does not suit the method.
     """
     part = PARTS.get(name)
     if part is None or not isinstance(value, str) or value in part.ours or not _takes_others(hint):
@@ -130,7 +130,7 @@ def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> 
 
 
 def list_others(name: str, hint: object) -> list[str]:
-    """List what an option takes beyond ours, for errors: installed parts, and the form of a path."""
+    """List what an option takes beyond fedge's own parts, for errors: installed parts, and the form of a path."""
     part = PARTS.get(name)
     if part is None or not _takes_others(hint):
         return []
@@ -138,7 +138,7 @@ def list_others(name: str, hint: object) -> list[str]:
 
 
 def _takes_others(hint: object) -> bool:
-    """Return whether an option of this type takes others' parts; None: a selection where the method offers one."""
+    """Return whether an option of this type (None for a selection) takes parts of other packages."""
     return hint is None or any(
         isinstance(meta, Meta) and "offers" in (meta.extra or {}) for meta in get_annotations(hint)
     )

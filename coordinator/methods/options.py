@@ -68,8 +68,8 @@ def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Opti
     """Read the table [method] of the file, overridden by NAME=VALUE pairs, which the method itself checks.
 
     Raises:
-        ConfigError: the file cannot be read, a pair has no "=", a value in the file is not a number, text or boolean,
-            or names code that no pair names.
+        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is not a number, text or
+            boolean, or names code that no pair names.
     """
     given = parse_pairs(pairs)
     found: dict[str, Option] = {}
@@ -87,7 +87,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Option]:
     """Parse NAME=VALUE texts to a dictionary; numbers and booleans are converted, the rest stays text.
 
     Raises:
-        ConfigError: one has no name or no "=".
+        ConfigError: a text has no name or no "=".
     """
     options: dict[str, Option] = {}
     for pair in pairs:
@@ -99,7 +99,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Option]:
 
 
 def parse_value(text: str) -> Option:
-    """Return a number or boolean if the text looks like one, else the text."""
+    """Return a number or boolean if the text looks like one, otherwise the text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -125,7 +125,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Option]]:
 
 
 def join_paths(words: Iterable[str]) -> list[str]:
-    """Join words between colons to NAME=VALUE, where the value of a part may be package.module:name.
+    """Join words between colons to NAME=VALUE, since the value may be package.module:name.
 
     Example:
         >>> join_paths(["selection=mine.rules", "largest", "top=1"])
@@ -144,6 +144,6 @@ def require_method_options(name: str, options: Mapping[str, Option]) -> None:
     """Refuse an unknown method or option before anything is started.
 
     Raises:
-        ConfigError: no such method, option or value.
+        ConfigError: there is no such method, option or value.
     """
     parse_options(load_method_class(name), options)

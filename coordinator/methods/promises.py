@@ -1,7 +1,8 @@
-"""What a method and its steps promise, checked alike for real and simulated devices, at the first moment it shows.
+"""Checks of what a method and its steps promise, alike for real and simulated devices, as early as possible.
 
-A class is checked when it is named (`require_method`), its requests when it makes them and their answers when they come
-(`CheckedFleet`), a round when it ends (`require_next`). `coordinator.service.proof` does a round twice to see the rest.
+A class is checked when it is named (`require_method`), its requests when they are made and the answers when they come
+(`CheckedFleet`), and a round when it ends (`require_next`). `coordinator.service.proof` checks the rest by doing a
+round twice.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ HOW: Final[Mapping[Shared, str]] = {
     "min_reports": "leave the model as it is after fewer than self.settings.min_reports updates",
     "average": "average with coordinator.methods.parts.averaging",
 }
-"""How a method heeds each."""
+"""What a method must do to heed each of these settings."""
 
 
 def require_method(path: str, kind: type[Any], state: type[Struct]) -> None:
-    """Refuse a class of a method that no fleet could run. `path`: what the user wrote. `state`: that of every method.
+    """Refuse a class of a method that no fleet could run. `path`: what the user wrote. `state`: base of all states.
 
     Raises:
         ConfigError: the text says what to write.
@@ -67,7 +68,7 @@ def require_heeded(name: str, heeds: frozenset[Shared], given: Mapping[Shared, t
     """Refuse settings that a method does not heed. `given`: the value of each, and its default.
 
     Raises:
-        ConfigError: one differs from its default.
+        ConfigError: such a setting differs from its default.
     """
     for setting, (value, default) in given.items():
         if value != default and setting not in heeds:
@@ -83,9 +84,9 @@ class CheckedFleet(Fleet):
 
     Args:
         fleet: the devices.
-        method: its name, for the texts.
-        steps: its own.
-        layout: of its model.
+        method: the method's name, for error texts.
+        steps: the method's own steps.
+        layout: the layout of the method's model.
     """
 
     def __init__(self, fleet: Fleet, method: str, steps: Sequence[type[Action]], layout: Layout) -> None:
@@ -98,7 +99,7 @@ class CheckedFleet(Fleet):
         """Run the actions on the fleet, if real devices could do them.
 
         Raises:
-            ConfigError: a request that cannot be made, or a result with undeclared tensors.
+            ConfigError: a request cannot be made, or a result refers to undeclared tensors.
         """
         self._require(label, actions)
         answers = await self._fleet.run(label, actions)
@@ -110,7 +111,7 @@ class CheckedFleet(Fleet):
     def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """Stream the fleet's answers; raises as `run`, but for what answers show."""
+        """Stream the fleet's answers; raise as `run` does for requests."""
         self._require(label, actions)
         return self._fleet.stream(label, actions, seen)
 
@@ -160,7 +161,7 @@ class CheckedFleet(Fleet):
 
 
 def require_next(method: str, before: Any, after: Any) -> None:
-    """Refuse what is not the state after a round.
+    """Refuse a value that is not the state after the next round.
 
     Raises:
         ConfigError: the text says what to return.

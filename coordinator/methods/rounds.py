@@ -1,4 +1,4 @@
-"""Parts of a round that methods share: its random numbers, its answers, its line of the history."""
+"""Parts of a round that methods share: random numbers, answers, the record in the history."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedge.system.moved import alias_names
 log = logging.getLogger("fedge.method")
 R = TypeVar("R")
 ATTEMPTS: Final = 3
-"""How often a device is asked for the steps that end in its bundle: without it, all of its work is lost."""
+"""How often a device is asked for the steps that end in its bundle; without a bundle, all of its work is lost."""
 
 
 async def run_with_retries(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-    """Run actions, again for devices without an acceptable answer, `ATTEMPTS` times in all."""
+    """Run actions, up to `ATTEMPTS` times in all for devices without an acceptable answer."""
     answers = await fleet.run(label, actions)
     for attempt in range(2, ATTEMPTS + 1):
         missing = {i: action for i, action in actions.items() if answers[i].result is None}
@@ -50,7 +50,7 @@ def make_round_rng(settings: MethodSettings, round_number: int) -> np.random.Gen
 def count_steps_alone(device: Device, sgd: Sgd) -> int:
     """Count the steps in which a device learns alone from all of its samples, including sensitive ones.
 
-    A device reports only how many are not sensitive; if there are none, a pass counts as one batch.
+    A device reports only the number of its other samples; if that is 0, a pass counts as one batch.
     """
     return sgd.count_steps(device.n_samples or sgd.batch_size)
 
@@ -90,7 +90,7 @@ def finish_round(state: S, n_asked: int, updates: Mapping[str, Trained], **chang
 
 
 def compute_mean_loss(updates: Collection[Trained]) -> float | None:
-    """Compute the n_i-weighted mean of loss_before; None without updates, or if one of them lacks it."""
+    """Compute the n_i-weighted mean of loss_before; None without updates, or if an update lacks loss_before."""
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None

@@ -24,8 +24,8 @@ Option = int | float | str | bool
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of every method.
 
-    `rounds`: how many a method plans for. `last`: the last round of training, if a run continues after its end; None:
-    `rounds`. `train_on`: of the server's own networks.
+    `rounds`: the number for which a method plans. `last`: the last round of training if a run continues after its end;
+    `rounds` if None. `train_on`: the processor for the server's own networks.
     """
 
     rounds: Rounds = 30
@@ -52,7 +52,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 DEFAULT: Final = MethodSettings()
-"""Its values are the defaults of the commands."""
+"""Default settings, whose values are the defaults of the commands."""
 
 
 ROUNDS_HELP: Final = "Training takes this many rounds."

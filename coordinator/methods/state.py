@@ -18,9 +18,9 @@ from fedge.wire.messages import BlobRef
 
 
 class RoundSummary(Struct, frozen=True, kw_only=True):
-    """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model.
+    """One round in a run's history. `accuracy`: of the received model on own validation samples, mean over the cohort.
 
-    `loss`: on the samples they train on; None if the method does not ask for it.
+    `loss`: on the training samples; None if the method does not ask for losses.
     """
 
     round: int
@@ -55,10 +55,10 @@ S = TypeVar("S", bound=State)
 
 
 def encode_state(state: State) -> bytes:
-    """Encode a state: equal states give equal bytes.
+    """Encode a state; equal states give equal bytes.
 
     Raises:
-        ConfigError: it holds what cannot be stored; the text names the field.
+        ConfigError: the state holds what cannot be stored; the text names the field.
     """
     try:
         return _encode(state)

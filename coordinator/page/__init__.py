@@ -1,7 +1,7 @@
 """The fleet's page, and the commands that show the same.
 
 `server` is the page, with `logins` and `news`; `cli` has `fedge devices`, `why`, `events` and the requests of people;
-`metrics` and `home_assistant` tell other programs. It reads `coordinator.watch` and writes requests into the
+`metrics` and `home_assistant` inform other programs. The page reads `coordinator.watch` and writes requests into the
 store. Begin with `server`.
 """
 

@@ -1,4 +1,4 @@
-"""What answers of the page have in common."""
+"""Common parts of the page's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_number(request: web.Request, name: str, default: int, most: int) -> int
     """Read a number in the query.
 
     Raises:
-        web.HTTPBadRequest: it is none.
+        web.HTTPBadRequest: the text is no number.
     """
     text = request.query.get(name, str(default))
     if not text.isdecimal() or len(text) > 20:

@@ -21,7 +21,7 @@ from fedge.system.logs import Lines
 log = logging.getLogger("fedge.ui")
 
 MAY_ACT: Final = {Role.OPERATOR: True, Role.STATUS: False}
-"""Roles that may look, and whether they may act. No device and no other part of the server may either."""
+"""Roles that may view the page, and whether they may act. Devices and other parts of the server may do neither."""
 
 
 class Login(NamedTuple):
@@ -33,14 +33,14 @@ class Login(NamedTuple):
 
 
 class Certificates:
-    """The members of a federation, whom the page knows by their certificates and the current list.
+    """The members of a federation, whom the page identifies by their certificates and the current list.
 
     Args:
-        folder: with ca.crt, crl.pem and members.json, which are read again when they change.
-        federation: its name.
+        folder: the folder with ca.crt, crl.pem and members.json, which are read again when they change.
+        federation: the federation's name.
 
     Raises:
-        ConfigError: they cannot be read, or are another federation's.
+        ConfigError: the files cannot be read, or are another federation's.
     """
 
     def __init__(self, folder: Path, federation: str) -> None:
@@ -51,7 +51,7 @@ class Certificates:
         self._lines = Lines()
 
     def find_login(self, request: web.Request) -> Login | None:
-        """Return the login of the connection's peer; None for nobody with access."""
+        """Return the login of the connection's peer; None if the peer has no access."""
         tls = request.get_extra_info("ssl_object")
         shown = None if tls is None else tls.getpeercert(binary_form=True)
         if shown is None:

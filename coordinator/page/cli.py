@@ -246,7 +246,7 @@ class UiSettings(Struct, frozen=True, kw_only=True):
     rollouts: Annotated[
         str,
         Heading.SERVER,
-        "The make_page shows the rollouts of these repositories of `fedge release`, comma-separated.",
+        "The page shows the rollouts of these repositories of `fedge release`, comma-separated.",
     ] = ""
     http_cert_file: HttpCertificate = None
     http_key_file: HttpKey = None

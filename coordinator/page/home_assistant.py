@@ -4,7 +4,7 @@
     fedge-home/FEDERATION/devices/ID                  their values, as JSON, retained
     fedge-home/FEDERATION/available                   online or offline, retained: offline is the last will
 
-It publishes nothing that the page does not show; what a device's owner withholds has no entity. Source: Home
+Only values that the page shows are published; a value that a device's owner withholds has no entity. Source: Home
 Assistant's documentation of MQTT, "Device discovery payload".
 """
 
@@ -30,7 +30,7 @@ LOOK_S: Final = 10.0
 """Pause between two looks for what has changed."""
 GOODBYE_S: Final = 2.0
 MAX_TEXT: Final = 255
-"""Characters that Home Assistant takes as a state."""
+"""Most characters that Home Assistant takes as a state."""
 Read = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
@@ -38,7 +38,7 @@ def parse_broker(url: str) -> BrokerSettings:
     """Parse the broker of mqtt://USER:PASSWORD@HOST:PORT.
 
     Raises:
-        ConfigError: not such an address.
+        ConfigError: the text is not such an address.
     """
     with contextlib.suppress(ValueError):
         found = urlsplit(url)
@@ -129,7 +129,7 @@ async def publish_devices(read: Read, url: str, federation: str) -> None:
         async with transport:
             try:
                 while True:
-                    said.pop(available, None)  # one of the others that has ended has said offline
+                    said.pop(available, None)  # another process that ended has published offline
                     try:
                         await _publish_changes(
                             transport, said, {available: b"online"} | dict(iterate_messages(await read()))

@@ -23,13 +23,14 @@ log = logging.getLogger("fedge.ui")
 
 COOKIE: Final = "fedge"
 SESSION_S: Final = 12 * 3600.0
-"""Who has logged in may act so long."""
+"""How long somebody who has logged in may act."""
 MAX_SESSIONS: Final = 100
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 WRONG_S: Final = 1.0
-"""A wrong token is answered so late."""
+"""Delay of the answer to a wrong token."""
 MAX_WRONG: Final = 10
-"""Wrong tokens that wait for that at a time; more are refused at once, so that they hold no places."""
+"""Most wrong tokens whose answers are delayed at a time. Further ones are refused at once, so that they hold no places.
+"""
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +40,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_token(home: Path, given: str | None) -> str:
-    """Read the given token, or that in HOME/ui-token, which is created if missing."""
+    """Return the given token, or else that in HOME/ui-token, which is created if missing."""
     if given is not None:
         return given
     file = home / "ui-token"
@@ -52,10 +53,10 @@ class Logins:
     """The logins to the page: who asks, and what they may do.
 
     Args:
-        host: where the page listens; on this machine's own address, reading is free.
+        host: the address on which the page listens; on this machine's own address, reading needs no login.
         token: required to act.
         secure: whether connections are encrypted.
-        certificates: for logins of the federation's members.
+        certificates: the certificates by which the federation's members log in.
     """
 
     def __init__(self, host: str, token: str, *, secure: bool, certificates: Certificates | None) -> None:
@@ -73,16 +74,16 @@ class Logins:
         return self._is_free(request) or self.knows(request)
 
     def _is_free(self, request: web.Request) -> bool:
-        """Return whether reading takes no login: on this machine, asked for by its own name."""
+        """Return whether reading takes no login, because the page is on this machine and asked for by its own name."""
         name = re.sub(r":\d*\Z", "", request.host.lower()).strip("[]")
         return self.reading_is_free and name in {*LOOPBACK, self._host}
 
     def knows(self, request: web.Request) -> bool:
-        """Return whether somebody asks who has logged in, or has the token."""
+        """Return whether the request is from somebody who has logged in, or has the token."""
         return self.find_login(request) is not None or self._has_token(request)
 
     def find_login(self, request: web.Request) -> Login | None:
-        """Return who asks; None for nobody who has logged in, or too long ago."""
+        """Return the login of the request; None if there is none, or from too long ago."""
         word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
         if time.monotonic() < until:
             return Login(word, may_act=True, name="token")
@@ -100,7 +101,7 @@ class Logins:
         return web.json_response(fields | {"csrf": login.word if login else ""})
 
     async def log_in(self, request: web.Request) -> web.Response:
-        """Let in who shows the token."""
+        """Log in whoever shows the token."""
         given = msgspec.json.decode(await request.read(), type=Token)
         if not is_same(given.token, self._token):
             await self._refuse_login(request)
@@ -115,7 +116,7 @@ class Logins:
         return answer
 
     async def _refuse_login(self, request: web.Request) -> NoReturn:
-        """Refuse a login late, but whoever has the token waits for nobody."""
+        """Refuse a login after a delay; logins with the right token are not delayed."""
         self._lines.warning(log, "event=login_refused address=%s", request.remote)
         if self._n_wrong >= MAX_WRONG:
             raise web.HTTPTooManyRequests(text="too many wrong tokens come in; try again in a second")
@@ -128,7 +129,7 @@ class Logins:
 
 
 def is_same(shown: str, secret: str) -> bool:
-    """Return whether two texts are equal, without telling by the time how much was; a header may hold any bytes."""
+    """Return whether two texts are equal, in a time that does not tell how much is; a header may hold any bytes."""
     return hmac.compare_digest(shown.encode(errors="surrogateescape"), secret.encode(errors="surrogateescape"))
 
 

@@ -22,19 +22,19 @@ log = logging.getLogger("fedge.ui")
 LOOK_S: Final = 0.5
 """Pause between two looks for news."""
 MAX_STREAMS: Final = 50
-"""Pages that are told of news at the same time."""
+"""Most pages that receive news at the same time."""
 HEARTBEAT_S: Final = 10.0
-"""A page that listens hears something at least so often."""
+"""Longest time for which a page that listens receives nothing."""
 MAX_NEWS: Final = 1000
-"""Events that a page is told of at once; of more, the last ones."""
+"""Most events that are sent to a page at once, the last ones."""
 MAX_BEHIND: Final = 100
-"""Looks with news that wait for a page; one that takes nothing for longer misses the next ones."""
+"""Most messages that wait for a page; a page that takes none for longer misses the next ones."""
 Lines = list[tuple[int, bytes]]
-"""Events by number, as lines of the stream; empty: of a rollout, or of times."""
+"""Events by number, as lines of the stream. Empty if the news are of a rollout or of times."""
 
 
 class ReadingThread(Protocol):
-    """A function that has work done in the thread that reads."""
+    """A function that has work done in the reading thread."""
 
     def __call__(self, work: Callable[[], Lines], /) -> Awaitable[Lines]:
         """Do the work and return its result."""
@@ -44,11 +44,11 @@ class EventFeed:
     """A feed of events to listeners, such as open pages.
 
     Args:
-        read: has work done in the thread that reads.
+        read: has work done in the reading thread.
         events: reads the store's events, as `Store.get_events`.
-        version: changes with the rollouts.
+        version: returns a value that changes with the rollouts.
         forget: called before each look for news.
-        logins: know who may listen.
+        logins: the logins that decide who may listen.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class EventFeed:
             self._streams.pop(queue, None)
 
     def _drop_stream(self, *, known: bool) -> None:
-        """Make room: drop the oldest stream of somebody who has not logged in, for one who has.
+        """Make room for a stream; somebody who has logged in replaces the oldest stream of somebody who has not.
 
         Raises:
-            web.HTTPServiceUnavailable: nobody makes way.
+            web.HTTPServiceUnavailable: no stream can be dropped.
         """
         oldest = next((queue for queue, theirs in self._streams.items() if known and not theirs), None)
         if oldest is None:

@@ -1,11 +1,11 @@
 """The fleet's page, with aiohttp: a live view of `coordinator.watch`, and requests to the coordinator.
 
-Who may act shows the token once and is then known by a cookie, or has a certificate of the federation
-(`coordinator.page.certificates`); each action also carries a word that only our own page has, so that no other page in
-the same browser can have one done. On another address than this machine's own, or asked for by another name (a website
-can have its own mean 127.0.0.1), reading takes the token, too. Reads happen in a thread with a connection of its own: a
-round never waits for them. Open pages share what is read: the state is made once for all of them between two looks for
-news, and so are the lines of the stream.
+Users who may act show the token once and are then identified by a cookie, or have a certificate of the federation
+(`coordinator.page.certificates`). Each action also carries a word that only our own page has, so that no other page in
+the same browser can request an action. If the page listens on another address than this machine's own, or is asked for
+by another name (a website can make its own name mean 127.0.0.1), reading needs the token, too. Reads happen in a thread
+with a connection of its own, so a round never waits for them. Open pages share what is read: the state is made once for
+all of them between two looks for news, and so are the lines of the stream.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FILES: Final = {
     "page.js": ("page.js", "text/javascript"),
 }
 ROLLOUT: Final = "rollout-"
-"""Begins the names of actions on a rollout."""
+"""Prefix of the names of actions on a rollout."""
 MAX_BODY_BYTES: Final = 4096
 DRAIN_S: Final = 1.0
 """Time for pending requests when the page ends."""
@@ -66,16 +66,16 @@ class ActionTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page:
-    """The page on a port. Async context manager: it listens inside.
+    """The page on a port. As an async context manager, it listens.
 
     Args:
-        home: of the coordinator.
-        opened: opens its store, for reading and for requests to the coordinator.
-        host, port: where to listen; port 0: a free one.
+        home: the coordinator's home.
+        opened: opens the coordinator's store, for reading and for requests to the coordinator.
+        host, port: address to listen on; port 0 is any free port.
         token: required to act.
-        tls: for HTTPS.
-        rollouts: shown, and open to actions.
-        certificates: for logins of the federation's members.
+        tls: context for HTTPS.
+        rollouts: rollouts to show, which are open to actions.
+        certificates: the certificates by which the federation's members log in.
         home_assistant: address of the broker that receives the devices' state.
     """
 
@@ -172,7 +172,7 @@ class Page:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _answer_read(self, work: Callable[[], Any]) -> web.Response:
-        """Read in the reading thread, and answer with it, encoded there."""
+        """Read and encode in the reading thread, and answer with the result."""
         return answer_json(await self._read(lambda: msgspec.json.encode(work())))
 
     @web.middleware

@@ -1,5 +1,6 @@
 """The authority of a federation: its members, and the credentials of its machines.
 
-`issuer` makes and renews certificates, `members` is the list, `renewals` answers devices over the wire, `extensions`
-are what certificates hold, `installation` sets up a server, `cli` is `fedge provision`. Begin with `issuer`.
+`issuer` makes and renews certificates, `members` is the list of members, `renewals` answers devices over the broker,
+`extensions` has the fields of certificates, `installation` sets up a server, `cli` is `fedge provision`. Begin with
+`issuer`.
 """

@@ -16,12 +16,12 @@ from cryptography.x509.oid import NameOID
 from fedge.errors import ConfigError
 
 CA_DAYS: Final = 30 * 365
-"""The authority outlives the fleet: a new one means a new start-up kit for each device."""
+"""Life of the authority. It outlives the fleet, since a new authority means a new start-up kit for each device."""
 BACKDATED: Final = dt.timedelta(days=1)
-"""A device whose clock is a little behind may use its certificate at once."""
+"""How long before now a certificate begins, so that a device whose clock is a little behind can use it at once."""
 _LABEL: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST: Final = rf"{_LABEL}(?:\.{_LABEL})*"
-"""Of a name that a certificate can have: letters beyond ASCII only as xn--..."""
+"""Pattern of a host name that a certificate can have; letters beyond ASCII only as xn--..."""
 
 
 def sign_authority(federation: str, key: ec.EllipticCurvePrivateKey, at: dt.datetime) -> x509.Certificate:
@@ -36,19 +36,19 @@ def sign_authority(federation: str, key: ec.EllipticCurvePrivateKey, at: dt.date
 def start_certificate(
     name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: dt.datetime, end: dt.datetime
 ) -> x509.CertificateBuilder:
-    """Start a certificate with what all of them have."""
+    """Start a certificate with the fields that all certificates have."""
     number = x509.random_serial_number()
     builder = x509.CertificateBuilder(issuer, name, key, number, begin, end)
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
 def make_authority_identifier(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    """Make the extension that says who signs."""
+    """Make the extension that identifies the signer."""
     return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
 def make_key_usage(*, signs: bool) -> x509.KeyUsage:
-    """Make the key usage: members sign messages and handshakes, an authority certificates and lists."""
+    """Make the key usage: members sign messages and handshakes; an authority signs certificates and lists."""
     return x509.KeyUsage(
         digital_signature=signs,
         content_commitment=False,
@@ -63,10 +63,10 @@ def make_key_usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def require_host(host: str) -> None:
-    """Refuse what is neither a name nor an address: it goes into certificates, kits and configurations.
+    """Refuse a text that is neither a name nor an address, since it goes into certificates, kits and configurations.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is neither.
     """
     with suppress(ValueError):
         ipaddress.ip_address(host)

@@ -1,4 +1,4 @@
-"""What `fedge provision broker` sets up on Debian: Mosquitto, the coordinator's service, the daily renewal."""
+"""The work of `fedge provision broker` on Debian: Mosquitto, the coordinator's service, the daily renewal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedge.membership import broker_configuration
 from fedge.system import systemd
 
 CONF_D: Final = Path("/etc/mosquitto/conf.d")
-"""Debian's Mosquitto reads every file in it that ends in .conf."""
+"""The folder in which Debian's Mosquitto reads every file that ends in .conf."""
 MOSQUITTO: Final = "mosquitto"
-"""Its service, and the user that it runs as: it alone reads the broker's key."""
+"""The name of Mosquitto's service and of its user, who alone reads the broker's key."""
 
 
 def get_conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
@@ -24,7 +24,7 @@ def get_conf_file(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
 
 
 def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
-    """Write Mosquitto's configuration and access list, and give it its identity; returns the configuration.
+    """Write Mosquitto's configuration, access list and identity; return the configuration's file.
 
     Raises:
         ConfigError: Mosquitto is not installed.
@@ -67,10 +67,10 @@ def install_services(issuer: Issuer) -> None:
 
 
 def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
-    """Have the installed Mosquitto read the changes; returns the outcome in words.
+    """Have the installed Mosquitto read the changes; return the outcome in words.
 
     Raises:
-        ConfigError: it does not start again.
+        ConfigError: Mosquitto does not start again.
     """
     file = get_conf_file(issuer, conf_d)
     if not file.exists() or str((issuer.folder / Role.BROKER).absolute()) not in file.read_text(encoding="utf-8"):

@@ -1,15 +1,16 @@
 """The authority of a federation: issues, revokes and renews certificates.
 
-    ca.crt, ca.key      the authority; whoever has the key can let in anyone, so nobody else needs to read it
-    federation.json     what all certificates have in common
+    ca.crt, ca.key      the authority; nobody else needs to read the key, and whoever has it can let in anyone
+    federation.json     the settings that all certificates have in common
     members.json        present and former members
     crl.pem             the list of revoked certificates
     issued/             each certificate that was ever made, NAME-SERIAL.crt
     lock                held by the command that makes changes
     coordinator/, broker/, status/, rollout/   identities of the server (`fedge.identity`)
 
-Copies of `members.json` and `crl.pem` are in the coordinator's identity, and one of `crl.pem` in the broker's. Those
-belong to other users and are never read here: a compromised part of the server cannot admit anybody by changing them.
+Copies of `members.json` and `crl.pem` are in the coordinator's identity, and a copy of `crl.pem` in the broker's. The
+copies belong to other users and are never read here, so that a compromised part of the server cannot admit anybody by
+changing them.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ from fedge.system.text import format_address
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
 CRL_DAYS: Final = 365
-"""Nobody is let in by a list that is older. It is made anew with each revocation, and by `renew` after two thirds."""
+"""Life of the revocation list. An older list lets nobody in. Each revocation makes the list anew, and so does `renew`
+after two thirds of its life."""
 LEAVES_LIST: Final = dt.timedelta(days=365)
-"""A revoked certificate leaves the list so long after it expired: the clock of a device may be behind."""
+"""How long after its expiry a revoked certificate stays on the list, because the clock of a device may be behind."""
 SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
-"""What every federation has."""
+"""Roles of the server that every federation has."""
 PARTS: Final = tuple(role for role in Role if role.effective_role is not Role.DEVICE)
-"""What it may have."""
+"""Roles of the server that a federation may have."""
 KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR, Role.INTAKE)
 KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
 
 
 class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The settings that all members of a federation share. host, port: of the broker, as seen by the others."""
+    """The settings that all members of a federation share. host, port: the broker's, as seen by the other members."""
 
     federation: Name
     host: str
@@ -75,18 +77,18 @@ class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def broker(self) -> str:
-        """The broker's address for the others."""
+        """The broker's address, as seen by the other members."""
         return format_address(self.host, self.port)
 
 
 class Issuer:
-    """The authority in a folder that `make` has made."""
+    """The authority of a federation, in a folder that `make` has made."""
 
     def __init__(self, folder: Path, clock: Callable[[], dt.datetime] = certificates.get_time) -> None:
         """Open the authority in a folder.
 
         Raises:
-            ConfigError: there is none in the folder, or it is not readable.
+            ConfigError: the folder holds no authority, or it is not readable.
         """
         self.folder = folder
         self._clock = clock
@@ -107,7 +109,7 @@ class Issuer:
         """Make an authority with a new key, and the identities of the server.
 
         Raises:
-            ConfigError: the folder has one already, or the host is none.
+            ConfigError: the folder holds an authority already, or the host's name is invalid.
             StoreError: the folder cannot be written.
         """
         require_host(settings.host)
@@ -130,7 +132,7 @@ class Issuer:
 
     @property
     def members_file(self) -> Path:
-        """The authority's own file, not the coordinator's copy."""
+        """The authority's own file of members, not the coordinator's copy."""
         return self.folder / MEMBERS
 
     @property
@@ -143,7 +145,7 @@ class Issuer:
             write_members(folder / MEMBERS, members)
 
     def _list_folders(self, roles: Iterable[Role]) -> list[Path]:
-        """List the folders of roles that every federation has, and of others that this one has."""
+        """List the folders of roles that every federation has, and of this federation's other roles."""
         return [self.folder / role for role in roles if role in SERVER or (self.folder / role).exists()]
 
     @contextmanager
@@ -165,7 +167,7 @@ class Issuer:
         """Make key and certificate of a part of the server, in its folder; after a revocation, new ones.
 
         Raises:
-            ConfigError: it has a valid one.
+            ConfigError: the part has a valid certificate.
         """
         return self._equip(Subject(self.settings.federation, role, role), self.folder / role)
 
@@ -173,7 +175,7 @@ class Issuer:
         """Make key and certificate of a site's relay; after a revocation, new ones.
 
         Raises:
-            ConfigError: it has a valid one, or the site's name is not allowed.
+            ConfigError: the relay has a valid certificate, or the site's name is not allowed.
         """
         name = certificates.make_device_subject(self.settings.federation, site).name
         self._equip(Subject(self.settings.federation, Role.RELAY, name), folder)
@@ -193,8 +195,8 @@ class Issuer:
         """Certify a new member, or one whose certificate was revoked.
 
         Raises:
-            ConfigError: it has a valid one: two devices with one name would disconnect each other; or one of the two
-                names would be that of a device behind the other, a relay (RELAY.DEVICE).
+            ConfigError: the member has a valid certificate (two devices with one name would disconnect each other), or
+                its name and another member's are those of a relay and a device behind the relay (RELAY.DEVICE).
         """
         with self._lock_folder():
             self._require_own_name(subject)
@@ -214,15 +216,15 @@ class Issuer:
                 raise ConfigError(f"{name} would be a device behind the relay {relay}: give another name")
 
     def renew(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """Return a device's next certificate: a new one for its present key, or the last if that is recent.
+        """Return a device's next certificate: a new one for its present key, or its last certificate if that is recent.
 
         Args:
             device: the sender, by the topic of the request.
-            name: in the request.
-            key: that the request is for, and signed with.
+            name: the device's name in the request.
+            key: the key for which the request is, and by which it is signed.
 
         Raises:
-            ConfigError: it is not a member, was revoked, has expired, or has another key.
+            ConfigError: the device is not a member, was revoked, or has another key, or its certificate has expired.
         """
         with self._lock_folder():
             return self._renew_device(device, name, key)
@@ -292,7 +294,7 @@ class Issuer:
             self.publish_revoked(certificate.serial_number for certificate in self._iterate_issued(name))
 
     def publish_revoked(self, revoked: Iterable[int] = ()) -> None:
-        """Sign the revocation list again, with these added."""
+        """Sign the revocation list again, with these serial numbers added."""
         with self._lock_folder():
             before = self._read_genuine(self.folder / CRL)
             added = dict.fromkeys(revoked, self._clock())
@@ -347,7 +349,7 @@ class Issuer:
     # ---------------------------------------------------------------------------------------------------- renewal
 
     def refresh(self) -> list[str]:
-        """Renew what is past two thirds of its life: the server's certificates, the revocation list."""
+        """Renew the server's certificates and the revocation list if they are past two thirds of their life."""
         with self._lock_folder():
             done = []
             if is_past(RENEW_AT, self._read_genuine(self.folder / CRL), self._clock()):

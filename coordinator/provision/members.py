@@ -3,7 +3,7 @@
     members.json  beside ca_file: all certificates with their roles and revocations
     crl.pem       beside it: the authority's own revocation list, for brokers and devices
 
-The authority's certificate alone does not admit anybody: the name must be listed in its role and not be revoked.
+A certificate of the authority alone does not admit anybody: the name must be listed in its role and not be revoked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_members(file: Path) -> Members:
 
 
 def write_members(file: Path, members: Members) -> None:
-    """Replace the list of members; after a crash the old or the new one is there.
+    """Replace the list of members atomically.
 
     Raises:
         StoreError: the disk is full or broken.
@@ -74,8 +74,8 @@ class WatchedMembers:
     """The two files of members, checked from time to time and read again after a change.
 
     Args:
-        folder: of the files.
-        federation: must be that of the members.
+        folder: the folder of the files.
+        federation: the federation to which the list must belong.
 
     Raises:
         ConfigError: the list cannot be read, or is another federation's.
@@ -125,7 +125,7 @@ class WatchedMembers:
         return self._members.admits(name, role)
 
     def update_authority(self, authority: Authority) -> bool:
-        """Read what has changed since the last look, and pass it to the authority; returns whether anything had."""
+        """Read what has changed since the last look, and pass it to the authority; return whether anything changed."""
         if (now := (get_version(self._file), get_version(self._revocations))) == self._seen:
             return False
         self._seen = now

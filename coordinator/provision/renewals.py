@@ -1,4 +1,4 @@
-"""Renewal over the wire, authority side: devices' retained requests are answered with retained certificates.
+"""Renewal over the broker, authority side: devices' retained requests are answered with retained certificates.
 
 The two sides need not be online at the same time, so the authority's key is needed only briefly, once a day or once a
 month. A request is signed with the key of the device's present certificate, so neither a broker nor another device can
@@ -23,7 +23,7 @@ log = logging.getLogger("fedge.provision")
 
 
 async def answer_requests(issuer: Issuer) -> list[str]:
-    """Answer the requests at the broker; returns the devices that got a certificate.
+    """Answer the requests at the broker; return the devices that got a certificate.
 
     Raises:
         TransportError: the broker cannot be reached, or refuses us.

@@ -1,9 +1,9 @@
 """How a relay carries out its orders: it asks the devices of its site, and averages their updates.
 
-Upwards it is an agent (`edge_agent.agent`), which keeps each order until it is answered; this is the agent's worker.
-Downwards it is a fleet (`coordinator.fleet.mqtt`) on the site's own broker, whose store keeps each answer. So an order
-repeated after a crash does not repeat answered work, and ends in the same report. Each run of the coordinator above has
-its own store: HOME/site/RUN.
+Upwards a relay is an agent (`edge_agent.agent`), which keeps each order until it is answered; this file is the agent's
+worker. Downwards a relay is a fleet (`coordinator.fleet.mqtt`) on the site's own broker, whose store keeps each answer.
+So an order repeated after a crash does not repeat answered work, and ends in the same report. Each run of the
+coordinator above has its own store, HOME/site/RUN.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger("fedge.relay")
 T = TypeVar("T")
 
 LOOK_S: Final = 1.0
-"""Pause between two looks at who is there on the site."""
+"""Pause between two looks at which devices of the site are present."""
 REPEAT_S: Final = 10.0
-"""When a new run begins, the broker has so long to repeat the statuses of the devices that were there."""
+"""Time for the broker to repeat the statuses of the site's devices when a new run begins."""
 MARGIN: Final = 0.1
-"""Share of an order's time that the relay has for itself, at most 10 s."""
+"""Share of an order's time that the relay keeps for itself, at most 10 s."""
 POLL_S: Final = 0.2
-"""How soon a relay that is told to stop does."""
+"""Pause between two checks whether the relay is to stop."""
 NO_RELAYS: Final = "a relay below a relay is not supported"
 
 
@@ -72,10 +72,10 @@ class SiteFleet(MqttFleet):
         return dict.fromkeys(actions, self.left_s)
 
     async def enter_round(self, number: int, ids: set[str], keep: set[str]) -> None:
-        """Enter a round of the coordinator above, if it is new; `ids`: devices asked there.
+        """Enter a round of the coordinator above, if it is new. `ids`: the devices asked in it.
 
-        Devices known at that time belong to it even if absent: the coordinator has seen them, and they may return. Data
-        no longer needed is deleted. `keep`: digests that the coordinator may still need.
+        Devices known at that time belong to the round even if absent, since the coordinator has seen them and they may
+        return. Data that are no longer needed are deleted. `keep`: digests that the coordinator may still need.
         """
         if self._round == number:
             return
@@ -103,12 +103,12 @@ class SiteFleet(MqttFleet):
 
 
 class Site:
-    """The worker of a relay (`edge_agent.agent.carrier.OrderExecutor`). Async context manager: connected inside.
+    """The worker of a relay (`edge_agent.agent.carrier.OrderExecutor`). As an async context manager, it is connected.
 
     Args:
-        broker: of the site.
+        broker: the site's broker.
         federation: name of the federation below.
-        home: of the relay.
+        home: the relay's folder.
         task: what is learned.
         observe: called with the site's events.
     """
@@ -139,10 +139,10 @@ class Site:
         await self._open.aclose()
 
     async def _start_run(self, run: Run, there: Callable[[], tuple[SiteDevice, ...]] = tuple) -> None:
-        """Start to take part in a run, and delete earlier ones.
+        """Start to take part in a run, and delete earlier runs.
 
-        `there`: lists the devices that are on the site. `list_present` goes on doing so until the new fleet has heard
-        of them; else the coordinator above would begin rounds without them.
+        `there`: lists the devices that are on the site. `list_present` uses this list until the new fleet has heard of
+        them; otherwise the coordinator above would begin rounds without them.
         """
         before = {device.id for device in there()}
         await self._open.aclose()
@@ -171,7 +171,7 @@ class Site:
         return self.fleet.list_present()
 
     async def watch(self, tell: Callable[[], None]) -> None:
-        """Report changes in the devices present immediately. Never returns."""
+        """Report changes of the present devices at once, endlessly."""
         published: tuple[SiteDevice, ...] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
@@ -225,7 +225,7 @@ class Site:
                     raise StoppedError from None
 
     async def _run_orders(self, order: Order, orders: SiteOrders) -> dict[str, SiteAnswer]:
-        """Run the orders, and return the devices' answers, without those that do not fit what was asked above."""
+        """Run the orders, and return the devices' answers that fit what the coordinator above asked for."""
         known = load_installed_steps()
         actions = [
             decode_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
@@ -248,7 +248,7 @@ class Site:
         }
 
     def _is_fitting(self, action: Action | None, answer: Answer) -> bool:
-        """Return whether an answer fits: who withholds more than the coordinator above knew was asked for less."""
+        """Return whether an answer fits the action from above; a device that withholds more was asked for less."""
         try:
             if action is not None and answer.result is not None:
                 require_answer(action, answer.result, self._task)

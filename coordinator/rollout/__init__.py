@@ -1,7 +1,7 @@
 """A release's way into a fleet, in stages.
 
-`decision` decides from reports alone, `service` carries that out, `folder` keeps it, `making` makes the release,
-`overview` is for the page and `cli` for people. Begin with `decision`.
+`decision` decides from reports alone, `service` carries decisions out, `folder` keeps the state, `making` makes the
+release, `overview` is for the page and `cli` for people. Begin with `decision`.
 """
 
 from fedge.system.moved import make_getattr

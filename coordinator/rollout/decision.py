@@ -1,7 +1,7 @@
 """Decides how far a release may go, from the devices' reports alone.
 
-A rollout goes through stages, each a larger share of the fleet. The next one begins when every present device of the
-stage has served the release for a soak time and no measurement objects; otherwise the rollout is aborted, and its
+A rollout goes through stages, each with a larger share of the fleet. The next stage begins when every present device of
+the stage has served the release for a soak time and no measurement objects; otherwise the rollout is aborted, and its
 devices revert. Everything here is a pure function; `service` acts.
 """
 
@@ -31,38 +31,38 @@ from fedge.wire.messages import (
 from fedge.wire.rollout import compute_place, takes_part
 
 MAX_REASONS: Final = 10
-"""Devices named when a rollout is aborted."""
+"""Most devices named when a rollout is aborted."""
 
 
 MINIMUM_S: Final = 2.0
-"""After this time, all messages sent before an abort have arrived."""
+"""Time after which all messages sent before an abort have arrived."""
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A release to roll out, and the limits that stop it.
 
-    The first stage is that of the canaries: not a single device may fail there. With named canaries its share is 0.
+    The first stage is that of the canaries, in which no device may fail. With named canaries its share is 0.
     """
 
     id: Id
     target: Text
     release: Count
-    digest: Digest  # of the manifest
+    digest: Digest  # digest of the manifest
     canaries: tuple[Id, ...] = ()
     stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
     absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
-    max_failures: Share = 0.05  # of a stage's devices, after the first stage
+    max_failures: Share = 0.05  # share of a stage's devices, after the first stage
     accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
-    latency_ratio: NonNegative = 1.5  # of the mean latencies
-    latency_slack_ms: NonNegative = 1.0  # in addition
+    latency_ratio: NonNegative = 1.5  # ratio of the mean latencies
+    latency_slack_ms: NonNegative = 1.0  # allowed in addition to the ratio
     free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
     gate_entropy_shift: NonNegative = 0.3  # mean, as a share of the largest that is possible
     temperature_c: float = 85.0  # mean over the devices that run it
 
 
 class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The state of a rollout. began: the stage, its resumption, or its end; good_since: all is well since then."""
+    """The state of a rollout. began: start of the stage, its resumption or its end; good_since: all is well since."""
 
     state: RolloutState = RolloutState.RUNNING
     stage: Count = 0
@@ -83,7 +83,7 @@ def decide(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], no
     """Return the rollout's next state: unchanged, one stage further, done, or aborted with the reasons.
 
     Args:
-        plan: what is rolled out.
+        plan: the release and its limits.
         progress: the present state.
         fleet: each device's last message, by its id.
         now: seconds since the epoch.
@@ -118,9 +118,9 @@ def abort(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
 
 
 def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> float:
-    """Return the stage's share, enlarged until one present device takes part: an empty stage proves nothing.
+    """Return the stage's share, enlarged until one present device takes part, since an empty stage proves nothing.
 
-    A device that disappeared while running the release counts as present: no other is put at risk in its place.
+    A device that disappeared while running the release counts as present, so that no other is put at risk instead.
     """
     share = max(plan.stages[progress.stage], progress.share)
     there = [
@@ -168,7 +168,7 @@ def list_objections(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHe
 
 
 def _compare_quality(plan: Plan, healths: list[Health]) -> list[str]:
-    """Compare measurements of the devices that run the release, before and now, on average."""
+    """Compare the mean measurements of the devices that run the release with those before it."""
     there = [health for health in healths if is_running(plan, health) and health.rollout == plan.id]
     pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
     found = []
@@ -203,8 +203,8 @@ def _compute_means(
 def _estimate_accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
     """Estimate an upper bound for the standard error of the mean difference of accuracy over devices.
 
-    It assumes that the two bundles, each right with probability p, err independently: a device with n samples has the
-    variance 2 p (1 - p) / n.
+    If the two bundles, each right with probability p, err independently, a device with n samples has the variance
+    2 p (1 - p) / n.
     """
     variances = []
     for was, now in pairs:
@@ -229,7 +229,7 @@ def _is_on_its_way(plan: Plan, health: Health) -> bool:
 
 
 def _is_absent(plan: Plan, progress: Progress, seen: DeviceHealth, now: float) -> bool:
-    """Return whether to stop waiting for a device: too long not heard of, or it could not fetch the release."""
+    """Return whether to stop waiting for a device that was not heard of for too long or could not fetch the release."""
     if is_running(plan, seen.health) and seen.health.phase is Phase.SERVING:
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)

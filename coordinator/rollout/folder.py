@@ -24,7 +24,7 @@ from fedge.system.files import InUseError, lock_folder, read_kept, read_lasting,
 from fedge.wire.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
-"""Longest time for which a mere look for a supervisor may hold the lock."""
+"""Longest time for which a check for a supervisor may hold the lock."""
 
 
 class Request(StrEnum):
@@ -36,7 +36,7 @@ class Request(StrEnum):
 
 
 class DeviceLine(Struct, frozen=True, kw_only=True):
-    """A device as shown to people: its last Health, and when it arrived by our clock."""
+    """A device as shown to people: its last Health, and the time of its arrival by our clock."""
 
     phase: Phase
     release: Count
@@ -59,7 +59,7 @@ class DeviceLine(Struct, frozen=True, kw_only=True):
 
 
 class RolloutEvent(Struct, frozen=True, kw_only=True):
-    """An event of a rollout. device: which, or empty."""
+    """An event of a rollout. device: the device's id, or empty."""
 
     at: float
     device: str = ""
@@ -77,7 +77,7 @@ class EarlierRollout(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of state.json. version: of the last announcement, of this rollout or one before."""
+    """The content of state.json. version: the version of the last announcement, of this or an earlier rollout."""
 
     plan: Plan
     progress: Progress
@@ -95,7 +95,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Folder:
-    """A repository's rollout folder; any process may read it and leave a request, one supervises."""
+    """A repository's rollout folder. Any process may read it and leave a request; one process supervises."""
 
     def __init__(self, repo: Path) -> None:
         self.path = repo / "rollout"
@@ -121,7 +121,7 @@ class Folder:
         return read_kept(self.path / "heard.json", msgspec.json.Decoder(dict[str, int]).decode) or {}
 
     def write_heard(self, heard: dict[str, int]) -> None:
-        """Write the last numbers, so that the next supervisor refuses replays, too.
+        """Write the last message numbers, so that the next supervisor refuses replays, too.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -129,7 +129,7 @@ class Folder:
         write_atomically(self.path / "heard.json", msgspec.json.encode(heard))
 
     def write_request(self, request: Request) -> None:
-        """Leave a request; it replaces one not yet read.
+        """Leave a request, which replaces a request not yet read.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -137,7 +137,7 @@ class Folder:
         write_atomically(self.path / "request", request.encode())
 
     def take_request(self) -> Request | None:
-        """Return the request to carry out: the same until `finish_request`, even if another arrives."""
+        """Return the request to carry out; it stays the same until `finish_request`, even if another arrives."""
         taken = self.path / "request.taken"
         try:
             if not taken.exists():

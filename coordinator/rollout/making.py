@@ -35,21 +35,21 @@ from fedge.wire.messages import BlobRef
 def make_release(repo: Path, home: Path, store: str | None, allow: Container[str] = ()) -> str:
     """Sign a bundle of a federation's model for any device.
 
-    Its number is higher than all releases there and all bundles that devices have reported.
+    The bundle's release is higher than all releases in the repository and all bundles that devices have reported.
 
     Args:
         repo: the signed repository.
-        home: the coordinator's.
-        store: address of its store, if that is not in the home.
-        allow: the code, package.module:name, that the home may name as its method, task or network; it may be a copy
-            from elsewhere.
+        home: the coordinator's home.
+        store: address of the coordinator's store, if that is not in the home.
+        allow: the code, package.module:name, that the home may name as its method, task or network, because the home
+            may be a copy from elsewhere.
 
     Returns:
         The path of the target, such as "8/manifest.json".
 
     Raises:
-        ConfigError: no repository or no coordinator's home, nothing learned together yet, the method needs more than
-            the home has, or the home names code that is not allowed.
+        ConfigError: there is no repository or no coordinator's home, nothing is learned together yet, the method needs
+            more than the home has, or the home names code that is not allowed.
         StoreError: the disk is full or broken.
     """
     repository, summary = Repository(repo), read_summary(home)

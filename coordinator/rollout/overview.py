@@ -1,7 +1,7 @@
 """Rollouts as shown on a page, and the requests that users can make there.
 
-A separate process, `fedge rollout start`, supervises a rollout with this machine's keys and configuration: users name a
-release and how far it may go, and see neither.
+A separate process, `fedge rollout start`, supervises a rollout with this machine's keys and configuration. Users name a
+release and how far it may go; they see neither keys nor configuration.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Overview:
 
     Args:
         repos: folders of `fedge release`.
-        config: of `fedge rollout start`, section [rollout]; None: none can be started.
+        config: file for `fedge rollout start`, section [rollout]; if None, no rollout can be started.
 
     Raises:
-        ConfigError: one is not a repository, or two have the same name.
+        ConfigError: a folder is not a repository, or two have the same name.
     """
 
     def __init__(self, repos: Sequence[Path], config: Path | None) -> None:
@@ -60,7 +60,7 @@ class Overview:
         """List the state of each rollout as JSON values; `actions`: what may be requested now.
 
         Raises:
-            StoreError: one cannot be read.
+            StoreError: a rollout's state cannot be read.
         """
         return [self._read_state(name, repo) for name, repo in self._repos.items()]
 
@@ -80,17 +80,17 @@ class Overview:
         return {**kept, "rollout": name, "targets": targets, "supervised": supervised, "actions": list(actions)}
 
     def request_action(self, name: str, action: str, target: str = "", stages: str = "", canary: str = "") -> str:
-        """Pause, resume, abort, start or supervise a rollout again; returns the reply for the user.
+        """Pause, resume, abort, start or supervise a rollout again; return the reply for the user.
 
         Args:
-            name: of the repository.
-            action: of `actions`.
-            target: of `start`: the release.
-            stages: of `start`: as of `fedge rollout start`; empty: from the configuration.
-            canary: likewise.
+            name: the repository's name.
+            action: one of `actions`.
+            target: the release, for `start`.
+            stages: the stages for `start`, as in `fedge rollout start`; from the configuration if empty.
+            canary: the canaries for `start`, as in `fedge rollout start`; from the configuration if empty.
 
         Raises:
-            ConfigError: it does not apply to the rollout's state, or the supervisor does not start: why.
+            ConfigError: the action does not fit the rollout's state, or the supervisor does not start; with the reason.
             StoreError: the folder cannot be written.
         """
         if name not in self._repos:

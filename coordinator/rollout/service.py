@@ -1,6 +1,6 @@
 """The rollout's supervisor: makes the decisions of `decide` durable, publishes them, and serves the release.
 
-It may be killed at any moment and restarted: state is written before it is published, the broker retains the
+It may be killed at any moment and restarted, because state is written before it is published, the broker retains the
 announcement, and devices request missing bytes again.
 """
 
@@ -47,15 +47,15 @@ from fedge.wire.transport import SHORT_SESSION_S, Transport
 log = logging.getLogger("fedge.rollout")
 
 QUIET_S: Final = 1.0
-"""After this time without another device, the broker has named all that it knows."""
+"""Time without another device after which the broker has named all that it knows."""
 TICK_S: Final = 1.0
 """Pause between two looks at requests and clocks."""
 WRITE_S: Final = 5.0
 """Shortest time between two writes of device reports, unless the rollout itself advances."""
 MAX_NEWS: Final = 200
-"""Events of a rollout that are kept."""
+"""Most events of a rollout that are kept."""
 MAX_EARLIER: Final = 20
-"""Earlier rollouts whose outcome is kept."""
+"""Most earlier rollouts whose outcome is kept."""
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -67,7 +67,7 @@ class Release:
         """Read the target's files from the repository.
 
         Raises:
-            ConfigError: no such target, or a part of it is damaged.
+            ConfigError: there is no such target, or a part of it is damaged.
         """
         self.repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
@@ -84,7 +84,7 @@ class Release:
             self._require_whole(name, part.digest)
 
     def _require_whole(self, name: str, digest: str) -> None:
-        """Refuse a release with a part that differs from what was signed: no device could take it."""
+        """Refuse a release with a part that differs from what was signed, since no device could take it."""
         path = self.repository.parts.get_path(digest)
         try:
             with path.open("rb") as file:
@@ -120,11 +120,11 @@ class Supervisor:
     """A supervisor that takes one rollout to its end.
 
     Args:
-        folder: durable state; the caller holds its lock.
-        release: what is rolled out.
-        plan: how; a rollout already begun with the same plan is resumed.
+        folder: the durable state, whose lock the caller holds.
+        release: the release to roll out.
+        plan: how to roll it out; a rollout already begun with the same plan is resumed.
         broker: how to reach the broker.
-        federation: of the devices.
+        federation: the federation of the devices.
         observe: called with events.
     """
 
@@ -162,11 +162,11 @@ class Supervisor:
         self._said: Rollout | None = None
 
     async def run(self) -> Progress:
-        """Run until no device is left to update or revert; returns the final state.
+        """Run until no device is left to update or revert; return the final state.
 
         Raises:
             ConfigError: the key that signs announcements is missing; nothing has changed.
-            StoreError: the state cannot be written; what was published had been written before.
+            StoreError: the state cannot be written; whatever was published had been written before.
             TransportError: the broker refused us for good.
         """
         self._release.repository.announce(make_message(self._plan, self._progress, {}), self._federation)
@@ -206,7 +206,7 @@ class Supervisor:
             self._folder.finish_request()
         rollout = make_message(self._plan, self._progress, self._release.metadata)
         if rollout != self._said:
-            self._version = max(self._version + 1, int(1000 * now))  # even if the folder of an earlier one is lost
+            self._version = max(self._version + 1, int(1000 * now))  # rises even if an earlier folder is lost
             self._save(self._progress)
             signed = self._release.repository.announce(replace(rollout, version=self._version), self._federation)
             await self._transport.publish(self._topics.rollout, encode_message(signed), retain=True)
@@ -288,7 +288,7 @@ def _select_shown(health: Health) -> tuple[object, ...]:
 
 
 def start_rollout(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
-    """Return the rollout begun with these settings, or a new one; a pending request belongs to the former.
+    """Return the rollout begun with these settings, or a new one; a pending request is kept only for the former.
 
     Raises:
         ConfigError: another rollout is in progress.
@@ -308,7 +308,7 @@ def start_rollout(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progres
 
 
 def apply_request(progress: Progress, request: Request | None, now: float) -> Progress:
-    """Return the rollout after a user's request; one that does not apply to its state changes nothing."""
+    """Return the rollout after a user's request; a request that does not fit the rollout's state changes nothing."""
     match request, progress.state:
         case Request.PAUSE, RolloutState.RUNNING:
             return replace(progress, state=RolloutState.PAUSED)

@@ -1,6 +1,6 @@
 """Who trains in a round: pure functions and a frozen state.
 
-`select` chooses among the rules, `ccmab` is the bandit under a deadline, with a `reward_model`. Methods use it. Begin
+`select` chooses among the rules, `ccmab` is the bandit under a deadline, with a `reward_model`. Methods use them. Begin
 with `select`.
 """
 

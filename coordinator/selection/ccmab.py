@@ -1,11 +1,11 @@
 """CICS: which devices of a cluster train in a round, by a contextual combinatorial bandit (CCMAB) under a deadline.
 
-Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. What it
-expects of devices is in `coordinator.selection.reward_model`. Departures: the deadline holds for each device separately
-(5.2), and no device starves (5.5). kappa is measured once any device has answered (5.2): a guess that is off by orders
-of magnitude would make all new devices feasible, or none. A failed device counts as needing twice the deadline until it
-answers again; otherwise a fast device that stops answering would always be feasible. Rule 5.5 still asks it now and
-then.
+Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. The model of
+rewards is in `coordinator.selection.reward_model`. Departures: the deadline holds for each device separately (5.2), and
+no device starves (5.5). kappa is measured once any device has answered (5.2), because a guess that is off by orders of
+magnitude would make all new devices feasible, or none. A failed device counts as needing twice the deadline until it
+answers again; otherwise a fast device that stops answering would always be feasible. Rule 5.5 still asks a failed
+device now and then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
@@ -39,9 +39,9 @@ MAX_SKIPS: Final = 3  # rounds in a row
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A device of the cluster in its present state. None: unknown.
+    """A device of the cluster in its present state; values are None if unknown.
 
-    `work`: samples per round, E * n_i. `model_bytes`: B, of the model that it would be sent.
+    `work`: samples per round, E * n_i. `model_bytes`: B, size of the model that the device would be sent.
     """
 
     id: str
@@ -54,7 +54,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 class Participation(Struct, frozen=True, kw_only=True):
-    """The result of a participation. `loss_drop`: in training, of means over D_L; `seconds`: with the transfer."""
+    """The result of a participation. `loss_drop`: of the mean loss over D_L in training; `seconds`: with transfer."""
 
     gradient_norm: float
     loss_drop: float
@@ -64,8 +64,8 @@ class Participation(Struct, frozen=True, kw_only=True):
 class State(Struct, frozen=True, kw_only=True):
     """The bandit of one cluster. Contexts are stored raw, and normalised again with the current ranges.
 
-    `round` counts all rounds of the cluster, `selections` those that were not skipped (t), `skipped` the last skipped
-    ones in a row; `last_asked` is the round of a device's last selection.
+    `round` counts all rounds of the cluster, `selections` the rounds that were not skipped (t), `skipped` the last
+    rounds skipped in a row. `last_asked`: the round of each device's last selection.
     """
 
     round: int = 0
@@ -78,17 +78,17 @@ class State(Struct, frozen=True, kw_only=True):
     participations: dict[str, tuple[Participation, ...]] = {}
     last_asked: dict[str, int] = {}
     at_least: dict[str, float] = {}  # seconds that a failed device is assumed to need, until it answers
-    learned: bytes = b""  # by a rule that learns (`coordinator.selection.contract`)
+    learned: bytes = b""  # what a rule that learns knows (`coordinator.selection.contract`)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The devices that train. `ids` ascending, empty in a skipped round; `overdue`: those included by 5.5.
+    """The devices that train. `ids`: ascending, empty in a skipped round; `overdue`: the devices included by 5.5.
 
-    `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None if no
-    device is selectable; `estimates`: of every selectable device its expected reward mean_i and its exploration bonus
-    sqrt(beta cov_ii), the terms of (11) for a device alone; empty if a rule chose. `learn`: what a rule that learns
-    will know after the outcomes, as `observe` gets them.
+    `contexts`: raw, of the chosen devices. `seconds`: predicted time of every selectable device. `deadline_s`: None if
+    no device is selectable. `estimates`: of every selectable device, the expected reward mean_i and the exploration
+    bonus sqrt(beta cov_ii), the terms of (11) for a device alone; empty if a rule chose. `learn`: (the outcomes, as
+    `observe` gets them) -> what a rule that learns then knows.
     """
 
     ids: tuple[str, ...]
@@ -130,7 +130,7 @@ def fill_missing(raw: Vectors) -> Vectors:
 
 
 def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -> Vectors:
-    """Normalize contexts, clip((raw - lo) / (hi - lo), 0, 1), (n, 5); 0.5 for a constant or never seen feature."""
+    """Normalise contexts, clip((raw - lo) / (hi - lo), 0, 1), (n, 5); 0.5 for a constant or never seen feature."""
     lo, hi = np.asarray(lowest), np.asarray(highest)
     varies = hi - lo > TIE
     span = np.where(varies, hi - lo, 1.0)
@@ -141,7 +141,7 @@ def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -
 
 
 def estimate_transfer(arm: Arm) -> float:
-    """Estimate 2 B / r_i, seconds: the model there and back; 0 where the link rate is unknown."""
+    """Estimate 2 B / r_i, the seconds for sending the model there and back; 0 if the link rate is unknown."""
     rate = arm.link_mbit_s or 0.0
     return 2 * 8e-6 * arm.model_bytes / rate if rate > 0 else 0.0
 
@@ -149,10 +149,11 @@ def estimate_transfer(arm: Arm) -> float:
 def predict_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
     """Predict t_i = E n_i kappa / f_i + 2 B / r_i, seconds; or the mean of the device's own last tau times.
 
-    A measured time runs from an order to its answer, so it includes the transfer. At most a day, as an order takes:
-    absurd rates of some devices must not make the quantile of all infinite, or no number.
+    A measured time runs from an order to its answer, so it includes the transfer. The result is at most a day, the
+    longest time of an order, so that absurd rates of some devices do not make the quantile of all infinite or NaN.
 
-    `cpu_ghz`: f_i with missing values filled; 0 if no device of the cluster reports it, which drops the first term.
+    `cpu_ghz`: f_i with missing values filled; 0 if no device of the cluster reports its clock, which drops the first
+    term.
 
     Example:
         >>> arm = Arm(id="a", n_samples=100, work=5 * 100, link_mbit_s=10.0, model_bytes=150_000)
@@ -167,7 +168,7 @@ def predict_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cyc
 def estimate_cycles(
     arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]]
 ) -> float:
-    """Estimate kappa: the median over devices of (mean seconds - transfer) * f_i / work; a guess without any.
+    """Estimate kappa, the median over devices of (mean seconds - transfer) * f_i / work; a guess if none has answered.
 
     `cpu_ghz`: (n,) f_i of each arm, missing values filled.
     """
@@ -193,10 +194,10 @@ class Settings:
 
     Attributes:
         quota: rho_c in (0, 1], share of a cluster that trains in a round.
-        deadline_s: T_max; None: the 0.7-quantile of the predicted times.
-        budget_s: sum of t_i of a cohort (5.2); overdue devices are asked regardless.
+        deadline_s: T_max; the 0.7-quantile of the predicted times if None.
+        budget_s: largest sum of t_i of a cohort (5.2); overdue devices are asked regardless.
         fairness: whether rule 5.5 holds.
-        search: finds the cohort (5.4).
+        search: the algorithm that finds the cohort (5.4).
     """
 
     quota: float = 0.2
@@ -207,9 +208,9 @@ class Settings:
 
 
 def find_overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
-    """Find positions of devices that waited for more than F = ceil(2 N_k / m) rounds, oldest first (5.5).
+    """Find the devices, at most ceil(m/4), that waited for more than F = ceil(2 N_k / m) rounds, oldest first (5.5).
 
-    `waits`: rounds since each selectable device's last participation, by ascending id. At most ceil(m/4) devices.
+    Returns positions. `waits`: rounds since each selectable device's last participation, by ascending id.
     """
     limit = math.ceil(2 * n_devices / m)
     waiting = [i for i, wait in enumerate(waits) if wait > limit]
@@ -217,7 +218,7 @@ def find_overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
 
 
 Rule = Callable[[Sequence[str], int, Mapping[str, float]], Sequence[str]]
-"""Another choice than the bandit's: (ids of the feasible devices, n, their predicted seconds) -> at most n of them."""
+"""A rule in place of the bandit's choice: (feasible devices' ids, n, their predicted seconds) -> at most n of them."""
 
 
 def select(
@@ -229,9 +230,9 @@ def select(
         state: the cluster's bandit.
         arms: all reachable devices of the cluster. A device with f <= 0 or no samples is not selectable.
         settings: the parameters.
-        size: m >= 1, instead of the quota.
-        rule: chooses among the feasible devices instead of the bandit; deadline and fairness apply as always, a budget
-            is ignored.
+        size: m >= 1, in place of the quota.
+        rule: chooses among the feasible devices in place of the bandit; deadline and fairness still apply, a budget
+            does not.
 
     Returns:
         The selection, and the state in which this round was held; pass the latter to `observe`.
@@ -306,7 +307,7 @@ def _choose(
     m: int,
     settings: Settings,
 ) -> tuple[list[int], list[tuple[float, float]]]:
-    """Choose devices by position; returns these, and of every device the terms of its own score."""
+    """Choose devices; return their positions, and the terms of every device's own score."""
     seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
     x = normalise(full, state.lowest, state.highest)
     of = compute_posterior(x, seen, np.array(state.rewards))
@@ -334,10 +335,10 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Participa
     """Return the bandit after a round.
 
     Args:
-        state: as `select` returned it.
-        selection: from `select`.
-        outcomes: of the chosen devices; None: it failed or timed out. A missing device declined politely, and nothing
-            is learned about it.
+        state: the state that `select` returned.
+        selection: the selection that `select` returned.
+        outcomes: of the chosen devices; None if the device failed or timed out. A device that is missing declined, and
+            nothing is learned about it.
     """
     participants = [i for i in selection.ids if i in outcomes]
     deadline_s = math.inf if selection.deadline_s is None else selection.deadline_s

@@ -1,7 +1,7 @@
 """Rules of selection: a function on arrays, or a frozen struct if the rule learns; found by entry point or path.
 
-A rule chooses within one cluster; where a method has none, all devices are one. It sees `Candidates`, and has random
-numbers of the round and cluster. docs/extending.md has an example of each form.
+A rule chooses within one cluster; in a method without clusters, all devices are one cluster. The rule sees
+`Candidates`, and has random numbers of the round and cluster. docs/extending.md has an example of each form.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ GROUP: Final = "fedge.selections"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The N devices of a cluster that may be chosen, by ascending id; each array has shape (N,), NaN is unknown.
+    """The N devices of a cluster that may be chosen, by ascending id. Arrays have shape (N,); NaN means unknown.
 
     Attributes:
         ids: names of the devices.
-        n_samples: that a device trains on, >= 1.
+        n_samples: samples that the device trains on, >= 1.
         seconds: predicted time of a round, with the transfer.
-        waited: rounds since it was last asked, >= 1; if it never was, since the first round.
-        cpu_ghz: clock of its processor.
+        waited: rounds since the device was last asked, >= 1; if it never was, since the first round.
+        cpu_ghz: clock rate of the device's processor.
         free_ram_gb: free memory.
-        link_mbit_s: rate of its link.
-        loss_drop: in training, mean over its last five participations.
-        gradient_norm: mean over the same.
+        link_mbit_s: rate of the device's link.
+        loss_drop: drop of the loss in training, mean over the device's last five participations.
+        gradient_norm: mean over the same participations.
     """
 
     ids: tuple[str, ...]
@@ -57,9 +57,9 @@ Draw: TypeAlias = Callable[[Candidates, int, np.random.Generator], ArrayLike]
 
 @alias_members(sizes="divide_cohort")
 class Rule(Struct, frozen=True, kw_only=True):
-    """A rule that learns: an instance is what it knows of one cluster, and is stored between rounds.
+    """A rule that learns. An instance holds what the rule knows of one cluster, and is stored between rounds.
 
-    So every field has a default, and holds numbers, texts, tuples, dictionaries or frozen structs of these.
+    Therefore every field has a default, and holds numbers, texts, tuples, dictionaries or frozen structs of these.
     """
 
     CLUSTERS: ClassVar[bool] = False
@@ -70,20 +70,23 @@ class Rule(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def observe(self, outcomes: Mapping[str, Participation | None]) -> Self:  # noqa: ARG002 - it learns nothing
-        """Return what the rule knows after a round. `outcomes`: by id; None: it failed; missing: it declined."""
+        """Return the rule with what it knows after a round.
+
+        `outcomes`: by id; None if the device failed. A device that declined is missing.
+        """
         return self
 
     def divide_cohort(
         self, clusters: Mapping[int, Sequence[str]], n: int, rng: np.random.Generator, last_visit: Mapping[int, int]
     ) -> Mapping[int, int]:
-        """Return how many >= 1 of each cluster train, `n` in all; those left out rest. For `CLUSTERS` alone.
+        """Return how many devices >= 1 of each cluster train, `n` in all; clusters left out rest. For `CLUSTERS` alone.
 
-        `last_visit`: grows with the last round in which a cluster was chosen from.
+        `last_visit`: a number by cluster that grows with the last round in which a device of it was chosen.
         """
         raise NotImplementedError
 
     def load(self, learned: bytes) -> Self:
-        """Load what `encode_after` stored; itself if nothing was, or by another rule or version."""
+        """Load what `encode_after` stored; the rule itself if nothing, or another rule or version, was stored."""
         try:
             return msgspec.msgpack.decode(learned, type=type(self)) if learned else self
         except msgspec.DecodeError:
@@ -93,7 +96,7 @@ class Rule(Struct, frozen=True, kw_only=True):
         """Return what the rule knows after the round, as bytes.
 
         Raises:
-            ConfigError: `observe` fails, or gives what cannot be stored.
+            ConfigError: `observe` fails, or returns what cannot be stored.
         """
         try:
             return msgspec.msgpack.encode(self.observe(outcomes), order="deterministic")
@@ -102,10 +105,10 @@ class Rule(Struct, frozen=True, kw_only=True):
 
 
 def load_rule(how: str) -> Draw | Rule:
-    """Load the rule of that name or path (`package.module:name`); one that learns knows nothing yet.
+    """Load the rule of that name or path (`package.module:name`); a rule that learns knows nothing yet.
 
     Raises:
-        ConfigError: there is none (the text lists the installed ones), or it is no rule.
+        ConfigError: there is no such rule (the text lists the installed ones), or the object is no rule.
     """
     found = load_named(how, GROUP, "selection")
     if isinstance(found, type) and issubclass(found, Rule):
@@ -125,7 +128,7 @@ def draw_positions(how: str, draw: Callable[[], Any], n_devices: int, n: int) ->
     """Return the positions that a rule chooses.
 
     Raises:
-        ConfigError: it fails, or does not give at most `n` different positions of `n_devices`.
+        ConfigError: the rule fails, or does not return at most `n` different positions of `n_devices`.
     """
     try:
         given = np.asarray(draw())

@@ -42,10 +42,10 @@ def compute_kernel(a: Vectors, b: Vectors) -> Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """The rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
+    """The expected rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
 
     `x`: normalised contexts, (n, 5). `whitened`: L^(-1) k with G = L L^T, (h, n). All covariances at once would be
-    n * n numbers: 800 MB with 10,000 devices.
+    n * n numbers, 800 MB with 10,000 devices.
     """
 
     mean: Vectors
@@ -59,11 +59,11 @@ class Posterior:
 
 
 def compute_posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
-    """Compute what is known of the rewards of devices with normalised contexts x, (n, 5).
+    """Compute the posterior of the rewards of devices with normalised contexts x, (n, 5).
 
     mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
     G = K + s2 I.
-    `seen` (h, 5) and `rewards` (h,) are the history; without any, mean 0 and cov = kap.
+    `seen` (h, 5) and `rewards` (h,) are the history; with an empty history, mean is 0 and cov is kap.
     """
     prior = np.full(len(x), KERNEL_SCALE)  # kap(0)
     if not len(seen):
@@ -84,7 +84,7 @@ def compute_exploration(t: int) -> float:
 
 
 Column = Callable[[int], Vectors]
-"""Covariances of all devices with one of them, (n,)."""
+"""Position of a device -> covariances of all n devices with this one, (n,)."""
 
 
 def select_greedily(
@@ -101,8 +101,8 @@ def select_greedily(
 ) -> list[int]:
     """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
 
-    `allowed`: who may be added while the sum of `seconds`, (n,), stays within the budget. Cost: O(size * n) time beyond
-    that of as many columns, O(n) memory.
+    `allowed`: devices that may be added while the sum of `seconds`, (n,), stays within the budget. Cost: O(size * n)
+    time beyond that of `size` columns, O(n) memory.
     """
     chosen: list[int] = []
     within, across = 0.0, np.zeros(len(mean))  # var(A), and each device's covariance with A

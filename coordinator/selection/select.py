@@ -1,14 +1,14 @@
-"""Who trains in a round: uniform, stratified (per cluster), the fastest, `ccmab`, a bandit, or a rule of one's own.
+"""Selections of who trains in a round: uniform, stratified, fastest, `ccmab` (a bandit), or a rule of one's own.
 
 A method without clusters calls `draw_uniform` or `select_fastest` itself. A method with clusters calls `choose`, which
-finds all rules by entry point (`contract.GROUP`): deadline and overdue devices (FedEPC sections 5.2 and 5.5) always
-follow the bandit's settings, so that selections differ only in the choice. `ccmab` itself chooses where no rule does.
+finds all rules by entry point (`contract.GROUP`). Deadline and overdue devices (FedEPC sections 5.2 and 5.5) always
+follow the bandit's settings, so that selections differ only in the choice. `ccmab` itself chooses if no rule does.
 
 Source: uniform: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
 2017, Algorithm 1; size of the cohort and stratified: Yang et al., "Cluster Federated Learning with Intra-Cluster
 Correction" (CFIC), CMC 2025, Algorithm 1; docs/methods/cfic.md, section 5. Departure: the count per cluster is max, not
-min, of 1 and the share; with fewer picks than clusters, they take turns (section 9, point 2). Fastest: a baseline
-(docs/methods/fedepc.md, section 8.3), not a recommendation: rounds are short, and slow devices never train.
+min, of 1 and the share; with fewer picks than clusters, clusters take turns (section 9, point 2). Fastest: a baseline
+(docs/methods/fedepc.md, section 8.3), not a recommendation, since rounds are short but slow devices never train.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from coordinator.selection.contract import Candidates, Draw, Rule, draw_position
 
 OURS: Final = ("ccmab", "uniform", "fastest", "stratified")
 BANDIT: Final[object] = ccmab.select
-"""What the entry point ccmab names: it chooses itself unless a rule does."""
+"""The bandit, which the entry point ccmab names. It chooses by itself unless a rule chooses."""
 
 
 def compute_cohort_size(n_clients: int, share: float) -> int:
-    """Compute n_s = min(K, max(1, floor(K gamma + 0.5 + 1e-9))): rounded half up; 0 of 0 clients.
+    """Compute n_s = min(K, max(1, floor(K gamma + 0.5 + 1e-9))), K gamma rounded half up; 0 if K = 0.
 
     Args:
         n_clients: K >= 0.
@@ -56,18 +56,18 @@ def draw_stratified(
     others: Sequence[str] = (),
     last_visit: Mapping[int, int],
 ) -> list[str]:
-    """Draw min(n, clients there are) different clients, each uniformly without replacement; by ascending id.
+    """Draw min(n, number of clients) different clients, uniformly without replacement in each cluster; ascending ids.
 
-    With n >= m clusters: base_i = min(|G_i|, floor(n/m)) from each, the rest from all that were not drawn yet. With
-    n < m: one client each from the n clusters that were visited longest ago, ties at random. Without clusters: n of
+    With n >= m clusters: base_i = min(|G_i|, floor(n/m)) from each cluster, the rest from all clients not drawn yet.
+    With n < m: one client each from the n clusters visited longest ago, ties at random. Without clusters: n of
     `others`.
 
     Args:
         clusters: G_i by key, ascending; members by ascending id, every client in at most one; none is empty.
         n: n_s >= 0.
-        rng: of this round.
-        others: clients without a cluster, by ascending id; extra picks alone reach them.
-        last_visit: round in which some member was drawn last, by key; a cluster that is not there never was.
+        rng: random numbers of this round.
+        others: clients without a cluster, by ascending id; only the rest is drawn from them, too.
+        last_visit: by key, the last round in which a member was drawn; a cluster without an entry was never visited.
     """
     m = len(clusters)
     if n < m:
@@ -83,14 +83,14 @@ def draw_stratified(
 def select_fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: Mapping[str, float]) -> list[str]:
     """Select the min(n, len(ids)) devices with the shortest rounds; by ascending id, the lowest id on a tie.
 
-    A device that was never measured is assumed to need c / f seconds, with c the median cycles of the measured devices
-    (1 without any) and f its clock; one with an unknown clock comes last but one. A device that did not answer its last
-    order (infinity) comes last.
+    A device that was never measured is assumed to need c / f seconds. c is the median cycles of the measured devices (1
+    if none was measured), f the device's clock. Devices with an unknown clock come after all these, and devices
+    that did not answer their last order (infinity) come last.
 
     Args:
         ids: the devices to choose from.
         n: >= 0.
-        seconds: time of each device's last round, >= 0, if there was one; infinity if it did not answer.
+        seconds: time of each device's last round, >= 0, if there was one; infinity if the device did not answer.
         cpu_ghz: clock f of each device, > 0, if known.
 
     Example:
@@ -116,21 +116,20 @@ def choose(
     seed: tuple[int, ...],
     last_visit: Mapping[int, int],
 ) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
-    """Choose devices in each cluster; returns, by cluster, the choice and the bandit with which this round was held.
+    """Choose devices in each cluster; return, by cluster, the choice and the bandit in which this round was held.
 
     Args:
-        how: a selection by name or path (`coordinator.selection.contract.load_rule`). `ccmab`, `uniform` and
-        `fastest`
-            choose the quota of every cluster; `draw_stratified` draws about equally many devices from each cluster, the
-            quota of all together (CFIC section 5).
+        how: a selection by name or path (`coordinator.selection.contract.load_rule`). `ccmab`, `uniform` and `fastest`
+            choose the quota of every cluster; `stratified` draws about equally many devices from each cluster, in all
+            the sum of the quotas (CFIC section 5).
         arms: the reachable devices of each cluster, by its number >= 0.
-        bandits: of each cluster; rivals use only what they know of times and waiting.
-        settings: of the bandits.
-        seed: of the round; every cluster has separate random numbers.
+        bandits: the bandit of each cluster; other selections use only the times and waits that the bandits know.
+        settings: the settings of the bandits.
+        seed: the seed of the round; every cluster has separate random numbers.
         last_visit: last round in which a device of the cluster was chosen (or any number that grows with it).
 
     Raises:
-        ConfigError: there is no such selection, or it fails, or chooses others than it may.
+        ConfigError: there is no such selection, or it fails, or it chooses devices that it may not choose.
     """
     rule = load_rule(how)
     sizes: Mapping[int, int | None] = dict.fromkeys(arms)
@@ -226,6 +225,6 @@ class Stratified(Rule, frozen=True):
     def divide_cohort(
         self, clusters: Mapping[int, Sequence[str]], n: int, rng: np.random.Generator, last_visit: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return how many of each cluster `draw_stratified` draws; without those that have none."""
+        """Return how many devices `draw_stratified` draws of each cluster; clusters with none are left out."""
         drawn = set(draw_stratified(clusters, n, rng, last_visit=last_visit))
         return {k: size for k, ids in clusters.items() if (size := len(drawn.intersection(ids)))}

@@ -35,11 +35,11 @@ BESIDE: Final = ("task.json", "summary.json")
 
 
 def back_up(home: Path, store: str | None, folder: Path) -> int:
-    """Copy the home of a coordinator, which may be running; returns the number of tensors.
+    """Copy the home of a coordinator, which may be running; return the number of tensors.
 
     Raises:
-        ConfigError: there is no coordinator's home, it has no tables here, or the folder is there already.
-        StoreError: the store cannot be read or the copy not be written, or a tensor is damaged.
+        ConfigError: there is no coordinator's home, it has no tables, or the folder exists already.
+        StoreError: the store cannot be read, the copy cannot be written, or a tensor is damaged.
     """
     federation = read_summary(home)["federation"]
     if store is None and not ((home / "store.db").exists() or (home / "store.elsewhere").exists()):
@@ -57,17 +57,18 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
 
 
 def restore_to(folder: Path, home: Path, store: str | None, blobs: str | None = None) -> int:
-    """Restore a coordinator's home from a backup; returns the number of tensors. Open orders get new ids.
+    """Restore a coordinator's home from a backup; return the number of tensors. Open orders get new ids.
 
     Args:
-        folder: of the backup.
-        home: to make.
-        store: postgresql://... to have the tables there.
-        blobs: s3://... to have the tensors there, too.
+        folder: the backup's folder.
+        home: the home to make.
+        store: postgresql://... of the tables, unless they go into the home.
+        blobs: s3://... of a bucket that gets the tensors, too.
 
     Raises:
-        ConfigError: no backup, or the target exists.
-        StoreError: it cannot be read or written, is from a newer fedge, or a tensor is damaged.
+        ConfigError: there is no backup, or the target exists.
+        StoreError: the backup cannot be read, the home cannot be written, a newer fedge made the backup, or a tensor is
+            damaged.
     """
     federation = read_summary(folder)["federation"]
     with _make_folder(home) as made:
@@ -94,7 +95,7 @@ def restore_to(folder: Path, home: Path, store: str | None, blobs: str | None = 
 
 @contextmanager
 def _make_folder(folder: Path) -> Iterator[Path]:
-    """Make a new folder to fill, which is there when it is whole; root gives it to the owner of the one above."""
+    """Make a new folder to fill, which appears when it is complete; root gives it to the owner of its parent folder."""
     taken = ConfigError(f"{folder} is there already: name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise taken
@@ -124,7 +125,7 @@ def _copy_tables(source: Database, target: Database) -> None:
 
 
 def _copy_files(source: Path, target: Path, bucket: str | None = None) -> int:
-    """Copy and verify the tensors, wherever they are, and the files beside them; returns the number of tensors."""
+    """Copy and verify the tensors, wherever they are, and the files beside them; return the number of tensors."""
     for name in BESIDE:
         if (source / name).exists():
             copy_durably(source / name, target / name)
@@ -134,15 +135,15 @@ def _copy_files(source: Path, target: Path, bucket: str | None = None) -> int:
     (target / "blobs").mkdir()
     for digest in blobs:
         if copy_durably(source / "blobs" / digest, target / "blobs" / digest) != digest:
-            raise StoreError(f"{source / 'blobs' / digest} is damaged: it is not what its name says")
+            raise StoreError(f"{source / 'blobs' / digest} is damaged: its content does not match its name")
     return len(blobs)
 
 
 def _reissue(db: Database) -> None:
     """Give open and future orders new ids, and the processes other names at the broker.
 
-    Devices never repeat an acknowledged order, and some may have been acknowledged since the backup: with their old ids
-    the coordinator would wait in vain. Seeds do not depend on ids, so the same work has the same result. An old
+    Devices never repeat an acknowledged order, and some orders may have been acknowledged since the backup; with the
+    old ids the coordinator would wait in vain. Seeds do not depend on ids, so the same work has the same result. An old
     coordinator that still runs would share the reports under the old names.
     """
     issue = f"-{uuid.uuid4().hex[:8]}"

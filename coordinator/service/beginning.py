@@ -1,4 +1,4 @@
-"""What a federation begins with, or goes on from: the method, the model, the last committed state."""
+"""The beginning of a federation, or its continuation: the method, the model, the last committed state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedge.tensors.layout import Codec, Layout, unflatten
 from fedge.wire.messages import BlobRef
 
 IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
-"""Settings that identify a federation; `rounds`: those that it began with."""
+"""Settings that identify a federation; `rounds` is the number with which it began."""
 
 
 def start(
@@ -102,7 +102,7 @@ def prolong(
     """Return the length after --rounds was raised. Schedules that the method derived from the rounds stay.
 
     Raises:
-        ConfigError: the method, or its guarantee, is fixed to the original rounds; or the end is in progress.
+        ConfigError: the method or its guarantee is fixed to the original rounds, or devices are just getting bundles.
     """
     if settings.rounds == length.total:
         return length
@@ -122,7 +122,7 @@ def resume(
 
     Raises:
         ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
-        StoreError: what the store holds cannot be read.
+        StoreError: the store's content cannot be read.
     """
     with explain_unreadable(store):
         settings, length = read_length(wanted, store)
@@ -148,7 +148,7 @@ def make_settings_method(
     """Make the method named in the settings, with the server data if any; `last` as in `MethodSettings`.
 
     Raises:
-        ConfigError: no such method, or it lacks something.
+        ConfigError: there is no such method, or the method lacks something.
     """
     if settings.train_on is not Processor.CPU and not load_method_class(settings.method).needs_server_data({}):
         raise ConfigError(

@@ -39,10 +39,10 @@ log = logging.getLogger("fedge.coordinator")
 
 N_SAMPLES: Final = 16
 COPIES: Final = 16
-"""Of a model's weights at the peak of an order of `fedge`: those that came, private ones, gradient, momentum, ...
+"""Copies of a model's weights in memory at the peak of an order of `fedge`: received, private, gradient, momentum, ...
 
-Measured on x86-64 with MNIST: peaks of 0.57 GB for mobilenet-v3-small, where this says 0.50, and 1.19 GB for resnet-18,
-where it says 1.19.
+Measured on x86-64 with MNIST: a peak of 0.57 GB for mobilenet-v3-small, against 0.50 by this number, and of 1.19 GB for
+resnet-18, against 1.19.
 """
 BATCH: Final = 32
 
@@ -57,7 +57,7 @@ def select_few(each: Iterable[tuple[NDArray[Any], NDArray[np.int64]]]) -> Sample
 
 
 def _spread_places(n: int) -> NDArray[np.int64]:
-    """Return at most 16 of n places, evenly spread."""
+    """Return at most 16 of n positions, evenly spread."""
     return np.unique(np.linspace(0, n - 1, N_SAMPLES).astype(np.int64)) if n else np.zeros(0, np.int64)
 
 
@@ -71,12 +71,12 @@ def read_few(name: str, task: TaskSpec, data: Path | None) -> Samples | None:
         if name.endswith(".json") and data is not None:
             return select_few([read_device_data(task, data, seed=0).labelled])
         return prepare_few(load_pool(name, data, limit=N_SAMPLES if name == "image-folder" else None), task)
-    except ConfigError:  # for a task of one's own they need not be the samples of a device
+    except ConfigError:  # the samples of a user's own task need not be those of a device
         return None
 
 
 def prepare_few(read: Pool, task: TaskSpec) -> Samples | None:
-    """Return a few of a task's samples, as model inputs (a class of the user's reads such); None without any."""
+    """Return a few of a task's samples as model inputs, which a user's class gives directly; None without any."""
     from fedge.data.preprocessing import preprocess
 
     few = select_few([(read.x, read.y)])
@@ -84,13 +84,13 @@ def prepare_few(read: Pool, task: TaskSpec) -> Samples | None:
 
 
 def make_samples(task: TaskSpec) -> Samples:
-    """Make inputs for a task without samples: numbers in [0, 1), which are also valid as numbers of tokens."""
+    """Make inputs for a task without samples, numbers in [0, 1), which are also valid as numbers of tokens."""
     x = np.random.default_rng(0).random((N_SAMPLES, *task.input_shape), np.float32)
     return Samples(x, np.arange(N_SAMPLES) % task.n_classes)
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """A task's network: its trained weights, its size if it travels whole, and the memory that a device needs."""
+    """The examination of a task's network: trained weights, size in transfer, memory that a device needs, findings."""
 
     parameters: int
     size_bytes: int
@@ -109,17 +109,17 @@ def examine(
     """Try out the task's network, as a device would use it.
 
     Args:
-        task: what is learned; its network was built once (`fedge.models.build.make_initial_model`), which finds wrong
-        input shapes.
-        layout: of the network.
-        without_profile: effect on the method if the network has no ReLU; empty: it needs none.
-        devices_gb: memory that is free on the devices; None: they may be any board in
-        `coordinator.fleet.simulated.devices`.
-        samples: a few of the task's; None: it has none here, and the inputs are made up.
-        tell: called with what is tried next.
+        task: the task; its network was built once (`fedge.models.build.make_initial_model`), which finds wrong input
+            shapes.
+        layout: the layout of the network.
+        without_profile: effect on the method if the network has no ReLU; empty if the method needs none.
+        devices_gb: free memory of the devices, in GB; if None, they may be any board in
+            `coordinator.fleet.simulated.devices`.
+        samples: a few of the task's samples; if None, the inputs are made up.
+        tell: called with the check that begins next.
 
     Raises:
-        ConfigError: as `fedge.models.build.make_network`.
+        ConfigError: as in `fedge.models.build.make_network`.
     """
     import torch
 
@@ -131,7 +131,7 @@ def examine(
     found, numbers = [], 0
     tell("build the network, and ask it about a few samples")
     with seed_torch(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what matters of it is found
+        warnings.simplefilter("ignore")  # the checks below find what matters
         module = make_network(task).eval()
         try:
             found = _examine_behaviour(task, layout, module, samples, tell)
@@ -260,7 +260,7 @@ def _examine_memory(ram_gb: float, devices_gb: float | None) -> list[Finding]:
 
 
 def explain_no_profile(method: str, options: Mapping[str, Option]) -> str:
-    """Explain the effect on a method if the network has no ReLU for a profile; empty if it needs none."""
+    """Explain the effect on a method if the network has no ReLU for a profile; empty if the method needs none."""
     chosen, _ = parse_options(kind := load_method_class(method), options)
     return kind.without_profile(chosen)
 
@@ -270,8 +270,8 @@ def make_first_model(
 ) -> tuple[Layout, Model]:
     """Make the layout and first weights of `fedge.models.build.make_initial_model`, in a child process.
 
-    Logs what is tried, and what users should know about the network before the first round. `name`, `data`: by which
-    the task was described, and whose samples are tried (`read_few`).
+    The checks and their findings, which users should know before the first round, are logged. `name`, `data`: the
+    task's description, whose samples are tried (`read_few`).
 
     Raises:
         ConfigError: the network cannot be built, or a run would be useless; the text says why.
@@ -306,7 +306,7 @@ def require_sound(findings: tuple[Finding, ...]) -> None:
     """Refuse a run that would be useless.
 
     Raises:
-        ConfigError: it would be; all reasons.
+        ConfigError: the run would be useless; the text has all reasons.
     """
     if stops := [str(finding) for finding in findings if finding.stops]:
         raise ConfigError("; ".join(stops))

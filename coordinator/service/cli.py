@@ -48,9 +48,9 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.coordinator")
 
 TIMED_ROUNDS: Final = 3
-"""Rounds after which there is an estimate of the time left."""
+"""Rounds after which the time left is estimated."""
 LAST_ROUNDS: Final = 9
-"""Rounds whose median it is from."""
+"""Last rounds whose median duration gives the estimate of the time left."""
 
 
 @click.command(cls=Command)
@@ -185,7 +185,7 @@ class Progress:
             after = self._rounds is not None and fields["round"] > self._rounds
             name = "after the last round" if after else f"round {fields['round']}"
             self._text = f"{name}: {format_devices(fields['devices'])}"
-            if self._rounds is None:  # the first round of this process takes longest: devices load torch
+            if self._rounds is None:  # the first round of this process takes longest, since devices load torch
                 self._print_line(self._text)
         elif event == "answer":
             self._answers += 1
@@ -231,8 +231,8 @@ class Progress:
 def describe_time_left(summary: Mapping[str, Any]) -> str:
     """Describe how long it takes until devices have bundles, for a round's line; empty if nobody knows yet.
 
-    Rounds take as long as the median of the last ones. Writing the bundles takes about as long as the longest round:
-    mostly the first one, in which devices load torch, as they then load what exports a network.
+    Rounds take as long as the median of the last rounds. Writing the bundles takes about as long as the longest round,
+    mostly the first, because devices load torch in that round and torch's exporter in the end.
     """
     round_s: list[float] = summary["round_s"]
     left = max(summary["rounds"] - summary["round"], 0)

@@ -1,4 +1,4 @@
-"""What a check finds, and the few samples that it tries."""
+"""A check's findings, and the few samples that it tries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Finding(Struct, frozen=True):
-    """A problem (`what`) and its remedy (`do`); `stops`: a run would be useless."""
+    """A problem (`what`) and its remedy (`do`). `stops`: whether a run would be useless."""
 
     what: str
     do: str

@@ -1,7 +1,7 @@
-"""What a task's network does with a few samples: it predicts, trains and is built again, as on a device.
+"""Probes of a task's network with a few samples: it predicts, trains and is built again, as on a device.
 
-Each probe yields what it finds wrong. None raises what the network raises. `coordinator.service.checks` says in which
-order.
+Each probe yields what it finds wrong. No probe raises what the network raises. `coordinator.service.checks` defines
+their order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fedge.system.loading import FAILURES, describe_error, find_user_line
 from fedge.tensors.layout import Layout, Model
 
 N_ALONE: Final = 4
-"""Samples that are also asked about one by one."""
+"""Samples that the network also evaluates one by one, to compare with a batch."""
 TOLERANCE: Final = 1e-3
-"""Of a logit, relative to the largest if that is above 1."""
+"""Tolerated difference of a logit, relative to the largest logit if that is above 1."""
 RATE: Final = 1e-3
-"""Learning rate of the steps that are tried: they show what breaks, and diverge nowhere."""
+"""Learning rate of the trial steps: so small that they diverge nowhere, and they still show what breaks."""
 _NAMED: Final = 4
 _ENDS: Final = {
     "SoftmaxBackward0": "softmax",
@@ -44,7 +44,7 @@ _ENDS: Final = {
     "TanhBackward0": "tanh",
     "ReluBackward0": "ReLU",
 }
-"""The last operation of a network, as torch names it for the gradient."""
+"""Names of a network's last operation, by the name that torch gives its gradient."""
 
 
 def probe_outputs(module: nn.Module, x: Tensor, task: TaskSpec) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Findi
 
 
 def probe_answers(module: nn.Module, x: Tensor) -> Iterator[Finding]:
-    """Probe whether an answer depends on its sample alone, and asking changes nothing."""
+    """Probe whether an answer depends on its sample alone, and whether evaluation leaves the network unchanged."""
     before, rng = _copy_state(module), _get_generators()
     inputs = x.clone()
     with torch.no_grad():
@@ -174,7 +174,7 @@ def _find_last_operation(module: nn.Module, x: Tensor) -> str | None:
 def probe_training(network: Network, samples: Samples, untrained: nn.Module) -> Iterator[Finding]:
     """Probe whether a network can learn, by steps as on a device: with n samples, and with one.
 
-    `untrained`: another build with the same weights, which are finite. The network's own are changed.
+    `untrained`: another build with the same weights, which are finite. The weights of `network` are changed.
     """
     module, x = network.module, to_tensor(samples.x)
     before, start, inputs = dict(iterate_tensors(module)), network.dump(), x.clone()
@@ -219,7 +219,7 @@ def probe_training(network: Network, samples: Samples, untrained: nn.Module) -> 
 
 
 def _differs_from(module: nn.Module, network: Network, model: Model, x: Tensor) -> bool:
-    """Return whether a network with the weights of `model` answers otherwise than `module`, which has them."""
+    """Return whether `network`, with the weights of `model`, answers otherwise than `module`, which has them."""
     network.load(model)
     return _differs(*(torch.from_numpy(_evaluate(each, x)) for each in (module, network.module)))
 
@@ -306,13 +306,13 @@ def _copy_state(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _find_changed(before: dict[str, tuple[Tensor, Tensor]], module: nn.Module) -> list[str]:
-    """Return the tensors of a network's state that are others now, or hold other numbers."""
+    """Return the tensors of a network's state that were replaced, or hold other numbers now."""
     now = dict(iterate_tensors(module))
     return [name for name, (own, copy) in before.items() if now.get(name) is not own or not torch.equal(own, copy)]
 
 
 def _get_generators() -> object:
-    """Return the state of all random numbers that a network may draw."""
+    """Return the state of all generators from which a network may draw random numbers."""
     return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002
 
 
@@ -360,10 +360,10 @@ def find_decisions(module: nn.Module, x: Tensor) -> list[str]:
 
 
 def iterate_variations(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """Iterate over other inputs to ask about: those at which a condition on values goes another way."""
+    """Iterate over variations of the inputs at which a condition on values may go another way."""
     for inputs in (-x, torch.zeros_like(x), 100 * x, -100 * x):
         try:
             if np.isfinite(_evaluate(module, inputs)).all():
                 yield inputs
-        except FAILURES:  # such as the numbers of tokens that there are not
+        except FAILURES:  # such as numbers of tokens that do not exist
             continue

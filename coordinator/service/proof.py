@@ -1,7 +1,7 @@
-"""A round done twice, to see what a method promises: equal orders and an equal state, whenever it runs again.
+"""Checks that a round gives equal orders and an equal state when it runs again, as a method promises.
 
-A coordinator that was killed loads the last state and runs the round again: with a new object of the method, and with
-the answers that are there. A simulation does so in its first rounds.
+A coordinator that was killed loads the last state and runs the round again, with a new object of the method and the
+answers that it has. A simulation does so in its first rounds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.steps.contract import Action
 
 PROVEN: Final = 2
-"""Rounds that a simulation does twice: what a method remembers beside its state shows in the second."""
+"""Rounds that a simulation does twice. What a method remembers outside its state shows in the second of them."""
 OURS: Final = "coordinator."
-"""Begins the module of a method that is proven by its tests instead."""
+"""Prefix of the modules of methods that are proven by their tests instead."""
 
 
 class RecordingFleet(Fleet):
-    """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise.
+    """A fleet whose requests (`asked`) and `answers` are recorded, by label and device, in order.
 
     Raises:
         ConfigError: a label has two streams.
@@ -68,10 +68,10 @@ class RecordingFleet(Fleet):
 
 
 class ReplayFleet(RecordingFleet):
-    """The fleet of a round that runs again: what was asked before is answered as before, and nobody works.
+    """The fleet of a round that runs again. It repeats the recorded answers, and no device works.
 
     Raises:
-        ConfigError: something else is asked.
+        ConfigError: the method asks for something else.
     """
 
     def __init__(self, first: RecordingFleet, method: str) -> None:
@@ -125,7 +125,7 @@ async def prove_round(method: Method[S], state: S, fleet: Fleet) -> S:
     """Do the next round, and do it again from the stored state, by another object of the method.
 
     Raises:
-        ConfigError: the state cannot be stored, was changed, or the round was another one.
+        ConfigError: the state cannot be stored, or was changed in place, or the repeated round differs.
     """
     stored = encode_state(state)
     first = RecordingFleet(fleet, method.name)
@@ -150,7 +150,7 @@ def reload(state: S) -> S:
     """Return the state as a coordinator that is started again would load it.
 
     Raises:
-        ConfigError: it cannot be stored, or not read back as it was.
+        ConfigError: the state cannot be stored, or is not equal after reading.
     """
     data = encode_state(state)
     try:
@@ -161,7 +161,7 @@ def reload(state: S) -> S:
             f"{type(state).__name__} have the types that they are given"
         ) from error
     if encode_state(found) != data:
-        raise ConfigError("the state of the method is another one when it is stored and read again")
+        raise ConfigError("the state of the method differs after it was stored and read again")
     return found
 
 

@@ -16,18 +16,18 @@ from fedge.data import images
 from fedge.data.task import TaskSpec
 
 FEW: Final = 20
-"""With fewer samples of a device its validation, a fifth, tells hardly anything."""
+"""Fewest samples of a device; with fewer, its validation samples, a fifth, tell hardly anything."""
 SIMILAR: Final = 0.8
-"""Names at least so similar (`difflib`, 0..1) may be one name and a typo of it."""
+"""Least similarity (`difflib`, 0..1) of two names of which one may be a typo of the other."""
 RARE: Final = 4
-"""A typo has at most this fraction of the right name's samples, 1/4, unless no device has both."""
+"""A typo has at most 1 / RARE of the right name's samples, unless no device has samples of both names."""
 MOST_NAMES: Final = 200
-"""Of more classes the names are not compared: 20,000 pairs take a second."""
+"""Most classes whose names are compared, since 20,000 pairs take a second."""
 PARTS: Final = frozenset({"train", "test", "val"})
-"""Folders above class folders that are no devices."""
+"""Names of folders above class folders that are parts of the data, not devices."""
 
 Counts = Mapping[str, Mapping[str, int]]
-"""Samples by device and class; device "": not told apart."""
+"""Numbers of samples by device and class; device "" if the data name no devices."""
 
 
 def count_by_class(task: TaskSpec, y: np.ndarray[Any, Any]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The running coordinator: the durable loop around a method.
 
-Each round is run and its state committed; then whatever no state needs is deleted. After a crash, the last committed
-state is loaded and the interrupted round is run again; the fleet returns the answers already accepted.
+Each round is run and its state committed; then tensors that no state needs are deleted. After a crash, the last
+committed state is loaded and the interrupted round is run again; the fleet returns the answers already accepted.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ TELL_S: Final = 1.0
 NOTE_S: Final = 0.2
 """Shortest time between two writes of events to the store."""
 SPARE_S: Final = 60.0
-"""While streamed orders are open, an intake may hold an update of theirs that the store does not know yet."""
+"""Age below which tensors are not deleted while streamed orders are open, since an intake may hold an update of these
+orders that the store does not know yet."""
 RARELY: Final = 50
-"""Or this many times as long as writing one takes."""
+"""Shortest time between two writes, in multiples of the time that one write takes."""
 LOOK_S: Final = 0.5
-"""Between two checks whether a paused run may continue."""
+"""Pause between two checks whether a paused run may continue."""
 NOT_ANEW: Final = "the method has no clusters that it could remake now"
 
 
@@ -95,7 +96,7 @@ async def serve(
     observe: Observer,
     options: Mapping[str, Option] = NO_OPTIONS,
 ) -> dict[str, Any]:
-    """Run a federation to its end from its present state; returns its summary, also in HOME/summary.json.
+    """Run a federation from its present state to its end; return its summary, which is also in HOME/summary.json.
 
     Raises:
         ConfigError: the folder belongs to another federation.
@@ -177,7 +178,7 @@ async def serve(
 
 
 def make_event(event: str, fields: Mapping[str, Any], number: int) -> Event:
-    """Make an event as stored; `number`: of the round, if the event does not give it."""
+    """Make an event as stored. `number`: the round's number, if the event does not give it."""
     if event == "round_done":
         last = fields["history"][-1] if fields["history"] else {"accuracy": None}
         fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
@@ -216,7 +217,7 @@ async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store
     """Serve as an intake or a model server until stopped.
 
     Raises:
-        ConfigError: no such federation yet.
+        ConfigError: there is no such federation yet.
         StoreError: the store cannot be read or written.
         TransportError: the broker refused us for good.
     """
@@ -236,7 +237,7 @@ async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files as far as permitted: each update being fetched takes two."""
+    """Raise the limit of open files as far as permitted, since each update being fetched takes two."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -244,7 +245,7 @@ def raise_open_files() -> None:
 async def serve_late_joiners(
     settings: CoordinatorSettings, method: Method[Any], state: Any, store: Store, fleet: MqttFleet, observe: Observer
 ) -> AsyncIterator[Any]:
-    """Run one more round whenever devices without a bundle appear after the last; yields the states, endlessly.
+    """Run one more round whenever devices without a bundle appear after the last round; yield the states, endlessly.
 
     A device that declined or failed is asked again after a restart of its agent or of this coordinator.
     """
@@ -272,7 +273,7 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
     """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed.
 
     Raises:
-        ConfigError: the state cannot be stored, or in the first rounds, not be read again.
+        ConfigError: the state cannot be stored or, in the first rounds, not be read again.
     """
     if number <= PROVEN:
         reload(state)

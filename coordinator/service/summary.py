@@ -1,4 +1,4 @@
-"""HOME/summary.json, and what is said of a run at its end."""
+"""HOME/summary.json, and what is reported at the end of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedge.wire.messages import BlobRef
 log = logging.getLogger("fedge.coordinator")
 
 WARN_S: Final = 24 * 3600.0
-"""Between two warnings of a certificate that will expire."""
+"""Pause between two warnings of a certificate that will expire."""
 
 
 def require_fruitful(
@@ -39,7 +39,7 @@ def require_fruitful(
     """End a run before its devices get bundles if the rounds of training are over and nothing was learned.
 
     Raises:
-        FruitlessError: so it is; HOME/summary.json says it, too.
+        FruitlessError: nothing was learned; HOME/summary.json says so, too.
     """
     if state.round != method.last:
         return
@@ -54,7 +54,7 @@ def log_missing_bundles(summary: Mapping[str, Any]) -> None:
     """Log which devices have no bundle at the end of a run, and why.
 
     Raises:
-        FruitlessError: none has one.
+        FruitlessError: no device has a bundle.
     """
     why = explain_no_bundle(summary)
     if why:
@@ -67,7 +67,7 @@ def find_finished(settings: CoordinatorSettings, method: Method[Any], state: Sta
     """Return the summary of a run that an earlier process finished; None if there is work left.
 
     Raises:
-        FruitlessError: nothing was learned, and the run has no more rounds than then.
+        FruitlessError: nothing was learned, and the run has not got more rounds since.
     """
     with contextlib.suppress(ConfigError, StoreError):
         summary = read_summary(settings.home)
@@ -134,7 +134,7 @@ def list_expiring(settings: CoordinatorSettings) -> list[str]:
 
     try:
         return list_overdue(Path(named.ca_file), Path(named.cert_file), get_time())
-    except ConfigError as error:  # it was valid at the start, and the connection stands
+    except ConfigError as error:  # the certificate was valid at the start, and the connection stands
         return [str(error)]
 
 

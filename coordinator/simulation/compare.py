@@ -1,4 +1,4 @@
-"""Several methods on equal terms: for each seed the same partition, first model and budget, runs side by side."""
+"""Compares methods on equal terms: for each seed the same partition, first model and budget; runs side by side."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fedge.system.logs import set_level
 from fedge.wire.messages import BlobRef
 
 FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
-"""Of each run; a comparison has their spread over the seeds."""
+"""Figures of each run whose spread over the seeds a comparison has."""
 SHARE_OF_THE_BEST = 0.95
 """The default target, as a share of the best method's accuracy."""
 
 
 class _Run(Struct, frozen=True, kw_only=True):
-    """A method on a seed, with all settings that determine its figures."""
+    """A run of a method on a seed, with all settings that determine its figures."""
 
     scenario: Scenario
     method: str
@@ -47,7 +47,7 @@ class _Run(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The file name; runs with different settings never share one."""
+        """The name of the run's file; runs with different settings never share a name."""
         digest = hashlib.sha256(msgspec.json.encode(self, enc_hook=str, order="sorted")).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
@@ -59,9 +59,9 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     """Do the runs that `out` lacks, several at a time, and aggregate them all.
 
     Raises:
-        ConfigError: a method, an option, a seed or the data does not exist, or `out` holds a report that would be lost;
-            nothing has run then.
-        StoreError: the folder cannot be made; nothing has run then.
+        ConfigError: before any run, a method, an option, a seed or the data does not exist, or `out` holds a report
+            that would be lost.
+        StoreError: before any run, the folder cannot be made.
         FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
@@ -81,7 +81,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         if settings.engine == "local":
             get_torch_device(scenario.train_on)
         examine_methods(scenario, {run.method for run in missing}, seeds[0], watch)
-    make_folder(out / "runs")  # else the failure would show only after the first run
+    make_folder(out / "runs")  # otherwise a failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
     on_ray = settings.engine == "ray"
     if missing:
@@ -185,7 +185,7 @@ def _read(file: Path) -> RunOutcome | None:
 
 
 def _iterate_outcomes(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
-    """Yield outcomes as they finish; always cleans up processes and folders. With one job, run in this process."""
+    """Yield outcomes as they finish; always clean up processes and folders. With one job, run in this process."""
     with tempfile.TemporaryDirectory(prefix="fedge-compare-") as work:
         homes = {run: Path(work) / run.name for run in runs}
         if min(jobs, len(runs)) <= 1:
@@ -207,7 +207,7 @@ def _iterate_outcomes(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, R
             waiting = {threads.submit(run_in_child, run, home): run for run, home in homes.items()}
             while waiting:
                 wait(waiting, LOOK_S, FIRST_COMPLETED)
-                # one that fails ends its process, of which a later one may complain, too
+                # a run that fails ends its process, about which a later run may complain, too
                 for future in [future for future in waiting if future.done()]:
                     yield waiting.pop(future), future.result()
                 require_wanted()

@@ -1,8 +1,8 @@
 """Evaluates the devices' models on test samples that neither they nor the coordinator have seen.
 
 During a run, the model that a device would use now is evaluated in torch. At the end every device's installed bundle
-predicts through `deploy`: the headline is what devices really run. Only this module of the coordinator imports `deploy`
-(see the import contract).
+predicts through `deploy`, so that the main figure is that of what devices really run. Only this module of the
+coordinator imports `deploy` (see the import contract).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
-    """Return the most that training has spent of a device's privacy, under its name; empty without dp.
+    """Return the largest epsilon that training has spent on a device, under the detail's name; empty without dp.
 
-    `homes`: of the devices.
+    `homes`: the devices' homes.
     """
     if not protection.dp:
         return {}
@@ -48,11 +48,11 @@ def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict
 
 
 class Evaluation:
-    """An evaluation: test samples of devices, and the network. `seconds`: time spent on it so far.
+    """An evaluation, with the devices' test samples and the network. `seconds`: time spent on it so far.
 
-    `max_abs_diff`: the largest difference of a probability between torch and ONNX Runtime, once the end was evaluated.
-    `ids`: the measured devices. `on_validation`: use their validation samples in place of test samples; devices without
-    any are left out.
+    `max_abs_diff`: the largest difference of a probability between torch and ONNX Runtime, after `evaluate_finally`.
+    `ids`: the measured devices. `on_validation`: whether to use validation samples in place of test samples; devices
+    without any are then left out.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Evaluation:
         }
 
     def evaluate_now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
-        """Score the model that each device would use now: the served one, combined with what it keeps."""
+        """Score the model that each device would use now, the served model combined with what the device keeps."""
         with self._add_time():
             return {
                 i: self._score(worker.make_personal_model(model), self._tests[i])
@@ -85,9 +85,9 @@ class Evaluation:
             }
 
     def evaluate_globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Compute accuracy on the global test set of the method's global prediction, if any (FedCoE's Eq. 4).
+        """Compute the accuracy of the method's global prediction, if any (FedCoE's Eq. 4), on the global test set.
 
-        Otherwise the mean over the devices of their served models.
+        Otherwise compute the mean accuracy of the models that the devices are served.
         """
         samples = self._federation.global_test
         if samples is None:
@@ -102,7 +102,7 @@ class Evaluation:
             return float(np.mean([reached[ref.digest] for ref in served]))
 
     def evaluate_finally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, DeviceOutcome]:
-        """Score each device's installed bundle in ONNX Runtime or, without one, the model it would use."""
+        """Score each device's installed bundle in ONNX Runtime or, without a bundle, the model that it would use."""
         scores: dict[str, Score] = {}
         private: dict[str, float] = {}
         with self._add_time():

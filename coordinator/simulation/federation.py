@@ -35,9 +35,9 @@ from fedge.wire.messages import BlobRef
 T = TypeVar("T")
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 DEVICES = 20
-"""Unless the user or the data say otherwise (fedge.md 15.1)."""
+"""Number of devices unless the user or the data say otherwise (fedge.md 15.1)."""
 KEPT: Final = 512
-"""Workers of devices that are not in memory."""
+"""Workers kept in memory, those used last, if the devices' data are generated on demand."""
 _LOT = 77  # keeps the draw of late joiners separate from other uses of the seed
 
 
@@ -46,7 +46,8 @@ class Federation:
     """The devices' data and the first model, equal for all methods of a comparison with the same seed.
 
     shares: data of each device, by id. global_test: model inputs and labels from all devices' distributions together,
-    or None. server_data: samples for the server, or None. late_joiners: their ids. milder: what minimum sizes took.
+    or None. server_data: samples for the server, or None. late_joiners: ids of the devices that join after training.
+    milder: what minimum sizes changed in the partition.
     """
 
     task: TaskSpec
@@ -60,7 +61,7 @@ class Federation:
 
     @property
     def data(self) -> Mapping[str, DeviceData]:
-        """The data that workers see, by device id; made on each access, and in other processes."""
+        """The data that workers see, by device id, made on each access; can be sent to other processes."""
         return LazyMapping(self.shares, partial(_make_data, self.task, self.shares))
 
     def draw_measured(self, n: int | None, seed: int) -> tuple[str, ...]:
@@ -72,7 +73,7 @@ class Federation:
 
 
 class LazyMapping(Mapping[str, T]):
-    """Values by device id, made on each access. `kept`: how many of the most recently used are not made again."""
+    """Values by device id, made on access. `kept`: how many values, those used last, are not made again."""
 
     def __init__(self, ids: Iterable[str], make: Callable[[str], T], kept: int = 0) -> None:
         self._ids = dict.fromkeys(ids)
@@ -92,7 +93,8 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
     """Read the samples, set the global test set apart, partition the rest, make the first model.
 
     Raises:
-        ConfigError: no such data, or they cannot be partitioned as requested, or masked sums cannot cover the devices.
+        ConfigError: there are no such data, they cannot be partitioned as requested, or masked sums cannot cover the
+            devices.
     """
     rest, apart = load_samples(scenario, seed, scenario.global_test)
     tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
@@ -110,7 +112,7 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
     )
     layout, first = make_initial_model(rest.spec, seed)
     if scenario.late_joiners >= n_devices:
-        raise ConfigError(f"of {n_devices} devices {scenario.late_joiners} cannot come when training is over")
+        raise ConfigError(f"{scenario.late_joiners} late joiners of {n_devices} devices leave no device to train")
     late = np.random.default_rng((seed, _LOT)).permutation(n_devices)[: scenario.late_joiners]
     return Federation(
         task=rest.spec,
@@ -125,10 +127,10 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
 
 
 def require_summable(n_train: int, fewest: int) -> None:
-    """Refuse masked sums of so many devices in a round.
+    """Refuse masked sums if too few or too many devices train in a round.
 
     Raises:
-        ConfigError: they are too few or too many.
+        ConfigError: `n_train` is below `fewest` or above `MAX_COHORT`.
     """
     if not fewest <= n_train <= MAX_COHORT:
         raise ConfigError(
@@ -140,13 +142,13 @@ def require_summable(n_train: int, fewest: int) -> None:
 def make_fleet(
     federation: Federation, scenario: Scenario, seed: int, home: Path, execute: Execute = batched.execute_jobs
 ) -> tuple[SimulatedFleet, BlobRef, Mapping[str, Worker]]:
-    """Make the fleet with its workers, whose folders are under `home`; returns it, the first model, the workers.
+    """Make the fleet with its workers, whose folders are under `home`; return the fleet, the first model, the workers.
 
     Devices that are not measured leave after the rounds of training, since the final steps only serve their bundles.
     `execute`: how a step's orders are carried out; hostile devices are inserted here.
 
     Raises:
-        ConfigError: their training processor is missing.
+        ConfigError: the processor to train on is missing.
     """
     processor, data = get_torch_device(scenario.train_on), federation.data
 
@@ -177,7 +179,10 @@ def make_fleet(
 
 
 def make_hardware(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
-    """Return each device's hardware; None: no time. "steady": "mixed", but always present and answering."""
+    """Return each device's hardware; None for "none", which takes no time.
+
+    "steady" is "mixed" with devices that are always present and always answer.
+    """
     if hardware == "none":
         return None
     found = devices.draw_mixed(ids, seed=seed)

@@ -74,14 +74,14 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
 
     @property
     def cost(self) -> Cost | None:
-        """The cost of reaching `target`; None if there is none, or it was not reached."""
+        """The cost of reaching `target`; None if there is no target, or it was not reached."""
         return None if self.target is None else compute_cost(self.curve, self.target)
 
     def get_bundle(self, device_id: str) -> Path:
         """Return the folder of a device's installed bundle, for `fedge.load`.
 
         Raises:
-            ConfigError: no such device, or it has no bundle.
+            ConfigError: there is no such device, or it has no bundle.
         """
         device = next((device for device in self.devices if device.id == device_id), None)
         if device is None or device.release is None:
@@ -140,7 +140,7 @@ def simulate(
 
     Args:
         options: of the method, like `--option` of the command; `selection` and `clustering` may be your own function.
-        progress: called with lines of progress; None: silent.
+        progress: called with lines of progress; silent if None.
         **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, `method` a subclass
             of `coordinator.methods.method.Method`, and `model` a class, a function or a module, as in
             `Task.from_arrays`.
@@ -163,7 +163,7 @@ def run_simulation(
     progress: Watch,
     json_file: Path | None = None,
 ) -> Simulation:
-    """Run a simulation. `method`: without its options, which `options` holds. `json_file`: for the figures, too."""
+    """Run a simulation. `method`: name without options, which are in `options`. `json_file`: gets the figures, too."""
     require_method_options(method, options)
     check_partitioning(settings)
     scenario, out = make_scenario(settings), settings.out
@@ -207,7 +207,7 @@ def compare(*, progress: Watch | None = print_progress, **settings: Any) -> Comp
     results are kept there and a comparison can be resumed.
 
     Args:
-        progress: called with each finished run; None: silent.
+        progress: called with each finished run; silent if None.
         **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, a method a
             class, `task` a `fedge.Task`, `model` a class, a function or a module.
 
@@ -229,7 +229,7 @@ def compare(*, progress: Watch | None = print_progress, **settings: Any) -> Comp
 
 
 def run_comparison(settings: CompareSettings, out: Path, watch: Watch, json_file: Path | None = None) -> Comparison:
-    """Run a comparison, with the results in `out`. `json_file`: for the figures, too."""
+    """Run a comparison, with the results in `out`. `json_file`: gets the figures, too."""
     with use_one_thread():
         comparison = comparing.compare(settings, out, watch)
     runs.record_run(out, "compare", settings)
@@ -248,7 +248,7 @@ def tune(*, search: Iterable[str] = (), progress: Watch | None = print_progress,
 
     Args:
         search: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range, as `--search` of the command.
-        progress: called with each trial; None: silent.
+        progress: called with each trial; silent if None.
         **settings: those of `fedge tune`, under the same names.
 
     Raises:
@@ -305,7 +305,7 @@ def _hold_class(method: object) -> Any:
 
 @contextmanager
 def use_one_thread() -> Iterator[None]:
-    """Use one thread, since small networks gain nothing from more; restores the caller's number afterwards."""
+    """Use one thread, since small networks gain nothing from more; restore the caller's number afterwards."""
     from threadpoolctl import threadpool_limits
 
     with threadpool_limits(1), batched.use_one_thread():

@@ -1,4 +1,4 @@
-"""A method on a few devices, over every promise, before anything is started: `fedge check --method`."""
+"""Rehearses a method on a few devices and checks every promise, before anything is started: `fedge check --method`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from fedge.system.logs import set_level
 from fedge.tensors.layout import Codec, Layout
 
 DEVICES: Final = 4
-"""Of a rehearsal; each has all samples that are given."""
+"""Devices in a rehearsal, each with all samples that are given."""
 TOO_LONG: Final = 10
-"""Rounds after which a rehearsed run of two should be done."""
+"""Rounds after which a rehearsed run of two rounds is given up."""
 
 
 def rehearse(method: str, options: Mapping[str, Option], task: TaskSpec, layout: Layout, few: Samples) -> list[Finding]:
-    """Run a method that is not fedge's own on a few devices, over every promise; in seconds.
+    """Run a method that is not fedge's own on a few devices, and check every promise; in seconds.
 
     Args:
-        method: its name or path.
-        options: its own.
-        task: what is learned.
-        layout: of the network.
+        method: the method's name or path.
+        options: the method's options.
+        task: the task to learn.
+        layout: the layout of the network.
         few: model inputs (n, *input_shape) and labels (n,).
     """
     kind = load_method_class(method)
@@ -100,7 +100,7 @@ class _Rehearsal:
         """Run two rounds and the end.
 
         Raises:
-            ConfigError: it has no end, or leaves no bundle.
+            ConfigError: the run has no end, or leaves no bundle.
         """
         method, fleet, state = self._start()
 
@@ -113,7 +113,7 @@ class _Rehearsal:
             raise ConfigError(f"no device got a bundle: {describe_reasons(select_reasons(fleet.problems))}")
 
     async def examine_claims(self) -> list[Finding]:
-        """Find what is wrong with what the method says that it heeds."""
+        """Find the settings that the method claims to heed and does not."""
         heeds, found = self._kind.HEEDS, []
         wrong = {
             "participation": "participation" in heeds and await self._asks_all(),
@@ -125,7 +125,7 @@ class _Rehearsal:
         return found
 
     async def _asks_all(self) -> bool:
-        """Return whether all devices train in the first round where half of them should."""
+        """Return whether all devices train in the first round although only half of them should."""
         method, fleet, state = self._start(participation=0.5)
         watched = RecordingFleet(fleet, method.name)
         fleet.round = 1
@@ -133,7 +133,7 @@ class _Rehearsal:
         return len({i for (_, i), action in watched.asked.items() if isinstance(action, Train)}) == DEVICES
 
     async def _moves(self, **changes: Any) -> bool:
-        """Return whether the model is another one after the first round."""
+        """Return whether the model has changed after the first round."""
         method, fleet, state = self._start(**changes)
         fleet.round = 1
         after = await method.advance(state, fleet)

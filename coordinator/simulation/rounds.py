@@ -19,10 +19,10 @@ async def run_rounds(
     on_round: Callable[[S], None] = lambda _: None,
     rounds: int | None = None,
 ) -> S:
-    """Run a method to its end on a simulated fleet, or for so many rounds.
+    """Run a method to its end on a simulated fleet, or for `rounds` rounds.
 
-    `on_round` is given the state after each, but not after a last round of training with nothing learned. In the first
-    rounds the state is stored and read again.
+    `on_round` is called with the state after each round, except a last round of training with nothing learned. In the
+    first rounds the state is stored and read again.
 
     Raises:
         ConfigError: a method that is not fedge's own breaks a promise (`coordinator.service.proof`).

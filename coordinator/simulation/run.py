@@ -1,4 +1,4 @@
-"""One method on one seed: from the samples to the figures."""
+"""Simulates one method on one seed, from the samples to the figures."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from fedge.system.hardware import Processor
 
 T = TypeVar("T")
 QUIET_S: Final = 10.0
-"""A round without a point of the curve is told if nothing was told for so long."""
+"""Time without a line of progress after which a round without a point of the curve gets one."""
 LOOK_S = 0.1
 """Pause between two looks at work in a thread."""
 LARGE: Final = 500_000
-"""Weights of a network from which it is told what is tried with it: of a smaller one that is soon over."""
+"""Fewest weights of a network whose checks are reported step by step; checks of a smaller network are soon over."""
 Watch = Callable[[str], None]
-"""Called with lines of progress."""
+"""A function that is called with lines of progress."""
 
 
 def simulate(
@@ -70,18 +70,18 @@ def simulate(
 
     Args:
         scenario: data, devices and budget.
-        method: a registered one.
-        options: its own.
-        seed: of partition, first model and training.
+        method: name of a registered method.
+        options: the method's options.
+        seed: the seed of partition, first model and training.
         home: folder in which the devices' folders are made.
         watch: called with progress.
         label: the run's name for the method.
-        on: the engine that carries out the orders; None: this process.
+        on: the engine that carries out the orders; this process if None.
         track: called with each point of the curve.
 
     Raises:
         ConfigError: the data, the partition, the method, its options or Ray is not available as requested, or the
-            network is useless.
+            network cannot learn.
         FruitlessError: nothing was learned, or no device has a bundle.
         FedgeError: Ray fails.
     """
@@ -110,7 +110,7 @@ def run_on(
     on: EngineScenario | None = None,
     track: Callable[[Point], None] | None = None,
 ) -> RunOutcome:
-    """Run a made method to its end and measure it, as `simulate`, on devices whose samples are partitioned."""
+    """Run a method instance to its end and measure it, as `simulate`, on devices whose samples are partitioned."""
     began = time.perf_counter()
     with _open_engine(on, scenario, federation, made, home) as execute:
         if (
@@ -209,7 +209,7 @@ def describe_bundles(final: Mapping[str, DeviceOutcome]) -> str:
     """Describe the installed bundles in a line of progress.
 
     Raises:
-        FruitlessError: there is none.
+        FruitlessError: no device has a bundle.
     """
     why = describe_reasons(find_without_bundle(final.values()))
     having = [device for device in final.values() if device.bundle]
@@ -263,8 +263,8 @@ def validate(
 ) -> None:
     """Run only the rounds of training, and report accuracy on the devices' validation samples.
 
-    Arguments as in `simulate`. `tell` gets, at each point of the curve and after the last round, the rounds done and
-    the mean accuracy of the models that the measured devices would use now, once a device has learned something.
+    Arguments as in `simulate`. `tell` is called at each point of the curve and after the last round, once a device has
+    learned something. It gets the rounds done, and the mean accuracy of the models that the measured devices would use.
 
     Raises:
         ConfigError: as `simulate`; or no device has validation samples.
@@ -314,9 +314,9 @@ def _open_engine(
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run work as `asyncio.run`, even inside a running event loop (a notebook): then in a thread, while this waits.
+    """Run work as `asyncio.run`; inside a running event loop (a notebook), run it in a thread and wait.
 
-    Ctrl-C, or cancelling the waiting task, cancels the work, which has ended when this returns.
+    Ctrl-C, or cancelling the waiting task, cancels the work. The work has ended when this returns.
     """
     if not is_in_loop():
         return asyncio.run(work)
@@ -350,10 +350,10 @@ def is_in_loop() -> bool:
 
 
 def require_wanted() -> None:
-    """End if the waiting task was cancelled: within a running event loop, Ctrl-C cancels its task.
+    """Raise if the waiting task was cancelled, as Ctrl-C does within a running event loop.
 
     Raises:
-        CancelledError: it was.
+        CancelledError: the task was cancelled.
     """
     try:
         waiting = asyncio.current_task()

@@ -1,6 +1,6 @@
 """Task, devices and budget: the settings of `fedge demo`, `simulate`, `compare`, `tune` and `sample`.
 
-They are also the arguments of the Python interface, and defined only here.
+The settings are also the arguments of the Python interface, and are defined only here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fedge.system.text import Heading
 from fedge.tasks.shares import NGroups, Partitioning, Rule, Sensitive
 
 Engine = Literal["local", "ray"]
-"""What carries out the devices' orders."""
+"""The engine that carries out the devices' orders."""
 Hardware = Literal["mixed", "steady", "none"]
-"""What the devices are (`coordinator.fleet.simulated.devices`)."""
+"""The devices' hardware (`coordinator.fleet.simulated.devices`)."""
 RayAddress = Annotated[
     str | None,
     Heading.RUNS,
@@ -107,7 +107,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
 
     @property
     def spacing(self) -> int:
-        """The rounds between two evaluations."""
+        """Number of rounds between two evaluations."""
         return self.evaluate_every or max(1, self.rounds // 10)
 
 

@@ -1,8 +1,8 @@
 """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
-The first configuration is the given one, the others are drawn at random. After a ninth and a third of the rounds, those
-not among the best third so far are stopped (ASHA: Li et al., "A System for Massively Parallel Hyperparameter Tuning",
-MLSys 2020). Test samples are not used: `fedge simulate` measures the result.
+The first configuration is the given one; the others are drawn at random. After a ninth and a third of the rounds, all
+that are not among the best third so far are stopped (ASHA: Li et al., "A System for Massively Parallel Hyperparameter
+Tuning", MLSys 2020). The search uses no test samples; `fedge simulate` measures the result.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ USUAL: Final = {"learning_rate": "0.003..0.3", "batch_size": "8,16,32,64", "loca
 """Default ranges of the settings of local training."""
 SETTINGS: Final = (*USUAL, "local_epochs", "momentum", "weight_decay")
 REDUCTION: Final = 3
-"""One of this many configurations continues."""
+"""Of this many configurations, one continues."""
 DECADE: Final = 10.0
-"""Wider ranges of positive numbers are searched by ratio."""
+"""Ratio of bounds from which a range of positive numbers is searched on a logarithmic scale."""
 PLACES: Final = ("out", "ray_address")
 TRIALS, FIGURES, CONFIG = "trials", "figures.json", "best.toml"
 
@@ -76,7 +76,7 @@ class Range:
         return ",".join(map(str, self.words)) or f"{self.low:g}..{self.high:g}"
 
     def get_ends(self) -> tuple[Option, ...]:
-        """Return values that are valid if and only if all others are."""
+        """Return the values that are valid if and only if all values of the range are."""
         return self.words or (self.low, self.high)
 
 
@@ -91,7 +91,7 @@ class TriedConfiguration(Struct, frozen=True, kw_only=True):
 class Tuning(Struct, frozen=True, kw_only=True):
     """The result of a search: the JSON file of `fedge tune`.
 
-    `trials`: by rounds reached, then by accuracy, the best first. `asked`: the given configuration.
+    `trials`: sorted by rounds reached, then by accuracy, the best first. `asked`: the given configuration.
     """
 
     scenario: Scenario
@@ -112,9 +112,9 @@ def parse_ranges(method: str, search: Iterable[str]) -> dict[str, Range]:
     """Parse the ranges to search, by name.
 
     Args:
-        method: its options can be searched beside the settings of local training.
-        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME: its usual range, or that which the method declares. Empty: the
-            learning rate, and all real options of the method that have a lowest and a highest value.
+        method: the method whose options can be searched beside the settings of local training.
+        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME for its usual range or the range that the method declares. If empty,
+            the learning rate and all real options of the method that have a lowest and a highest value.
 
     Raises:
         ConfigError: there is no such setting or option, or it needs a range.
@@ -178,8 +178,8 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     """Try configurations, several at a time, and write the best one; resumes an interrupted search.
 
     Args:
-        settings: of data, devices and budget; those not searched stay unchanged.
-        search: as for `parse_ranges`.
+        settings: of data, devices and budget; settings that are not searched stay unchanged.
+        search: the ranges, as in `parse_ranges`.
         out: folder of the results.
         watch: called with each configuration.
 
@@ -269,7 +269,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
 
 
 def make_failure_error(error: Exception) -> FedgeError:
-    """Make the error of a search all of whose trials failed; `error`: of the first, as Ray gives it."""
+    """Make the error of a search all of whose trials failed. `error`: the first trial's, as Ray gives it."""
     cause = getattr(error, "cause", error)
     last = str(error).strip().splitlines()[-1:]
     if isinstance(cause, FedgeError) and not isinstance(cause, ProtocolError):  # which takes a name, too
@@ -318,7 +318,7 @@ def record_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]
     """Record the search in the folder.
 
     Raises:
-        ConfigError: it holds another search.
+        ConfigError: the folder holds another search.
     """
     changing = {name: getattr(settings, name) for name in TuneSettings.__struct_fields__ if name not in PLACES}
     wanted = json.dumps(changing | {"searched": {name: str(each) for name, each in ranges.items()}}, default=str)

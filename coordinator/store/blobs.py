@@ -15,7 +15,7 @@ from fedge.errors import ConfigError, StoreError
 from fedge.system.files import BlobFolder, compute_digest, lock_folder, sync
 
 GIVEN_UP_S: Final = 60.0
-"""After this long without an answer, retries included, the bucket counts as a broken disk."""
+"""Time without an answer, retries included, after which the bucket counts as a broken disk."""
 
 
 class Blobs(BlobFolder):
@@ -29,12 +29,12 @@ class Blobs(BlobFolder):
         """Store a blob that is already on this disk and matches its file name.
 
         Raises:
-            FileNotFoundError: it is no longer there.
-            StoreError: it cannot be stored.
+            FileNotFoundError: the file no longer exists.
+            StoreError: the blob cannot be stored.
         """
         target = self.get_path(received.name)
         if received != target:
-            os.utime(received)  # checked long after it came, it is young
+            os.utime(received)  # so that a blob checked long after it came counts as young
             received.replace(target)
             sync(target.parent)
 
@@ -43,7 +43,7 @@ class Blobs(BlobFolder):
         return self.get_path(digest) if digest in self else None
 
     def fetch_all(self) -> int:
-        """Fetch the files of all blobs; returns their number."""
+        """Fetch the files of all blobs; return their number."""
         return sum(1 for _ in self)
 
     def send_all(self) -> None:
@@ -63,12 +63,12 @@ class Blobs(BlobFolder):
 
 
 class _Bucket(Blobs):
-    """A bucket; blobs in the local folder are in the bucket, too, and need not be fetched.
+    """A bucket of blobs; blobs in the local folder are in the bucket, too, and need not be fetched.
 
     Credentials come from the environment, as for AWS tools (AWS_ACCESS_KEY_ID and so on).
 
     Args:
-        folder: of local copies.
+        folder: the folder of local copies.
         url: s3://BUCKET/FOLDER.
         keep: whether stored blobs stay in the folder.
 
@@ -174,5 +174,5 @@ def open_blobs(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
 
 
 def prevent_deletion(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
-    """Let no tensor be deleted within this context. `taken`: as in `lock_folder`."""
+    """Prevent the deletion of tensors within this context. `taken`: as in `lock_folder`."""
     return lock_folder(home / "backup", taken)

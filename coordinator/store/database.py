@@ -22,12 +22,13 @@ from fedge.settings import NAME
 from fedge.system.files import give_to_owner
 
 WAIT_S: Final = 5.0
-"""For another process that writes at this moment, or was just killed and is not gone yet."""
+"""Longest wait for another process that writes at this moment, or was just killed and is not gone yet."""
 ANSWER_S: Final = 60.0
-"""A server that needs longer for one statement is gone."""
+"""Time for one statement, after which the server counts as gone."""
 SCHEMES: Final = ("postgresql://", "postgres://")
 IN_USE: Final = 0x66656467
-"""A file's `application_id` from its first connection to its last: a part of it may be in its log, FILE-wal, alone."""
+"""A file's `application_id` from its first connection to its last. Meanwhile a part of its content may be only in its
+log, FILE-wal."""
 WORDS: Final = {
     "INTEGER": "BIGINT",
     "REAL": "DOUBLE PRECISION",
@@ -40,9 +41,9 @@ WORDS: Final = {
 class _Sqlite:
     """A connection to a local file in WAL mode, flushed to disk at each commit.
 
-    While somebody has it open, the file itself says so (`IN_USE`): a copy without its log is refused. A killed process
-    leaves log and mark; the last one to end cleanly merges the log, then removes the mark. If the mark stays, a log
-    stays, too, even if empty.
+    While a process has the file open, the file itself says so (`IN_USE`), so that a copy without its log is refused. A
+    killed process leaves log and mark. The last process to end cleanly merges the log, then removes the mark. If the
+    mark stays, a log stays, too, even if empty.
     """
 
     def __init__(self, file: Path) -> None:
@@ -66,11 +67,11 @@ class _Sqlite:
         return self._merge_log()
 
     def _merge_log(self) -> bool:
-        """Merge the log into the file; returns whether that was all of it. The log's space is kept for reuse."""
+        """Merge the log into the file; return whether all of it was merged. The log's space is kept for reuse."""
         return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
-        """Execute one statement; returns its rows."""
+        """Execute one statement and return its rows."""
         return self._db.execute(sql.replace("$", "?"), values).fetchall()
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
@@ -78,26 +79,26 @@ class _Sqlite:
         self._db.executemany(sql.replace("$", "?"), values)
 
     def execute_each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        """Execute a statement for each of many values; returns whether each returned a row (of its first value)."""
+        """Execute a statement for each of many values; return for each whether it gave a row (with its first value)."""
         return [bool(self.execute(sql, *one)) for one in values]
 
     def become_dispatcher(self, taken: str) -> None:
-        """Become the only dispatcher until the connection ends; here the lock of the folder decides.
+        """Become the only dispatcher until the connection ends; for SQLite the lock of the folder decides.
 
         Raises:
-            ConfigError: another process is; `taken` is the text.
+            ConfigError: another process is the dispatcher; `taken` is the text.
         """
 
     def begin_writing(self) -> None:
-        """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
+        """Begin a writing transaction once no other process has one open, so that transactions end in their order."""
         self.execute("BEGIN IMMEDIATE")
 
     def begin_reading(self) -> None:
-        """Begin a read-only transaction: all of it sees the tables as of its first statement."""
+        """Begin a read-only transaction, all of which sees the tables as of its first statement."""
         self.execute("BEGIN")
 
     def get_version(self) -> int:
-        """Return the number of the last migration; 0: no tables yet."""
+        """Return the number of the last migration; 0 if there are no tables yet."""
         return int(self.execute("PRAGMA user_version")[0][0])
 
     def migrate(self, number: int, script: str) -> None:
@@ -121,7 +122,7 @@ def _require_log(file: Path, log: Path) -> None:
     """Check that a file that was in use has its log.
 
     Raises:
-        ConfigError: it was copied without.
+        ConfigError: the file was copied without its log.
     """
     if not file.exists() or log.exists():
         return
@@ -185,7 +186,7 @@ class _Postgres:
         left = Counter(row[0] for row in rows)
         found = []
         for first, *_ in values:
-            found.append(left[first] > 0)  # of equal ones the first
+            found.append(left[first] > 0)  # the first of equal values
             left[first] -= 1
         return found
 
@@ -222,7 +223,7 @@ class _Postgres:
 
 
 Database = _Sqlite | _Postgres
-"""One connection, used by one thread at a time. Its exceptions are in `get_failures`."""
+"""A connection to the database, used by one thread at a time. `get_failures` returns its exceptions."""
 
 
 def get_failures() -> tuple[type[Exception], ...]:
@@ -237,7 +238,7 @@ def make_connector(home: Path, url: str | None, federation: str) -> Callable[[],
     """Make a function that connects to the tables in HOME/store.db or at `url`, and creates what is missing.
 
     Raises:
-        ConfigError: the URL is none of PostgreSQL's, the federation's name is none, the home has tables of its own, or
+        ConfigError: the URL is not PostgreSQL's, the federation's name is invalid, the home has tables of its own, or
             asyncpg is not installed.
     """
     file, elsewhere = home / "store.db", home / "store.elsewhere"
@@ -267,12 +268,13 @@ def migrate(db: Database, *, check: bool = False) -> None:
     """Bring the schema up to date; each migration and its record are one transaction.
 
     Args:
-        db: where.
-        check: only check that it is.
+        db: the database to migrate.
+        check: whether to check only that the schema is up to date.
 
     Raises:
-        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
-        StoreError: it is of a newer fedge.
+        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or, with `check`, the schema
+            is not up to date.
+        StoreError: the store is of a newer fedge.
     """
     version = db.get_version()
     scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}

@@ -18,11 +18,11 @@ from fedge.wire.messages import Context, Order, Report, Why
 class Device:
     """A device available in this round. `n_samples`: its non-sensitive samples, |D_L|.
 
-    `incarnation`: changes with each start of the agent, and with the bundle that drifts, if one does; a new value means
-    that the device may have changed. A reconnect leaves it as it is. `trains`: False for an inference-only device.
-    `drift`: its runtime reports that inputs have left the bundle's reference. `steps`: versions of known steps, by
-    name; None: all. `release`: the highest release of a bundle it has had. `withholds`: kinds
-    (`fedge.steps.contract.Reveals`) that its owner does not let out. `via`: the relay in front of it.
+    `incarnation`: a text that changes with each start of the agent, and with the bundle that drifts, if one does. A new
+    value means that the device may have changed; a reconnect does not change it. `trains`: False for an inference-only
+    device. `drift`: whether its runtime reports that inputs have left the bundle's reference. `steps`: versions of
+    known steps, by name; None if all are known. `release`: the highest release of a bundle that the device has had.
+    `withholds`: kinds (`fedge.steps.contract.Reveals`) that its owner does not let out. `via`: the device's relay.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Device:
         return isinstance(self.prepare_action(action), Action)
 
     def prepare_action(self, action: Action) -> Action | Refusal:
-        """Return the action without what the owner withholds; or a refusal, and nothing is sent."""
+        """Return the action without what the owner withholds, or a refusal, with which nothing is sent."""
         if self.steps is not None and self.steps.get(action.STEP) != action.VERSION:
             text = (
                 f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
@@ -57,7 +57,7 @@ class Device:
 
 
 class OrderStatus(StrEnum):
-    """The status of an order in the store. It leaves OPEN once."""
+    """The status of an order in the store; it changes from OPEN once."""
 
     OPEN = "open"
     ACCEPTED = "accepted"
@@ -66,7 +66,7 @@ class OrderStatus(StrEnum):
 
 
 class Offence(Struct, frozen=True, kw_only=True):
-    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: the measurement."""
+    """Evidence against a device. `name`: the refusal's name, or `long-update`; `detail`: the measurement."""
 
     device_id: str
     round: int
@@ -85,7 +85,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """An event, for people. number: 1, 2, ...; 0: none yet. device: which, or empty."""
+    """An event, for people. number: 1, 2, ...; 0 if not stored yet. device: the device's id, or empty."""
 
     number: int = 0
     at: float  # seconds since the epoch
@@ -96,7 +96,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 def make_entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
-    """An order as its row in the table says: body, status, reason, report, arrival."""
+    """Make an entry of an order's row in the table: body, status, reason, report, arrival."""
     body, status, reason, report, arrival = row
     return Entry(
         order=msgspec.msgpack.decode(body, type=Order),

@@ -17,17 +17,19 @@ from fedge.settings import NAME
 from fedge.wire.messages import Context, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
-"""Most known ids, so that a client that invents names cannot fill the memory. Devices of the last round always fit."""
+"""Most known ids, so that a client that invents names cannot fill the memory. Devices of the last round always have a
+place."""
 LOOK_AGAIN_S: Final = 0.05
-"""Shortest pause between two looks at all devices while waiting for some: thousands may come in a second."""
+"""Shortest pause between two looks at all devices while waiting for some, since thousands may come in a second."""
 SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift", "outliers")
 """Fields of a Health that are shown to people."""
 CLOCKS_AGREE_S: Final = 60.0
-"""Larger differences of clocks are shown. Rounds do not depend on them, but certificates, logs and signatures do."""
+"""Largest difference of clocks that is not shown. Rounds do not depend on clocks, but certificates, logs and signatures
+do."""
 
 
 class LastMessages(Struct, frozen=True, kw_only=True):
-    """A device's last messages, and when they came (seconds since the epoch by our clock; 0: never)."""
+    """A device's last messages, and when they came (seconds since the epoch by our clock; 0 if never)."""
 
     seen_at: float
     context: Context | None = None
@@ -44,7 +46,7 @@ class _KnownDevice:
     ahead_s: float = 0.0  # relative to our clock
     began_at: float = 0.0  # when this incarnation was heard first, by our clock
     before: str = ""  # the previous incarnation
-    before_at: float = 0.0  # when that one was
+    before_at: float = 0.0  # when the previous incarnation was heard first
     twice: bool = False  # two agents use this device's name
     seen_at: float = 0.0  # by our clock
 
@@ -53,10 +55,10 @@ class Registry:
     """The registry of all devices seen so far, in memory, since the broker retains and repeats each status.
 
     Args:
-        task_fingerprint: of the federation's task; devices with another one do not take part.
-        contexts: of the last round's devices: after a restart they count until the devices send new ones.
-        no_relays: why relays are not possible; empty: they are.
-        kept: of an earlier registry, likewise.
+        task_fingerprint: the fingerprint of the federation's task; devices with another fingerprint do not take part.
+        contexts: contexts of the last round's devices. After a restart they count until the devices send new ones.
+        no_relays: why relays are not possible; empty if they are.
+        kept: last messages from an earlier registry. After a restart they count until the devices send new ones.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class Registry:
         self._changed = asyncio.Event()
 
     def handle_status(self, topic_id: str, status: Status, now: float = 0.0) -> bool:
-        """Handle a birth or death; returns whether the device is there (again) and may lack earlier messages.
+        """Handle a birth or death; return whether the device is present (again) and may lack earlier messages.
 
-        That may happen without a new incarnation, if its connection or ours was lost. A status that only announces a
-        new bundle does not count. `now`: seconds since the epoch by our clock.
+        It may be present again without a new incarnation, if its connection or ours was lost. A status that only
+        announces a new bundle does not count. `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
@@ -189,22 +191,22 @@ class Registry:
         return known is not None and known.status.presence is not Presence.ONLINE
 
     def is_twice(self, device_id: str) -> bool:
-        """Return whether two agents use this device's name: one returned after the other had come."""
+        """Return whether two agents use this device's name, since one returned after the other had come."""
         known = self._known.get(device_id)
         return known is not None and known.twice
 
     def get_twins(self, device_id: str) -> dict[str, float]:
-        """Return the last two incarnations of this device, the present one first, and when each was heard first."""
+        """Return the last two incarnations of this device, the present one first, with the time it was first heard."""
         known = self._known[device_id]
         return {known.status.incarnation: known.began_at} | ({known.before: known.before_at} if known.before else {})
 
     def record_outdated(self, device_id: str) -> None:
-        """Record an outdated message from this device: another agent may be using its name."""
+        """Record an outdated message from this device, since another agent may be using its name."""
         if device_id in self._known:
             self._known[device_id].twice = True
 
     def forget(self, device_id: str) -> None:
-        """Forget a device that no longer belongs."""
+        """Forget a device that no longer belongs to the federation."""
         for known in (self._known, self._contexts, self._health, self._kept):
             known.pop(device_id, None)
         self._changed.set()
@@ -214,7 +216,7 @@ class Registry:
         return device_id in self._known or device_id in self._contexts
 
     def exclude(self, ids: Iterable[str]) -> None:
-        """Exclude quarantined devices, whatever they announce; with a relay, the devices of its site."""
+        """Exclude quarantined devices, whatever they announce. An excluded relay excludes the devices of its site."""
         self._left_out = frozenset(ids)
 
     def list_presence(self) -> dict[str, Presence]:
@@ -250,15 +252,15 @@ class Registry:
         return found
 
     def find_wrong_clocks(self) -> dict[str, float]:
-        """Return by how many seconds devices' clocks are ahead of ours, where they differ."""
+        """Return how many seconds devices' clocks are ahead of ours, for clocks that differ."""
         found = sorted(self._known.items())
         return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 
     def list_online(self) -> tuple[Device, ...]:
         """List the devices that can be asked now: online and able to train; by ascending id.
 
-        A device without a context is included: it may take `context_interval_s` to arrive, and is needed only when
-        methods choose among devices.
+        A device without a context is included, since the context may take `context_interval_s` to arrive and is needed
+        only when methods choose among devices.
         """
         return self._list_here(trains=True)
 
@@ -273,7 +275,7 @@ class Registry:
         )
 
     def list_known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
-        """List these devices, or all so far, by their last messages; relays expanded to their devices. By id."""
+        """List these devices, or all so far, by id and as of their last messages; relays expanded to their devices."""
         found: dict[str, Device] = {}
         for i in sorted(self._known if ids is None else ids):
             found |= {d.id: d for d in self._iterate_behind(i) if d.id not in self._known and d.id not in found}
@@ -292,7 +294,7 @@ class Registry:
         return tuple(found[i] for i in sorted(found))
 
     def _iterate_behind(self, relay: str) -> Iterator[Device]:
-        """Iterate over the devices of a relay's site; their names begin with the site's."""
+        """Iterate over the devices of a relay's site; their names begin with the relay's name."""
         for d in self._known[relay].status.site or ():
             name = f"{relay}.{d.id}"
             if re.match(NAME, name):
@@ -312,9 +314,9 @@ class Registry:
         return self.list_online()
 
     async def wait_for_late_joiner(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Wait until a device needs a bundle, training or not: it has none, or its bundle drifts.
+        """Wait until a device, training or not, needs a bundle because it has none or its bundle drifts.
 
-        tried: incarnation of each device asked before; it is asked again under a new one.
+        tried: incarnation of each device asked before; a device is asked again under a new incarnation.
         equipped: ids of the devices with a bundle.
         """
 

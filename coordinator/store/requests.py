@@ -1,4 +1,4 @@
-"""Requests to a running coordinator, kept in its store, which the coordinator checks from time to time."""
+"""Requests to a running coordinator, kept in its store, where the coordinator looks from time to time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEY: Final = "wishes"
 class StandingRequests(Struct, frozen=True, kw_only=True):
     """The standing requests to the coordinator. Each holds until it is changed.
 
-    paused: no further round begins. steps: rounds that may begin all the same. recluster: round before which clusters
-    are made anew; 0: the next one; None: not at all. retired: devices that get no more orders.
+    paused: whether no further round begins. steps: rounds that may begin all the same. recluster: the round before
+    which clusters are made anew, 0 for the next round; None if they are not. retired: devices that get no more orders.
     """
 
     paused: bool = False
@@ -36,7 +36,7 @@ ACTIONS: Final = {
     "retire": "{device} gets no more orders.",
     "readmit": "{device} gets orders again.",
 }
-"""By name what is said once it is asked."""
+"""The requests by name, each with the answer to whoever makes it."""
 
 
 def read_requests(store: Store) -> StandingRequests:
@@ -46,10 +46,10 @@ def read_requests(store: Store) -> StandingRequests:
 
 
 def request_action(store: Store, name: str, device: str = "") -> str:
-    """Request something of the coordinator; returns the reply for the user.
+    """Store a request to the coordinator; return the reply for the user.
 
     Raises:
-        ConfigError: no such action, or it lacks a device.
+        ConfigError: there is no such action, or the action lacks a device.
     """
     if name in {"retire", "readmit"} and not re.fullmatch(NAME, device):
         raise ConfigError(f"{device!r} is no device's name")
@@ -63,10 +63,10 @@ def request_action(store: Store, name: str, device: str = "") -> str:
 
 
 def add_request(wishes: StandingRequests, name: str, device: str = "") -> StandingRequests:
-    """Return the requests after one more.
+    """Return the requests with another one added.
 
     Raises:
-        ConfigError: no such action.
+        ConfigError: there is no such action.
     """
     change = msgspec.structs.replace
     match name:
@@ -85,10 +85,10 @@ def add_request(wishes: StandingRequests, name: str, device: str = "") -> Standi
 
 
 def take_requests(store: Store, number: int) -> StandingRequests:
-    """Take the requests at the start of round `number`, which uses up a step of a paused run; stored before.
+    """Take the requests at the start of round `number`, and store that it uses up a step of a paused run.
 
-    `recluster` equals `number` if clusters are to be made anew for this round; a coordinator killed during the round
-    finds the same after a restart.
+    `recluster` equals `number` if clusters are to be made anew for this round. A coordinator killed during the round
+    finds the same requests after a restart.
     """
 
     def use_step(kept: str | None) -> str:

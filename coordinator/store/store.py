@@ -1,8 +1,8 @@
 """The coordinator's durable state: SQLite or PostgreSQL for events, a content-addressed folder for tensors.
 
-One event is one atomic change, including the key that keeps it from happening twice; pending changes share a
-transaction. Everything is published after its commit. A failed write stops the process (`StoreError`): otherwise an
-accepted update would be lost.
+One event is one atomic change, including the key that keeps the event from happening twice. Pending changes share a
+transaction. Everything is published after its commit. A failed write stops the process (`StoreError`), because an
+accepted update would otherwise be lost.
 
 Methods for frequent changes return a future that is done when the change is durable; changes take effect in the order
 of the calls. All other methods block.
@@ -33,28 +33,33 @@ from fedge.wire.messages import Context, Order, Report
 EXPIRED: Final = "no report before the deadline"
 UNWANTED: Final = "the run ended before the report came"
 UNASKED: Final = "the round ended without a wait for the report"
-"""Of an order that was written before a restart and not asked for after it, since its step has another version."""
+"""Reason for the end of an order written before a restart and not asked for after it, since its step has another
+version."""
 RECALLED_ROUNDS: Final = 8
-"""Rounds whose reports show, after a restart, how fast devices are and their last problems."""
+"""Last rounds whose reports show, after a restart, how fast devices are and which problems they had."""
 NOBODY: Final = msgspec.msgpack.encode([])
 OFFERED: Final = "offered"
-"""The digests that servers of models may send (`Store.find_value`): those that open orders name, as JSON."""
+"""Name of a value (`Store.find_value`): the digests that servers of models may send because open orders name them, as
+JSON."""
 DEVICES: Final = "devices"
-"""The devices' last messages (`coordinator.store.registry.LastMessages` by id, as JSON), for the next start."""
+"""Name of a value: the devices' last messages for the next start, `coordinator.store.registry.LastMessages` by id, as
+JSON."""
 ISSUE: Final = "issue"
-"""Part of the orders' ids since the store was restored from a backup (`coordinator.service.backup`)."""
+"""Name of a value: a part of the orders' ids since the store was restored from a backup (`coordinator.service.backup`).
+"""
 AT_BROKER: Final = "at_broker"
-"""A secret of the federation's coordinator and its helpers, part of their names at the broker."""
+"""Name of a value: a secret of the federation's coordinator and its helpers, part of their names at the broker."""
 MAX_EVENTS: Final = 200_000
-"""Older ones are deleted."""
+"""Most events that are kept; older ones are deleted."""
 ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
 
 
 class Store:
     """The durable state of one federation. There is one dispatcher; intakes may come and go beside it.
 
-    An intake may `find_value("start")` (layout and initial model), read an `find_entry`, and `accept` or `reject`
-    reports. An order is closed once, by the first. The dispatcher learns by `get_closed_since` what others have closed.
+    An intake may call `find_value("start")` (layout and initial model) and `find_entry`, and `accept` or `reject`
+    reports. An order is closed once, by the first call. The dispatcher learns by `get_closed_since` which orders others
+    have closed.
     """
 
     def __init__(
@@ -72,12 +77,12 @@ class Store:
             home: folder of the tables and tensors, unless these are elsewhere.
             url: postgresql://... of the tables; several federations may share a database.
             blobs: s3://... of the tensors.
-            federation: names the schema there.
-            intake: opened beside a dispatcher, which has created it.
+            federation: names the federation's schema in the database.
+            intake: whether it is opened beside the dispatcher that has created it.
 
         Raises:
-            ConfigError: another dispatcher has it open; or it does not exist yet, for an intake.
-            StoreError: it cannot be read or written, or was written by a newer fedge.
+            ConfigError: another dispatcher has the state open; or, for an intake, the state does not exist yet.
+            StoreError: the state cannot be read or written, or was written by a newer fedge.
         """
         self.home = home
         connect = make_connector(home, url, federation)
@@ -113,13 +118,13 @@ class Store:
     # -------------------------------------------------------------------------------------------------------- rounds
 
     def start_round(self, number: int, devices: Iterable[Device], now: float) -> None:
-        """Start a round with these devices, for good."""
+        """Start a round with these devices; a later call does not change them."""
         snapshot = msgspec.msgpack.encode(list(devices))
         sql = "INSERT INTO rounds (round, devices, begun_at) VALUES ($1, $2, $3)"
         self._change(lambda db: db.execute(sql, number, snapshot, now))
 
     def get_round_devices(self, number: int) -> tuple[Device, ...] | None:
-        """Return the devices of a round that has begun; None if it has not."""
+        """Return the devices of a round; None if the round has not begun."""
         rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
         return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
 
@@ -128,8 +133,8 @@ class Store:
     ) -> None:
         """Commit a finished round: the method's state and the counters, all or nothing.
 
-        Orders that are still open expire: nobody waits for their reports, and a device repeats its own until a verdict.
-        Devices and orders of rounds before the last `put_value` are deleted, streamed orders once they are handed out.
+        Open orders expire, since nobody waits for their reports and a device repeats its report until a verdict. The
+        devices and orders of all rounds but the last `keep` are deleted, streamed orders only once they are handed out.
         The times of rounds stay.
         """
         old = number - keep
@@ -168,9 +173,9 @@ class Store:
     # -------------------------------------------------------------------------------------------------------- orders
 
     def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
-        """Write the orders of one step, except those that exist; returns all of them as stored, by device id.
+        """Write the orders of one step, except those that exist; return all of them as stored, by device id.
 
-        `get_streamed`: their answers are handed out one by one, and it is recorded in which round.
+        `streamed`: whether their answers are handed out one by one, each with a record of the round.
         """
         given = list(orders)
         if not given:
@@ -209,7 +214,7 @@ class Store:
         return tuple(map(make_entry, self._read(f"{ENTRY} WHERE {which}", number)))
 
     def hand_out(self, order_id: str, number: int) -> Future[object]:
-        """Record beforehand the round in which a streamed order's answer is handed out; the first call counts."""
+        """Record, before a streamed order's answer is handed out, the round in which it is; the first call counts."""
         sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
         return self._writer.submit(lambda db: db.execute(sql, number, order_id))
 
@@ -222,22 +227,22 @@ class Store:
             future.result()
 
     def accept(self, report: Report, now: float) -> Future[bool]:
-        """Record the report of an open order; False, and nothing changed, if it is not open any more."""
+        """Record the report of an open order; False, and no change, if the order is not open any more."""
         body = msgspec.msgpack.encode(report)
         return self._close(report.order_id, OrderStatus.ACCEPTED, "", body, now)
 
     def reject(self, order_id: str, reason: str, now: float) -> Future[bool]:
-        """Close an open order whose report is not acceptable; False if it is not open any more."""
+        """Close an open order whose report is not acceptable; False if the order is not open any more."""
         return self._close(order_id, OrderStatus.REJECTED, reason, None, now)
 
     def expire(self, order_id: str, now: float) -> Future[bool]:
-        """Close an open order without a report in time; False if it is not open any more."""
+        """Close an open order that got no report in time; False if the order is not open any more."""
         return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
 
     def get_closed_since(self, arrival: int) -> tuple[Entry, ...]:
-        """Return the orders closed after the one with this number, by any process, in the order of closing.
+        """Return the orders that any process closed after the order with this number, in the order of closing.
 
-        Numbers have no gaps and never become visible out of order, so the last one found is the next `arrival`.
+        Numbers have no gaps and never become visible out of order, so the last number found is the next `arrival`.
         """
         return tuple(map(make_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
 
@@ -277,7 +282,7 @@ class Store:
         round: int | None = None,  # noqa: A002 - what it is
         limit: int = 1000,
     ) -> list[Event]:
-        """Return events by number: those after one, at most `limit`; or the `last`; of a device, of a round."""
+        """Return events by number: at most `limit` after `after`, or the `last`; of one device or round if given."""
         of = {name: value for name, value in {"device": device, "round": round}.items() if value is not None}
         which = "".join(f" AND {name} = ${k}" for k, name in enumerate(of, start=3))
         order = "number" if last is None else "number DESC"
@@ -293,7 +298,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------------ the rest
 
     def record_offence(self, offence: Offence) -> Future[bool]:
-        """Record evidence against a device; False if its round has the same already."""
+        """Record evidence against a device; False if the same evidence is already recorded for its round."""
         sql = "INSERT INTO offences VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING round"
         values = offence.device_id, offence.round, offence.name, _clean_text(offence.detail)
         return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
@@ -312,7 +317,7 @@ class Store:
         return dict(self._read("SELECT name, value FROM counters ORDER BY name"))
 
     def put_value_once(self, name: str, value: str) -> str:
-        """Store a value unless there is one of this name; returns the stored one."""
+        """Store a value unless there is one of this name; return the stored value."""
 
         def insert_value(db: Database) -> str:
             db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT DO NOTHING", name, value)
@@ -321,7 +326,7 @@ class Store:
         return self._change(insert_value)
 
     def get_broker_secret(self) -> str:
-        """Return what nobody else can guess of the names that this store's processes have at the broker."""
+        """Return the secret part of the names that this store's processes have at the broker."""
         return self.put_value_once(AT_BROKER, secrets.token_hex(16))
 
     def put_value(self, name: str, value: str) -> None:
@@ -329,7 +334,7 @@ class Store:
         self.change_value(name, lambda _: value)
 
     def change_value(self, name: str, change: Callable[[str | None], str]) -> str:
-        """Change a stored value (None: there is none) in one transaction; returns the new one."""
+        """Change a stored value, None if there is none, in one transaction; return the new value."""
 
         def change_stored(db: Database) -> str:
             rows = db.execute("SELECT value FROM meta WHERE name = $1", name)
@@ -346,10 +351,10 @@ class Store:
         return str(rows[0][0]) if rows else None
 
     def require_blobs(self, url: str | None) -> None:
-        """Check that the federation keeps its tensors at `url`; None: in its home.
+        """Check that the federation keeps its tensors at `url`, or in its home if None.
 
         Raises:
-            ConfigError: it was not.
+            ConfigError: it keeps them elsewhere.
         """
         if (begun := self.find_value("blobs") or None) != url:
             where = f"at {begun}: give --blobs {begun}" if begun else "in its home: leave --blobs out"
@@ -371,7 +376,7 @@ class Store:
     def remove_others(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
         """Delete all other tensors, also partly received ones, except those younger than `spare_s`.
 
-        During a backup nothing is deleted; the next call does it.
+        During a backup nothing is deleted; the next call deletes them.
         """
         with contextlib.suppress(InUseError), prevent_deletion(self.home, "a backup is being made"), convert_failures():
             self.blobs.remove_others(digests, spare_s=spare_s)
@@ -385,15 +390,15 @@ def _add_counts(db: Database, counted: Mapping[str, int]) -> None:
 
 
 def _clean_text(text: str) -> str:
-    """Clean text from a device: cut, and without the character that PostgreSQL cannot store."""
+    """Cut text from a device, and remove the character that PostgreSQL cannot store."""
     return text[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def explain_unreadable(store: Store) -> AbstractContextManager[None]:
-    """Explain within this context that what the store holds is unreadable: a backup may hold anything.
+    """Explain, within this context, that the store's content is unreadable, since a backup may hold anything.
 
     Raises:
-        StoreError: it cannot be read; the text says what to do.
+        StoreError: the content cannot be read; the text says what to do.
     """
     text = f"what {store.home} holds of the run cannot be read; restore another backup, or begin anew in another --home"
     return raise_as(StoreError, text, on=(*MALFORMED, json.JSONDecodeError, ProtocolError))

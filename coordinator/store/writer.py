@@ -1,4 +1,4 @@
-"""The one thread that writes a store: what waits is carried out in one transaction."""
+"""The one thread that writes a store; changes that wait share a transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.store.database import Database, get_failures
 from fedge.errors import StoreError
 
 MAX_BATCH: Final = 1000
-"""Changes in one transaction."""
+"""Most changes in one transaction."""
 
 
 Found = TypeVar("Found")
@@ -39,7 +39,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
-        """Queue a change; the future is done when it is durable. It cannot be cancelled."""
+        """Queue a change; the future, which cannot be cancelled, is done when the change is durable."""
         return self._put(_Change(Future(), change))
 
     def submit_one(self, sql: str, *values: object) -> Future[bool]:

@@ -32,7 +32,7 @@ def open_store(home: Path, store: str | None) -> Store:
     """Open the store of a coordinator, which may be running.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such store.
     """
     federation = read_summary(home)["federation"]
     return Store(home, store, federation=federation, intake=True)

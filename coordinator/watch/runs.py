@@ -30,7 +30,7 @@ Command = Literal["simulate", "compare", "demo", "coordinator"]
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """The start of a run. `settings`: resolved, secrets masked. `commit`: of the folder in which it began."""
+    """The start of a run. `settings`: resolved, with secrets masked. `commit`: of the folder in which the run began."""
 
     began: str
     settings: dict[str, Any]
@@ -40,7 +40,7 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class Run(Start, frozen=True, kw_only=True):
-    """A run and its first start. `restarts`: of a coordinator, the last `RESTARTS` of them, the oldest first."""
+    """A run, with its first start. `restarts`: a coordinator's last `RESTARTS` restarts, the oldest first."""
 
     command: Command
     seed: int | None
@@ -48,11 +48,11 @@ class Run(Start, frozen=True, kw_only=True):
 
 
 def record_run(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
-    """Write RUN/run.json; of a coordinator that was started before, add this start to it.
+    """Write RUN/run.json; if a coordinator was started before, add this start to its file.
 
     Raises:
         ConfigError: the record of the first start cannot be read.
-        StoreError: it cannot be written.
+        StoreError: the file cannot be written.
     """
     given = {
         name: "***" if isinstance(value, Secret) else value for name, value in msgspec.structs.asdict(settings).items()
@@ -76,7 +76,7 @@ def record_run(folder: Path, command: Command, settings: Struct, options: Mappin
 def record_accepted_run(
     folder: Path | None, command: Command, settings: Struct, options: Mapping[str, Option] | None = None
 ) -> Iterator[None]:
-    """Record a run in its folder, if it has one; a refused run leaves no record. Raises as `record_run`."""
+    """Record a run in its folder, if it has one; a refused run leaves no record. Raise as `record_run` does."""
     if folder is not None:
         record_run(folder, command, settings, options)
     try:
@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run:
     """Read the description of a run.
 
     Raises:
-        ConfigError: not the folder of a run, or from before run.json.
+        ConfigError: the folder is not that of a run, or is older than run.json.
     """
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Run)
@@ -104,7 +104,7 @@ def read_run(folder: Path) -> Run:
 
 
 def list_versions() -> dict[str, str]:
-    """List the versions of fedge, Python and what figures depend on; packages not installed are left out."""
+    """List the versions of fedge, Python and the packages on which figures depend, if installed."""
     found = {"fedge": fedge.__version__, "python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -130,13 +130,13 @@ def name_by_time(command: str) -> Path:
 
 
 def make_new_folder(out: Path | None, command: str) -> Path:
-    """Make the folder of a run's results, always new: old results are never mistaken for new ones.
+    """Make the folder of a run's results, always new, so that old results are never mistaken for new ones.
 
-    `out` None: one named by the time.
+    `out`: the folder; named by the time if None.
 
     Raises:
-        ConfigError: it is not empty.
-        StoreError: it cannot be made.
+        ConfigError: the folder is not empty.
+        StoreError: the folder cannot be made.
     """
     folder = out or name_by_time(command)
     make_folder(folder)

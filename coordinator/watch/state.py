@@ -1,4 +1,4 @@
-"""A federation for people to look at: its devices, its rounds, and the reasons behind them.
+"""A view of a federation for people: its devices, its rounds, and the reasons behind them.
 
 Everything is read from the coordinator's home: its latest `summary.json`, and its store's events. Nothing here changes
 anything, and nothing waits for the coordinator.
@@ -31,21 +31,21 @@ from fedge.errors import ConfigError, StoreError
 from fedge.wire.messages import Outcome
 
 POINTS: Final = 200
-"""Accuracies that are kept of a device: of more, every other one of those before the last goes."""
+"""Most accuracies that are kept of a device. Then every other accuracy between the first and the last is dropped."""
 ROUNDS: Final = 1000
-"""Rounds that are told of."""
+"""Most rounds that are reported, the last ones."""
 MAX_OF_ROUND: Final = 50_000
-"""Events of one round that are looked at."""
+"""Most events of one round that are read."""
 PAGE: Final = 5000
-"""Events that are read at a time."""
+"""Most events that are read at a time."""
 
 
 def read_summary(home: Path) -> dict[str, Any]:
     """Read the coordinator's latest summary.
 
     Raises:
-        ConfigError: there is none.
-        StoreError: it cannot be read.
+        ConfigError: there is no summary.
+        StoreError: the summary cannot be read.
     """
     file = home / "summary.json"
     if not file.exists():
@@ -61,7 +61,7 @@ def read_summary(home: Path) -> dict[str, Any]:
 
 
 class Watch:
-    """The view of a federation from its home. One thread at a time."""
+    """The view of a federation from its home, for use by one thread at a time."""
 
     def __init__(self, home: Path, store: Store) -> None:
         self._home, self._store = home, store
@@ -211,14 +211,14 @@ class Watch:
                 yield make_row(i, "", "not asked", why=passed[i]) | {"chosen": ""}
 
     def _get_events(self, number: int, device: str | None) -> list[Event]:
-        """Return a round's events; of a device: its own, and those that are nobody's."""
+        """Return a round's events; if a device is given, only its own and those of no device."""
         if device is None:
             return self._store.get_events(round=number, limit=MAX_OF_ROUND)
         events = (self._store.get_events(round=number, device=i, limit=MAX_OF_ROUND) for i in (device, ""))
         return sorted(chain(*events), key=lambda event: event.number)
 
     def explain_device(self, i: str, number: int | None = None) -> list[str]:
-        """Explain a device's state, and what became of it in a round (None: its last one).
+        """Explain a device's state, and what it did in a round, by default its last.
 
         Raises:
             ConfigError: the device is unknown.
@@ -261,11 +261,11 @@ NOBODY: Final[Mapping[str, Any]] = {
 
 COUNTED: Final = dict.fromkeys(("asked", "answered", "late", "failed"), 0)
 UNTIL_DONE: Final = dict.fromkeys(("done_at", "accuracy", "bytes_up", "bytes_down"))
-"""What is told of a round, and what is not known before its end."""
+"""Fields of a round that are None before its end."""
 
 
 def _compute_outlier_share(health: Mapping[str, Any]) -> float | None:
-    """Return a runtime's share of flagged predictions, in [0, 1]; None if nothing was predicted or told."""
+    """Return a runtime's share of flagged predictions, in [0, 1]; None if nothing was predicted or reported."""
     counts = health.get("outliers") or {"seen": 0}
     return counts["flagged"] / counts["seen"] if counts["seen"] else None
 
@@ -276,7 +276,7 @@ def _count_open(row: Mapping[str, Any]) -> int:
 
 
 def _describe_counts(row: Mapping[str, Any]) -> str:
-    """Describe the orders of a round in words, each in one of the counts."""
+    """Describe the counts of a round's orders in words; each order is in one count."""
     counts = {
         "answered": row["answered"],
         "late": row["late"],

@@ -19,7 +19,7 @@ from fedge.system.text import Heading
 log = logging.getLogger("fedge.coordinator")
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Takes a round's number and its figures by name."""
+"""A function that takes a round's number and its figures by name."""
 
 EXPERIMENT: Final = "fedge"
 QUIET: Final = {
@@ -31,10 +31,10 @@ QUIET: Final = {
 
 
 TensorBoard = Annotated[
-    Path | None, Heading.TRACKING, "TensorBoard's files are written to this folder (fedge[open_tracking])."
+    Path | None, Heading.TRACKING, "TensorBoard's files are written to this folder (fedge[tracking])."
 ]
 MLflow = Annotated[
-    str | None, Heading.TRACKING, "MLflow has its open_tracking server at http://HOST:PORT (fedge[tracking])."
+    str | None, Heading.TRACKING, "MLflow has its tracking server at http://HOST:PORT (fedge[tracking])."
 ]
 
 
@@ -43,10 +43,10 @@ def open_tracking(tensorboard: Path | None, mlflow: str | None, name: str, run: 
     """Open the places where figures go: TensorBoard, MLflow, or nowhere.
 
     Args:
-        tensorboard: as the setting; the run has a folder of its name there.
-        mlflow: as the setting.
-        name: of the run, for people.
-        run: one that goes on with an earlier one has the same text; empty: a new one.
+        tensorboard: the setting of this name; the run gets a folder of its name there.
+        mlflow: the setting of this name.
+        name: the run's name for people.
+        run: the run's id, equal if a run continues an earlier one; empty for a new run.
 
     Raises:
         ConfigError: a package is missing, or MLflow's server cannot be reached.

@@ -50,7 +50,7 @@ def explain_no_bundle(summary: Mapping[str, Any]) -> dict[str, str]:
 def make_row(
     device: str, step: str, outcome: str, *, seconds: float = 0.0, size_bytes: int | None = None, why: str = ""
 ) -> dict[str, Any]:
-    """Return an order as people see it."""
+    """Return an order's figures as people see them."""
     return {"device": device, "step": step, "outcome": outcome, "seconds": seconds, "bytes": size_bytes, "why": why}
 
 
@@ -67,7 +67,7 @@ def make_entry_row(entry: Entry) -> dict[str, Any]:
 
 
 def make_end_row(event: Event) -> dict[str, Any]:
-    """Return an order that is no longer stored, by the event that told how it ended."""
+    """Return an order that is no longer stored, as people see it, from the event of its end."""
     f = event.fields
     if event.name == "closed":
         return make_row(event.device, f["label"], "late" if f["late"] else "rejected", why=f["reason"])
@@ -103,7 +103,7 @@ def explain_chosen(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _describe_estimate(fields: Mapping[str, Any], i: str) -> str:
-    """Describe what the bandit expected of a device; empty where another rule chose."""
+    """Describe what the bandit expected of a device; empty if another rule chose."""
     if i not in fields.get("estimates", {}):  # events of an earlier fedge have none
         return ""
     gain, bonus = fields["estimates"][i]

@@ -1,4 +1,4 @@
-"""The commands of a device that predicts: `fedge infer`, `serve` and `install`.
+"""The commands of a device that predicts: `fedge infer`, `fedge serve` and `fedge install`.
 
 Begin with `infer`.
 """

@@ -34,12 +34,12 @@ from fedge.system.help import Command, json_lines_option
 from fedge.system.text import Heading, escape_controls
 
 MAX_ROWS = 20
-"""Samples of one input that the table shows; --json has them all."""
+"""Most samples of an input that the table shows; --json has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One input: raw samples (n, ...), class numbers (n,) if known, and paths if it is a folder of images."""
+    """The samples of one input: raw (n, ...), with class numbers (n,) if known, and paths if they are images."""
 
     x: NDArray[Any]
     y: NDArray[Any] | None = None
@@ -92,7 +92,7 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     for path in inputs:
         samples = _read(runtime, path)
         with raise_as(ConfigError, str(path), on=ConfigError):
-            preprocess(runtime.task, samples.x)  # a batch would count its samples from 0
+            preprocess(runtime.task, samples.x)  # all at once, since an error in a batch would count samples from 0
         answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
         _require_answers(runtime, bundle, answers)
         if as_json:
@@ -122,7 +122,7 @@ def _read(runtime: Runtime, path: Path) -> Samples:
 
 
 def _read_pictures(task: TaskSpec, source: Path) -> Samples:
-    """Load the pictures of a folder or .zip, with labels if they lie in class folders."""
+    """Load the pictures in a folder or .zip, with labels if the pictures lie in class folders."""
     names = images.list_images(source, labelled=False)
     y = images.get_labels(names, task.classes) if images.has_classes(names, task.classes) else None
     return Samples(images.load_images(task, source, names), y, tuple(names))
@@ -141,10 +141,10 @@ def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> tupl
 
 
 def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> None:
-    """Refuse a bundle whose answers are no numbers, or that has none but the uniform one for any sample.
+    """Refuse a bundle whose answers are not finite, or uniform for all samples because no candidate is usable.
 
     Raises:
-        UpdateRejected: it is one; the text says what of it is to blame.
+        UpdateRejected: the bundle is refused; the text says which part of it is to blame.
     """
     usable = np.isfinite(answers.energies)
     if usable.any() and np.isfinite(answers.probabilities).all():
@@ -158,7 +158,7 @@ def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> Non
 
 
 def _compute_class_accuracies(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
-    """Return the number of samples and the accuracy by class, of those that occur."""
+    """Return the number of samples and the accuracy for each class that occurs."""
     right = answers.class_index == y
     own = {name: y == number for number, name in enumerate(task.classes)}
     return {name: (int(those.sum()), float(right[those].mean())) for name, those in own.items() if those.any()}

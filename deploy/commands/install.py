@@ -1,4 +1,4 @@
-"""`fedge install`: manually gives a device its first bundle and its root of trust."""
+"""`fedge install`: gives a device its first bundle and its root of trust by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from fedge.system.text import Heading
 from fedge.wire.rollout import MAX_METADATA_BYTES
 
 HANDED_S: Final = 300.0
-"""For the process that serves HOME to try what it was handed; a bundle on trial there may take a minute before."""
+"""Time limit for the process that serves HOME to try a new bundle; one already on trial there may first take a
+minute."""
 LOOK_S: Final = 0.2
 
 
@@ -95,22 +96,21 @@ def _read_root(path: Path) -> bytes:
 
 
 def install_bundle(home: Path, slots: Slots, new: Bundle) -> None:
-    """Stage, examine, switch, and confirm at once: a person is present, or nothing served before.
+    """Stage a verified bundle, examine it, switch to it, and confirm it at once.
 
-    A damaged bundle does not count; a device without a second bundle gets this one twice.
-
-    `new`: the bundle, verified.
+    It needs no trial, because a person is present, or nothing served before. A damaged bundle in a slot does not count;
+    a device without a second bundle gets this one in both slots.
 
     Raises:
         ConfigError: a bundle is on trial.
-        UpdateRejected: it is for another task, was refused before, is older than what ran, or is not fit.
+        UpdateRejected: the bundle is for another task, was refused before, is older than one that ran, or is not fit.
         StoreError: the disk is full or broken.
     """
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
     task = _find_task(slots)
     if task is not None and task.compute_fingerprint() != new.manifest.task.compute_fingerprint():
-        raise UpdateRejected(f"task: {home} does {task.name}, the bundle is for {new.manifest.task.name}")
+        raise UpdateRejected(f"task: {home} runs {task.name}, but the bundle is for {new.manifest.task.name}")
     slots.require_acceptable(new.manifest, new.digest)
     slots.stage((new.folder / MANIFEST).read_bytes(), new.folder)
     found = examine_bundle(slots.running, slots.staged, home, Limits())
@@ -122,7 +122,7 @@ def install_bundle(home: Path, slots: Slots, new: Bundle) -> None:
 
 
 def _find_task(slots: Slots) -> TaskSpec | None:
-    """Return the device's task, from a slot with a readable manifest, or None."""
+    """Return the device's task from the first slot with a readable manifest, or None."""
     for folder in (slots.running, slots.staged):
         if folder is not None:
             with contextlib.suppress(UpdateRejected, OSError):
@@ -143,12 +143,12 @@ def _hand_over(new: Bundle, home: Path) -> None:
                 for name in (MANIFEST, *new.manifest.files):
                     write_atomically(unfinished / name, (new.folder / name).read_bytes())
         elif compute_bundle_digest(inbox) != new.digest:
-            raise ConfigError(f"{inbox} holds another bundle of this number: give this one another")
+            raise ConfigError(f"{inbox} already holds another bundle: give this one another release number")
     until = time.monotonic() + HANDED_S
     try:
         while not _is_serving(new, home):
             if time.monotonic() >= until:
-                ours = False  # it is taken in later
+                ours = False  # leave the bundle, which is taken in later
                 raise ConfigError(f"no `fedge serve` has taken in {inbox}; it does when it is started on {home}")
             time.sleep(LOOK_S)
             _require_highest(new, home)
@@ -175,11 +175,11 @@ def _require_highest(new: Bundle, home: Path) -> None:
         )
     newer = find_inbox_bundle(home, release, read_state(home).refused)
     if newer is not None:
-        raise ConfigError(f"release {newer.name} is being taken in from {newer}; no older one is after it")
+        raise ConfigError(f"release {newer.name} is being taken in from {newer}, so no older release can be installed")
 
 
 def _read_serving(home: Path) -> tuple[int, str]:
-    """Return release and digest of the bundle in service in a HOME where one was installed."""
+    """Return release and digest of the bundle in service in a HOME that has one."""
     folder = find_slot(home, read_state(home).running or "a")
     try:
         manifest, digest = read_manifest(folder)

@@ -63,9 +63,9 @@ from fedge.wire.transport import SHORT_SESSION_S, Transport
 log = logging.getLogger("fedge.deploy")
 
 DRAIN_S: Final = 60.0
-"""Requests that were accepted before SIGTERM are answered, if it takes no longer."""
+"""Time limit for answering requests that were accepted before SIGTERM."""
 LOCAL: Final = "local"
-"""Name of device and federation where there is no broker to tell them to."""
+"""Name of device and federation without a broker, where nobody sees them."""
 
 
 class ServeSettings(Credentials, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model served under a name; `link`: of a device, which takes in bundles (agent, `fedge install`, fleet)."""
+    """A model served under a name. A device's has a `link`, which takes in bundles (agent, `fedge install`, fleet)."""
 
     name: str
     answers: Answers
@@ -197,7 +197,7 @@ def _load_model(
 def _load_device(
     settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack, rules: Rules
 ) -> _Model:
-    """Load the bundle installed in a home, which is ours while `held` is."""
+    """Load the bundle installed in a home, and lock the home until `held` closes."""
     slots = held.enter_context(lock_slots(home))
     if slots.running is None and (first := find_inbox_bundle(home, 0, slots.state.refused)) is not None:
         install_bundle(home, slots, read_bundle(first))
@@ -229,7 +229,7 @@ async def _run(
 
 async def _run_background(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
     """Run background work beside the port; the first failure ends everything."""
-    with raise_first_failure():  # one line for the user, as without tasks
+    with raise_first_failure():  # so that the user sees one line, as without tasks
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in beside]
             await stopped.wait()
@@ -242,8 +242,8 @@ async def _serve_broker(
 ) -> None:
     """Do all of this device's MQTT work, until cancelled.
 
-    HTTP continues without a broker, and with certificates that are damaged, expired or refused: this is logged once and
-    tried again, as somebody may put it right.
+    HTTP continues without a broker, and with certificates that are damaged, expired or refused. Such a failure is
+    logged once, and the connection is tried again, as somebody may put it right.
     """
     topics, failed_at = Topics(settings.federation or LOCAL), -math.inf
     while True:
@@ -263,7 +263,7 @@ async def _serve_broker(
 async def _serve_transport(
     settings: ServeSettings, broker: BrokerSettings, served: ServedModel, link: Link | None, door: Door
 ) -> None:
-    """Do that work over one transport, which finds the broker again by itself once it was let in."""
+    """Do this device's MQTT work over one transport, which reconnects by itself once the broker has let it in."""
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)

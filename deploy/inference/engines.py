@@ -1,11 +1,12 @@
 """Engines: ways to run a bundle.
 
-fused       the skeleton: gate, all candidates and the fusion in one call of ONNX Runtime. The default.
-separate    a session for each candidate, gate and fusion in numpy: the same results, less memory if candidates are
-            large (each graph is optimised separately).
-lazy        as separate, but runs a sample's candidates one by one, best first, and skips those that can hardly
-            matter: approximate.
-int8        the graph of int8.onnx, candidates in 8 bits: approximate. The bundle must have been quantised.
+fused       runs the skeleton: gate, all candidates and the fusion in one call of ONNX Runtime. The default.
+separate    runs a session for each candidate, and gate and fusion in numpy. The results are the same, with less memory
+            if candidates are large, since each graph is optimised separately.
+lazy        works as separate, but runs a sample's candidates one by one, best first, and skips those that can hardly
+            matter. The results are approximate.
+int8        runs the graph of int8.onnx, with candidates in 8 bits. The results are approximate, and the bundle must
+            have been quantised.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ Mode = Literal["normal", "shift"]
 ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
 APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
 LARGE_PART_BYTES: Final = 40_000_000
-"""From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543."""
+"""Size of a candidate from which `auto` chooses the engine separate, to save memory. Sessions of five ResNet-18 add
+428 MB, the fused graph adds 543 MB."""
 MAX_WEIGHT: Final = 64
-"""Weights in 8 bits up to this size give the same sums on every processor (`export.int8`)."""
+"""Largest absolute 8-bit weight with which sums are the same on every processor (`export.int8`)."""
 NEGLIGIBLE: Final = 0.01
-"""Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
+"""Largest share of the mixture that lazy evaluation leaves out, as far as its bounds hold."""
 
 ROUNDING: Final = 1e-4
-"""Relative tolerance of an energy's bound, which another engine recorded."""
+"""Relative tolerance for exceeding an energy's bound, since another engine recorded the bound."""
 
 
 RuntimeOption = Annotated[
@@ -65,7 +67,7 @@ ProviderOptions = Annotated[
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """Options for running bundles, as in `deploy.load`, for a device's present and later bundles."""
+    """Options for running a device's present and later bundles; they are those of `deploy.load`."""
 
     engine: EngineChoice = "auto"
     mode: Mode = "normal"
@@ -77,10 +79,10 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 def make_engine_options(
     runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str
 ) -> EngineOptions:
-    """Return the options in a command's flags.
+    """Return the engine options that a command's flags give.
 
     Raises:
-        ConfigError: malformed provider options.
+        ConfigError: the provider options are malformed.
     """
     pairs = [text.partition("=") for text in provider_options.split(",") if text]
     if not all(key and equals for key, equals, _ in pairs):
@@ -90,10 +92,10 @@ def make_engine_options(
 
 
 def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
-    """Resolve `auto`: fused, or separate if candidates are large.
+    """Resolve `auto` to separate if candidates are large, else to fused; check any other choice.
 
     Raises:
-        ConfigError: no such engine, or the bundle lacks what it needs.
+        ConfigError: there is no such engine, or the bundle lacks what it needs.
     """
     manifest, fusion = bundle.manifest, bundle.manifest.fusion
     apart = bundle.branch and fusion.space is fusion.energy_temperature is UNSET
@@ -101,9 +103,11 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
         largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
         return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"
     if engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
+        raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(ENGINES)}")
     if engine in {"separate", "lazy"} and not apart:
-        raise ConfigError(f"engine {engine} does not run {bundle.folder}, a pool or of an older fedge: use fused")
+        raise ConfigError(
+            f"engine {engine} does not run {bundle.folder}, which is a pool or from an older fedge: use fused"
+        )
     if engine == "int8" and not isinstance(manifest.int8, Part):
         raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
     if engine == "int8":
@@ -114,10 +118,10 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
 def _require_exact_sums(bundle: Bundle) -> None:
     """Refuse a graph whose sums of 8 bits saturate on some processors of this machine's kind.
 
-    Arm adds products of 8 bits in 32 bits. x86-64 without VNNI adds two of them in 16 bits.
+    Arm adds 8-bit products in 32 bits. x86-64 without VNNI adds two such products in 16 bits.
 
     Raises:
-        ConfigError: this is no Arm, and weights are larger than `MAX_WEIGHT`.
+        ConfigError: this is no Arm processor, and weights are larger than `MAX_WEIGHT`.
     """
     if platform.machine() in {"aarch64", "arm64"}:
         return
@@ -137,8 +141,8 @@ def make_engine(
 ) -> FusedEngine | SeparateEngine:
     """Load a bundle into an engine that it supports.
 
-    `providers`: of ONNX Runtime, in order of preference. `mode` "shift": a flat prior, for samples unlike the device's
-    own (`formula.flatten_prior`).
+    `providers` are execution providers of ONNX Runtime, in order of preference. `mode` "shift" uses a flat prior, for
+    samples unlike the device's own (`formula.flatten_prior`).
 
     Raises:
         ConfigError: the mode does not apply to the bundle.
@@ -161,9 +165,9 @@ def make_engine(
 
 
 class FusedEngine:
-    """The engine with one graph for everything.
+    """The engine that runs one graph for everything.
 
-    providers: execution providers in use.
+    `providers` are the execution providers in use.
     """
 
     def __init__(self, session: Session) -> None:
@@ -179,7 +183,7 @@ class FusedEngine:
 
 
 class SeparateEngine:
-    """The engine with a session for each candidate; equal candidates share one."""
+    """The engine with a session for each candidate; equal candidates share a session."""
 
     def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
         sessions: dict[str, Session] = {}
@@ -196,7 +200,7 @@ class SeparateEngine:
         self.providers = self._sessions[0].providers
 
     def run_all(self, x: Floats) -> list[Floats]:
-        """Return the outputs, as `FusedEngine`, with nothing skipped; bounds stay unchanged."""
+        """Return the same outputs as `FusedEngine`, with no candidate skipped and no bound changed."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
         return fuse(self._how, [self._compute_logits(k, x) for k in range(len(self._sessions))], gate)
@@ -213,9 +217,9 @@ class LazyEngine(SeparateEngine):
     """The engine that runs only candidates that can matter; skipped ones have no weight and no energy.
 
     A candidate's score is at most its gate score plus the contribution of the largest energy seen on the validation
-    samples. The private model and the guard's candidate run first, then the others by falling bound, until the rest
-    could add less than `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike the
-    validation samples: the bound is raised for good, and all candidates are run for this sample.
+    samples. The private model and the guard's candidate run first. The others follow by falling bound, until the rest
+    could add at most the share `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike
+    the validation samples; the bound is then raised for good, and all candidates run for this sample.
     """
 
     def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
@@ -230,7 +234,7 @@ class LazyEngine(SeparateEngine):
             self._bounds = formula.clip_energies(how, np.array(recorded, np.float32)).tolist()
 
     def run(self, x: Floats) -> list[Floats]:
-        """Return the outputs of model inputs, as `FusedEngine`."""
+        """Return outputs in the form of `FusedEngine.run`, but skip candidates that can hardly matter."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
         logits = np.full((len(self._sessions), len(x), self._n_classes), np.nan, np.float32)
@@ -263,8 +267,8 @@ class LazyEngine(SeparateEngine):
     def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
         """Return whether the candidates left could have more than a negligible share of the mixture.
 
-        At most `top` experts take part, and none whose bound is below the `top` best that were run. `rest`: by falling
-        bound; `score`: of those that were run.
+        At most `top` experts take part, and none whose bound is below the `top` best experts that have run. `rest`
+        holds the candidates left, by falling bound; `score` holds the scores of those that have run.
         """
         top = self._how.top
         best = sorted([s for k, s in score.items() if self._expert[k]], reverse=True)[:top]

@@ -1,4 +1,4 @@
-"""Run a bundle: samples in, predictions out. The engines are in `deploy.inference.engines`."""
+"""Run a bundle, which turns samples into predictions. The engines are in `deploy.inference.engines`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ log = logging.getLogger("fedge.deploy")
 
 
 SHOWN: Final = 5
-"""Classes that the text of a prediction counts, the most frequent ones."""
+"""Number of most frequent classes shown in the text of a prediction."""
 BY_SAMPLE: Final = ("class_index", "class_name", "probabilities", "weights", "energies")
-"""What a prediction has one of for each sample."""
+"""Fields of a prediction that have one entry per sample."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,11 +43,11 @@ class Prediction:
 
     Attributes:
         class_index: (n,) int64, the most probable class; the first on a tie.
-        class_name: its name.
+        class_name: the names of these classes, n strings.
         probabilities: (n, C), rows sum to 1.
-        weights: (n, M), each candidate's share in the mixture, 0 if dropped; the manifest's guard says what is added.
-        energies: (n, M), logsumexp of each candidate's logits, standardised on its validation samples; NaN if the
-            candidate's output was not finite or engine lazy did not run it.
+        weights: (n, M), each candidate's share in the mixture, 0 if dropped; a guard (see the manifest) comes on top.
+        energies: (n, M), logsumexp of each candidate's logits, standardised on its validation samples. NaN if the
+            candidate's output was not finite, or if engine lazy did not run the candidate.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
         usual: lowest and highest free energy of a sample that is not flagged.
     """
@@ -71,13 +71,13 @@ class Prediction:
 
     @property
     def outlier(self) -> NDArray[np.bool_]:
-        """(n,) whether a sample is unlike those of the bundle's making; True without a free energy."""
+        """Whether each sample is unlike the device's own, (n,); True if its free energy is not finite."""
         free = compute_free_energy(self.weights, self.energies)
         flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
         return flagged
 
     def select_rows(self, start: int, stop: int) -> Prediction:
-        """Return the predictions for samples [start, stop); `latency_ms` is still that of all."""
+        """Return the predictions for samples [start, stop); `latency_ms` is still that of all samples."""
         return replace(self, **{name: getattr(self, name)[start:stop] for name in BY_SAMPLE})
 
 
@@ -121,7 +121,7 @@ class Runtime:
                 raise ConfigError(f"{how.provider} does not run {bundle.folder}: {reason}; choose another --provider")
             log.warning("event=provider_failed provider=%s reason=%r", wanted, reason)
         raise UpdateRejected(  # the CPU is always tried
-            f"{bundle.folder}: nothing is computed for a sample, for all outputs of its graph are constants, such as "
+            f"{bundle.folder}: nothing is computed for a sample, since all outputs of its graph are constants, such as "
             "NaN; make the bundle anew, or install an earlier release"
         )
 
@@ -139,7 +139,8 @@ class Runtime:
         """Predict one raw sample or a batch, in any form that `fedge.data.preprocessing.preprocess` takes.
 
         Raises:
-            ConfigError: no samples, a shape other than the task's, or a number that is not finite in single precision.
+            ConfigError: there are no samples, their shape is not the task's, or a number is not finite in single
+                precision.
         """
         begin = time.perf_counter()
         inputs = preprocess(self.task, self.add_batch_axis(x))
@@ -148,7 +149,7 @@ class Runtime:
         return self.predict_inputs(inputs, begin)
 
     def predict_inputs(self, x: Floats, begin: float | None = None) -> Prediction:
-        """Predict model inputs, (n, *input_shape) float32, already preprocessed; the work began at `begin`."""
+        """Predict preprocessed model inputs, (n, *input_shape) float32; latency counts from `begin`, by default now."""
         begin = time.perf_counter() if begin is None else begin
         probabilities, weights, energies = self._engine.run(x)
         index = probabilities.argmax(axis=1).astype(np.int64)
@@ -187,20 +188,20 @@ def load(
 
     Args:
         path: the folder.
-        threads: of ONNX Runtime; None: one, which is best for single samples and leaves the other cores free.
-        engine: "fused", "separate", "lazy" or "int8", see `deploy.inference.engines`; "auto": fused, or
-            separate if a candidate has 40 MB or more.
+        threads: threads of ONNX Runtime. None means one, which is best for single samples and leaves other cores free.
+        engine: "fused", "separate", "lazy" or "int8" (`deploy.inference.engines`), or "auto", which is separate if a
+            candidate has 40 MB or more, else fused.
         mode: "shift" flattens the prior, for samples unlike the device's training data.
-        provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name. The CPU takes over
-            nodes that it cannot run, but not all of them. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that is
-            installed and works.
+        provider: ONNX Runtime's execution provider: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name.
+            The CPU runs nodes that the provider cannot, but not all of them. "auto" is the first of CUDA, TensorRT,
+            XNNPACK and CPU that is installed and works.
         provider_options: ONNX Runtime's options for the named provider. By default TensorRT caches its engines in
             ~/.cache/fedge/tensorrt.
 
     Raises:
-        ConfigError: no such folder, engine or provider, a folder name that is not UTF-8, `threads` below 1, a bundle
-            that lacks what the engine or the mode needs, or a named provider that does not run it.
-        UpdateRejected: the bundle does not match its manifest. ONNX Runtime has not read any of it by then.
+        ConfigError: there is no such folder, engine or provider; the folder's name is not UTF-8; `threads` is below 1;
+            the bundle lacks what the engine or the mode needs; or the named provider does not run the bundle.
+        UpdateRejected: the bundle does not match its manifest; ONNX Runtime has then read none of it.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
@@ -213,7 +214,7 @@ def load_runtime(folder: Path, how: EngineOptions) -> Runtime:
     """Load a bundle as `load` does, with all options in one value.
 
     Raises:
-        ConfigError, UpdateRejected: as `load`.
+        ConfigError, UpdateRejected: as for `load`.
     """
     require_bundle(folder)
     require_utf8(folder)
@@ -221,7 +222,7 @@ def load_runtime(folder: Path, how: EngineOptions) -> Runtime:
         try:
             held.enter_context(
                 lock_for_reading(folder)
-            )  # an agent that prunes its bundles leaves it, for the next start
+            )  # an agent that prunes its bundles then leaves this one for a later time
         except OSError as error:
             raise ConfigError(f"cannot open the bundle {folder}: {error}; name one that this user can read") from error
         runtime = Runtime(read_bundle(folder), how)
@@ -230,12 +231,12 @@ def load_runtime(folder: Path, how: EngineOptions) -> Runtime:
 
 
 def load_update(folder: Path, how: EngineOptions, *, again: bool = False) -> Runtime:
-    """Load a bundle with the device's engine; if it lacks the engine's graph, use fused, the reference.
+    """Load a bundle with the device's engine or, if the bundle lacks that engine's graph, with fused.
 
-    `again`: as for `fedge.bundle.manifest.read_bundle`.
+    `again` is as for `fedge.bundle.manifest.read_bundle`.
 
     Raises:
-        ConfigError, UpdateRejected: as `load`.
+        ConfigError, UpdateRejected: as for `load`.
     """
     bundle = read_bundle(folder, again=again)
     try:

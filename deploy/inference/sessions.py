@@ -20,8 +20,8 @@ log = logging.getLogger("fedge.deploy")
 
 CPU: Final = "CPUExecutionProvider"
 PREFERENCE: Final = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "XnnpackExecutionProvider")
-"""What is tried before the CPU, where this build of ONNX Runtime has it. CUDA before TensorRT, which builds its engine
-for minutes when a bundle is first loaded: ask for that by name."""
+"""Providers that are tried before the CPU, if this build of ONNX Runtime has them. CUDA comes before TensorRT, which
+builds its engine for minutes when a bundle is first loaded; choose TensorRT by name."""
 
 
 NAMES: Final = {
@@ -30,7 +30,7 @@ NAMES: Final = {
     "tensorrt": "TensorrtExecutionProvider",
     "xnnpack": "XnnpackExecutionProvider",
 }
-"""Short names of providers; the others go by ONNX Runtime's."""
+"""Short names of providers; all others are called by ONNX Runtime's names."""
 
 Provider = str | tuple[str, dict[str, str]]
 """A provider by ONNX Runtime's name, perhaps with options."""
@@ -42,8 +42,9 @@ def list_provider_chains(
     """Return lists of execution providers to try in turn; the first of a list must run some of the graph.
 
     Args:
-        provider: "auto": each of `PREFERENCE` that is available, then the CPU. Or a provider by its name or that of
-            `NAMES`, which gives one list. The CPU takes over what it cannot do; for TensorRT, CUDA comes first.
+        provider: "auto" for each available provider of `PREFERENCE`, then the CPU; or a provider by ONNX Runtime's name
+            or one of `NAMES`, which gives one list. The CPU runs what that provider cannot; after TensorRT, CUDA comes
+            first.
         options: ONNX Runtime's options for the named provider.
 
     Raises:
@@ -73,7 +74,7 @@ def list_provider_chains(
 
 
 def _make_cache_options(options: dict[str, str]) -> dict[str, str]:
-    """Return options by which TensorRT caches what it builds for minutes, in the user's cache folder."""
+    """Return options by which TensorRT caches its engines, built for minutes, in the user's cache folder."""
     given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(get_cache_folder("tensorrt"))} | options
     try:
         Path(given["trt_engine_cache_path"]).mkdir(parents=True, exist_ok=True)
@@ -84,9 +85,9 @@ def _make_cache_options(options: dict[str, str]) -> dict[str, str]:
 
 
 class Session:
-    """A graph ready to run, in its own memory: changes to its files no longer matter.
+    """A graph ready to run, with its weights copied into memory, so that changes to its files no longer matter.
 
-    ONNX Runtime before 1.24 maps the files instead; they must then not be changed in place.
+    ONNX Runtime before 1.24 maps the files instead, so they must not be changed in place.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class Session:
         """Load a graph whose parts are in `folder`.
 
         Args:
-            graph: serialised, or a file that holds it.
-            folder: of the bundle.
-            threads: for the nodes of the graph.
-            providers: in order of preference.
-            numbers: initializers of the graph to override.
+            graph: the serialised graph, or the file that holds it.
+            folder: the bundle's folder.
+            threads: number of threads for the nodes of the graph.
+            providers: execution providers, in order of preference.
+            numbers: tensors that override initializers of the graph, by name.
             parts: names of the files in `folder` that the graph refers to.
         """
         options = make_session_options(folder, threads)

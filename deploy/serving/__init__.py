@@ -1,7 +1,7 @@
 """A model server: HTTP in the V2 protocol, sensors over MQTT, metrics.
 
-`server` is the port, `protocol` reads and writes bodies, `endpoints` is a model under its name, `batching` the one
-thread in which graphs run. `fedge serve` uses it. Begin with `server`.
+`server` is the port, `protocol` reads and writes bodies, `endpoints` has the models under their names, and `batching`
+runs graphs in one thread. `fedge serve` uses this package. Begin with `server`.
 """
 
 from fedge.system.moved import make_getattr

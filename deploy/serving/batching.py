@@ -1,7 +1,7 @@
-"""Batches concurrent requests: those that wait while the graph is busy share the next call.
+"""Batches concurrent requests, so that all that wait while the graph is busy share the next call.
 
-One thread runs the graph, so the event loop never waits for it. The queue is bounded: requests beyond it are refused at
-once and may be repeated.
+One thread runs the graph, so the event loop never waits for it. The queue is bounded; when it is full, requests are
+refused at once and may be repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deploy.serving.statistics import Statistics
 from fedge.errors import ConfigError
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Limit of the bytes of waiting samples, whatever their number."""
+"""Most bytes of waiting samples, whatever their number."""
 
 Answer = tuple[Runtime, Prediction]
 
@@ -41,14 +41,14 @@ class _WaitingRequest:
 
 @dataclass(eq=False)
 class Batcher:
-    """Gathers a model's requests into calls. Belongs to one event loop.
+    """Gathers a model's requests into calls. It belongs to one event loop.
 
     Args:
         answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
-        pool: of one thread, which several batchers may share.
-        max_batch: samples per call; a larger request gets its own call.
-        max_delay_s: how long a request waits for others while the graph is idle.
-        max_waiting: limit of waiting requests, not counting those in the graph.
+        pool: executor with one thread, which several batchers may share.
+        max_batch: most samples per call; a larger request gets its own call.
+        max_delay_s: longest time that a request waits for others while the graph is idle.
+        max_waiting: most waiting requests, not counting those in the graph.
     """
 
     answer: Callable[[NDArray[Any]], Answer]
@@ -65,7 +65,7 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def predict(self, x: NDArray[Any]) -> Answer:
-        """Predict samples (n, ...), perhaps together with others; n answers.
+        """Predict samples (n, ...), perhaps in one call with those of other requests.
 
         Raises:
             BusyError: too many requests are waiting.
@@ -121,8 +121,8 @@ class Batcher:
         try:
             x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
             runtime, prediction = await loop.run_in_executor(self.pool, self.answer, x)
-        except Exception as error:  # noqa: BLE001 - each of them is told
-            if isinstance(error, ConfigError) and len(group) > 1:  # of one request's samples: the others are answered
+        except Exception as error:  # noqa: BLE001 - each request gets the error
+            if isinstance(error, ConfigError) and len(group) > 1:  # one request's samples are wrong; answer the others
                 for waiting in group:
                     await self._answer_group([waiting])
                 return

@@ -1,4 +1,4 @@
-"""A served model: from the bytes of an inference request to those of its response, over any transport."""
+"""A served model, which turns the bytes of an inference request into those of its response, over any transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FixedModel:
 
     @property
     def drifted(self) -> bool:
-        """Whether inputs have left the bundle's reference; never without one."""
+        """Whether inputs have left the bundle's reference; False without a reference."""
         return self._drift is not None and self._drift.drifted
 
     def answer(self, x: protocol.Samples) -> Answer:
@@ -44,14 +44,14 @@ class FixedModel:
 
 
 Answers = FixedModel | ActiveBundle
-"""What can be served: a bundle, or a device whose bundle changes."""
+"""A bundle that can be served: a fixed one, or the changing one of a device."""
 
 
 @dataclass(eq=False)
 class ServedModel:
     """A model under its name, which belongs to one event loop.
 
-    `pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples.
+    `pictures` is a second pool, for reading PNG and JPEG files and comparing labelled samples.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ServedModel:
         """Answer a request.
 
         Raises:
-            ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
+            ConfigError: the request is malformed, or its samples do not fit the task; the text says what to change.
             BusyError: too many requests are waiting.
         """
         with self.statistics.measure_request(_get_outcome):
@@ -123,7 +123,7 @@ class ServedModel:
 
 
 def _get_outcome(error: BaseException) -> str | None:
-    """Return how a request with this error ends, as `Statistics` counts it, or None: nobody waits."""
+    """Return the outcome by which `Statistics` counts a request with this error, or None if its client has gone."""
     match error:
         case ConfigError():
             return "refused"

@@ -26,7 +26,7 @@ def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away
         ["model", "outcome"],
         [([m.name, outcome], counts.outcomes[outcome].count) for m, counts, _ in each for outcome in OUTCOMES],
     )
-    seconds = HistogramMetricFamily("fedge_serve_request_seconds", "Of those that were answered.", labels=["model"])
+    seconds = HistogramMetricFamily("fedge_serve_request_seconds", "Durations of answered requests.", labels=["model"])
     for model, counts, _ in each:
         below = accumulate(counts.buckets[i] for i in range(len(SECONDS) + 1))
         bounds = [*map(str, SECONDS), "+Inf"]
@@ -34,10 +34,10 @@ def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away
     yield seconds
     for name, about, values in (
         ("samples", "Samples that were predicted.", [counts.n_samples for _, counts, _ in each]),
-        ("outliers", "Of these, unlike what the bundle was made with.", [counts.n_outliers for _, counts, _ in each]),
-        ("calls", "Of the graph.", [sum(c.count for c in counts.batches.values()) for _, counts, _ in each]),
-        ("graph_seconds", "In calls of the graph.", [sum(c.ns for c in s.batches.values()) / 1e9 for _, s, _ in each]),
-        ("queue_seconds", "That requests waited for the graph.", [counts.queue.ns / 1e9 for _, counts, _ in each]),
+        ("outliers", "Samples unlike those of the bundle.", [counts.n_outliers for _, counts, _ in each]),
+        ("calls", "Calls of the graph.", [sum(c.count for c in counts.batches.values()) for _, counts, _ in each]),
+        ("graph_seconds", "Time in calls.", [sum(c.ns for c in s.batches.values()) / 1e9 for _, s, _ in each]),
+        ("queue_seconds", "Time that requests waited.", [counts.queue.ns / 1e9 for _, counts, _ in each]),
     ):
         rows = [(labels, value) for (_, _, labels), value in zip(each, values, strict=True)]
         yield make_metric("counter", f"fedge_serve_{name}", about, ["model"], rows)
@@ -46,11 +46,11 @@ def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away
         "gauge", "fedge_serve_drifted", "1 if inputs have drifted from the bundle's reference.", ["model"], rows
     )
     rows = [(labels, model.manifest.release) for model, _, labels in each]
-    yield make_metric("gauge", "fedge_serve_release", "Of the bundle that answers.", ["model"], rows)
+    yield make_metric("gauge", "fedge_serve_release", "Release of the bundle in service.", ["model"], rows)
     yield make_metric(
         "gauge",
         "fedge_serve_bundle",
-        "1 for the bundle that answers, and what it runs on.",
+        "1 for the bundle in service, with its engine and provider.",
         ["model", "bundle", "engine", "provider"],
         [([m.name, m.runtime.digest, m.runtime.engine, m.runtime.providers[0]], 1) for m, _, _ in each],
     )

@@ -1,8 +1,8 @@
 """The Open Inference Protocol: parses requests into samples, and formats predictions as responses. No IO.
 
 Source: Open Inference Protocol 2 (KServe), REST, with Triton's binary tensor data extension: a tensor with the
-parameter `binary_data_size` has its elements after the JSON object, in the order of the tensors, little-endian, row
-after row; an element of BYTES is its length in 4 bytes, then its content.
+parameter `binary_data_size` has its elements after the JSON object. They come in the order of the tensors, row by row
+and little-endian; a BYTES element is its length in 4 bytes, then its content.
 
 JSON has no NaN: non-finite output values are null in JSON and unchanged in binary.
 """
@@ -31,29 +31,30 @@ from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, raise_as
 
 MAX_SAMPLES: Final = 256
-"""Of one request: what the graph needs of memory grows with them."""
+"""Most samples in a request; the graph's memory grows with their number."""
 MAX_PIXELS: Final = 1 << 24
-"""Of one picture, whose bytes say little of the memory that it takes: up to 150 MB."""
+"""Most pixels of a picture: decoded, it takes up to 150 MB, however few bytes its file has."""
 DATATYPES: Final = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
-"""Of numbers, as they are in binary: of BF16, which numpy does not know, the upper half of FP32. BYTES are pictures."""
+"""numpy type of each numeric datatype in binary. numpy lacks BF16, read here as the upper half of an FP32 number."""
 UNFIT: Final = (ValueError, OverflowError, RecursionError)
-"""What elements of another kind raise, in JSON or as numbers."""
+"""Errors raised when JSON elements cannot be converted to the wanted type."""
 _ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
 
 Samples = NDArray[np.float32] | NDArray[np.float64]
-"""(n, ...), raw."""
+"""Raw samples, (n, ...)."""
 Parameters = dict[str, bool | int | float | str | None]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=1, max_length=8)]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request; `x`: raw samples, finite in single precision, or a PNG or JPEG image per sample.
+    """A parsed inference request.
 
-    `outputs`: requested ones by name, and whether in binary. `label`: the true class name of a single sample, if the
+    `x` holds raw samples, finite in single precision, or one PNG or JPEG file per sample. `outputs` maps the name of
+    each requested output to whether it is sent in binary. `label` is the true class name of a single sample, if the
     client knows it.
     """
 
@@ -65,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A body, and the length of its initial JSON object if binary tensors follow."""
+    """The body of a response; `header_bytes` is the length of its JSON object, or None if no binary tensors follow."""
 
     body: bytes
     header_bytes: int | None = None
@@ -75,7 +76,7 @@ class Response:
 class _Output:
     datatype: str
     values: Callable[[Prediction], Any]  # an array (n, ...), or n strings
-    columns: Callable[[Manifest], tuple[int, ...]]  # its shape without n
+    columns: Callable[[Manifest], tuple[int, ...]]  # the shape of `values` without n
 
 
 OUTPUTS: Final[Mapping[str, _Output]] = {
@@ -115,11 +116,11 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     """Parse an untrusted request.
 
     Args:
-        body: a JSON object, and binary tensors after it.
-        header_bytes: length of the JSON object (Inference-Header-Content-Length); None: it is the whole body.
+        body: a JSON object, which binary tensors may follow.
+        header_bytes: length of the JSON object (Inference-Header-Content-Length); None if it is the whole body.
 
     Raises:
-        ConfigError: it is malformed; the text says what to change.
+        ConfigError: the request is malformed; the text says what to change.
     """
     if header_bytes is not None and not 0 < header_bytes <= len(body):
         raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
@@ -131,12 +132,12 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     tail = b"" if header_bytes is None else body[header_bytes:]
     label = request.parameters.get("label")
     if not (label is None or isinstance(label, str)):
-        raise ConfigError("the parameter label is the name of a class, as a string")
+        raise ConfigError("the parameter label must be the name of a class, as a string")
     return Request(request.id, _decode_samples(request.inputs[0], tail), _select_outputs(request), label)
 
 
 def _select_outputs(request: _Request) -> dict[str, bool]:
-    """Return the requested outputs, and whether in binary; all if none is named."""
+    """Map each requested output to whether it is sent in binary; all outputs if the request names none."""
     default = request.parameters.get("binary_data_output") is True
     asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
     names = [tensor.name for tensor in asked]
@@ -151,7 +152,7 @@ def _select_outputs(request: _Request) -> dict[str, bool]:
 
 
 def _decode_samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
-    """Return the elements of the input, checked against its shape."""
+    """Decode the input's elements and check them against its shape."""
     if not 0 < tensor.shape[0] <= MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {tensor.shape[0]} samples; send 1 to {MAX_SAMPLES} in a request")
     size = tensor.parameters.get("binary_data_size")
@@ -192,7 +193,7 @@ def _decode_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) ->
     text = bytes(tensor.data)
     depth = len(tensor.shape) if re.match(rb"\s*\[\s*\[", text) else 1
     wrong = f"the data of {INPUT} are not {tensor.datatype}"
-    with raise_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _finite sees infinity
+    with raise_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _require_finite refuses infinity
         x = np.array(_make_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
     if x.size != n_elements or (depth > 1 and x.shape != tensor.shape):
         raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but its data have {list(x.shape)}")
@@ -208,14 +209,14 @@ def _make_decoder(element: type, depth: int) -> msgspec.json.Decoder[Any]:
 
 
 def _require_finite(x: NDArray[Any]) -> Samples:
-    """Return the same numbers, checked; in double precision where single would round them."""
+    """Check numbers and return them in float32 or, if that would round their type, in float64."""
     if fault := explain_unfit(x):
         raise ConfigError(f"{INPUT}: {fault}")
     return x.astype(np.float32) if np.can_cast(x.dtype, np.float32) else x.astype(np.float64)
 
 
 def _decode_pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
-    """Return PNG and JPEG files: raw in binary, base64 in JSON."""
+    """Return the input's PNG and JPEG files, which are raw in binary and base64 in JSON."""
     pictures = _decode_base64(tensor) if tail is None else _decode_elements(tail)
     if len(pictures) > MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {len(pictures)} pictures; send 1 to {MAX_SAMPLES} in a request")
@@ -236,17 +237,20 @@ def _decode_elements(tail: bytes) -> tuple[bytes, ...]:
     while at < len(tail):
         end = at + 4 + int.from_bytes(tail[at : at + 4], "little")
         if end > len(tail) or len(found) == MAX_SAMPLES:
-            raise ConfigError(f"{INPUT}: an element of BYTES is its length in 4 bytes, little-endian, and itself")
+            raise ConfigError(
+                f"{INPUT} is cut off or has over {MAX_SAMPLES} elements; write each as its length in 4 little-endian "
+                "bytes, then its content"
+            )
         found.append(tail[at + 4 : end])
         at = end
     return tuple(found)
 
 
 def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float32]:
-    """Load raw samples of images, (n, height, width) or (n, height, width, 3) float32. Slow.
+    """Load image files as raw float32 samples, (n, height, width) or (n, height, width, 3). Slow.
 
     Raises:
-        ConfigError: the task takes no images, or one cannot be read.
+        ConfigError: the task takes no images, or an image cannot be read.
     """
     images = [load_image(task, io.BytesIO(picture), f"number {i}", MAX_PIXELS) for i, picture in enumerate(pictures)]
     return np.stack(images).astype(np.float32)
@@ -256,7 +260,7 @@ def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float
 
 
 def encode(name: str, manifest: Manifest, request: Request, prediction: Prediction, parameters: Parameters) -> Response:
-    """Return the response of a model to a request."""
+    """Encode a model's prediction as the response to a request."""
     tensors: list[dict[str, Any]] = []
     tail: list[bytes] = []
     for key, binary in request.outputs.items():
@@ -289,14 +293,14 @@ def get_version(manifest: Manifest) -> str:
 
 
 def list_datatypes(task: TaskSpec) -> tuple[str, ...]:
-    """Return the accepted datatypes of the input; the protocol has room for only one."""
+    """Return all datatypes accepted for the input; the protocol's field `datatype` has room for only one."""
     return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
 
 
 def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
-    """Describe a model's inputs and outputs as the protocol does; -1 is the number of samples.
+    """Describe a model's inputs and outputs in the protocol's terms; -1 in a shape is the number of samples.
 
-    Inputs are FP64 where single precision would lose a part of the samples
+    The input is FP64 if single precision would lose differences between the task's samples
     (`fedge.data.preprocessing.choose_input_precision`).
     """
     return {
@@ -319,7 +323,7 @@ def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def make_configuration(name: str, manifest: Manifest) -> dict[str, Any]:
-    """Describe the same in Triton's model configuration extension."""
+    """Describe a model's inputs and outputs in Triton's model configuration extension."""
 
     def make_tensor(described: dict[str, Any]) -> dict[str, Any]:
         kind = described["datatype"].replace("BYTES", "STRING")

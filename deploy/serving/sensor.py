@@ -1,8 +1,8 @@
-"""Prediction over MQTT: a sensor publishes an inference request, the device answers.
+"""Prediction over MQTT: a sensor publishes an inference request, and the device answers.
 
 The request is Open Inference Protocol JSON on agents/{id}/predict. With MQTT 5 the answer goes to the message's
-response topic, with its correlation data; without a response topic to agents/{id}/predictions, identified by the
-request's `id`. Bad input is answered with {"error": ...}.
+response topic, with the message's correlation data. Without a response topic it goes to agents/{id}/predictions,
+identified by the request's `id`. Bad input is answered with {"error": ...}.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.deploy")
 
 MAX_OPEN: Final = 32
-"""Samples being answered at a time; the broker holds back the others."""
+"""Most requests being answered at a time; the broker holds back the others."""
 MAX_LEVELS: Final = 32
-"""Levels of an answer's topic. A broker may close the connection on a topic of more than it takes (Mosquitto: 200), and
-again whenever the message is repeated."""
+"""Most levels of an answer's topic. A broker may close the connection on a topic with too many levels (Mosquitto: 200),
+and again whenever the message is repeated."""
 EXPIRES_S: Final = 60
-"""Lifetime of an answer: a sensor that has not fetched it by then has asked again."""
+"""Lifetime of an answer in seconds; a sensor that has not fetched it by then has asked again."""
 
 
 class SensorEndpoint:
-    """Answers sensor requests. Async context manager in its transport's; on exit open requests are dropped.
+    """Answers sensor requests. Async context manager, entered inside its transport; on exit open requests are dropped.
 
-    Requests may come as soon as the transport connects, and as long as it does; before and after this they wait.
+    Requests may come whenever the transport is connected; outside this context they wait.
     """
 
     def __init__(self, model: ServedModel, transport: Transport, federation: str, device_id: str) -> None:
@@ -96,7 +96,7 @@ class SensorEndpoint:
             self._lines.warning(log, "event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:
-        """Return whether an answer may go to a topic: senders must not make this device write elsewhere."""
+        """Return whether an answer may go to a topic, since senders must not make this device write anywhere else."""
         if set(topic) & set("+#\0") or topic.count("/") >= MAX_LEVELS:
             return False
         ours = topic == self._answers or topic.startswith(f"{self._answers}/")

@@ -1,7 +1,8 @@
-"""The Open Inference Protocol over HTTP, with aiohttp. Any input gets a JSON answer; none brings the server down.
+"""The Open Inference Protocol over HTTP, with aiohttp. Any input gets a JSON answer, and none brings the server down.
 
-Worst case per process: `fedge.wire.port.MAX_CONNECTIONS` bodies of `max_body_bytes` being received, the queue of each
-model (`deploy.serving.batching`), and one JSON request being parsed (about ten times its size).
+Memory in the worst case, per process: `fedge.wire.port.MAX_CONNECTIONS` bodies of `max_body_bytes` being received, the
+queue of each model (`deploy.serving.batching`), and one JSON request being parsed, which takes about ten times its
+size.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from fedge.wire.port import Handler, Port
 log = logging.getLogger("fedge.deploy")
 
 MAX_BODY_BYTES: Final = 8 << 20
-"""A batch of 13 pictures of 224 x 224 in colour as FP32."""
+"""Default limit on a body; it fits a batch of 13 colour pictures of 224 x 224 as FP32."""
 BODY_TIMEOUT_S: Final = 30.0
 """Time limit for a body, so that a slow client cannot hold its connection."""
 DRAIN_S: Final = 10.0
-"""Time for pending requests when the server is stopped."""
+"""Time limit for pending requests when the server is stopped."""
 HEALTH: Final = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 
 
 class Server:
-    """A server of models on a port. Async context manager: listens inside, answers pending requests on exit."""
+    """A server of models on a port. Async context manager: it listens inside, and answers pending requests on exit."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         token: str | None = None,
     ) -> None:
-        """Make a server; `port` 0: a free one, see `url`. `token`: for everything but health."""
+        """Make a server. With port 0 the system chooses a free one (`url`). All but health checks need the token."""
         self._models = {model.name: model for model in models}
         self._port = Port(host, port, tls=tls, health=HEALTH)
         self._token = token
@@ -81,7 +82,7 @@ class Server:
     async def _handle_errors(  # noqa: PLR0911 - one for each kind
         self, request: web.Request, handler: Handler
     ) -> web.StreamResponse:
-        """Answer errors with {"error": ...}."""
+        """Turn exceptions into responses {"error": ...}."""
         try:
             return await handler(request)
         except ConfigError as error:
@@ -110,7 +111,7 @@ class Server:
 
     @web.middleware
     async def _require_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Require the token, if one is set; health is open to everybody."""
+        """Require the token, if one is set; health checks need none."""
         if self._token is not None and request.path not in HEALTH:
             shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(shown, f"Bearer {self._token}".encode(errors="surrogateescape")):
@@ -203,7 +204,7 @@ class Server:
         )
 
     def _find_model(self, request: web.Request) -> ServedModel:
-        """Return the model that the path names, in its serving version."""
+        """Return the model that the path names, after a check of the version."""
         name, version = request.match_info["model"], request.match_info.get("version")
         model = self._models.get(name)
         if model is None:

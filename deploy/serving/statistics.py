@@ -11,26 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Upper bounds of the buckets into which answered requests are sorted; the last has none."""
+"""Upper bounds in seconds of the buckets into which answered requests are sorted; a last bucket has no bound."""
 OUTCOMES: Final = ("answered", "refused", "busy", "failed")
-"""Of a request: refused is the caller's fault, busy a full queue, failed ours."""
+"""Outcomes of a request: "refused" is the caller's fault, "busy" means a full queue, "failed" is our fault."""
 
 
 @dataclass(slots=True)
 class Duration:
-    """A count and its total duration."""
+    """A count of events and their total duration."""
 
     count: int = 0
     ns: int = 0
 
     def add(self, ns: int, count: int = 1) -> None:
-        """Add `count` times, each of which took `ns`."""
+        """Add `count` events, each of which took `ns` nanoseconds."""
         self.count += count
         self.ns += count * ns
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the block once, unless it raises."""
+        """Count the `with` block as one event, unless it raises."""
         begin = time.perf_counter_ns()
         yield
         self.add(time.perf_counter_ns() - begin)
@@ -38,7 +38,7 @@ class Duration:
 
 @dataclass(slots=True)
 class Statistics:
-    """Request statistics of one model in one event loop; `batches`: calls of the graph by their samples."""
+    """Request statistics of one model in one event loop; `batches` has the graph's calls by their number of samples."""
 
     outcomes: defaultdict[str, Duration] = field(default_factory=lambda: defaultdict(Duration))
     read: Duration = field(default_factory=Duration)
@@ -53,7 +53,7 @@ class Statistics:
 
     @contextmanager
     def measure_request(self, outcome_of: Callable[[BaseException], str | None]) -> Iterator[None]:
-        """Count the block as one request; `outcome_of` an error: None if nobody waits any more."""
+        """Count the `with` block as one request; `outcome_of(error)` is None if nobody waits for it any more."""
         begin = time.perf_counter_ns()
         outcome: str | None = "answered"
         try:
@@ -70,7 +70,7 @@ class Statistics:
                 self.buckets[bisect_left(SECONDS, ns / 1e9)] += 1
 
     def record_call(self, n_samples: int, n_requests: int, ns: int) -> None:
-        """Count a call of the graph for so many samples of so many requests."""
+        """Count a call of the graph with `n_samples` samples of `n_requests` requests."""
         self.batches[n_samples].add(ns)
         self.graph.add(ns, n_requests)
         self.n_samples += n_samples

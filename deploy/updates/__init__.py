@@ -1,5 +1,5 @@
-"""New bundles: how they come, are trusted, tried, and replace the old one.
+"""New bundles: how they arrive, are verified and tried, and replace the old bundle.
 
-`link` hears of them, `decision` says what is next, `trust` checks signatures, `slots` keeps them, `examination` and
-`quality` try them, `answering` changes over. Begin with `slots`.
+`link` receives announcements, `decision` chooses the next step, `trust` checks signatures, `slots` stores bundles,
+`examination` and `quality` try them, and `answering` switches to a new one. Begin with `slots`.
 """

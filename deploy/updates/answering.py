@@ -1,4 +1,4 @@
-"""The bundle in service, replaceable at run time: it counts its work and proves itself on trial."""
+"""The bundle in service: replaceable at run time, counted, put on trial and compared with the previous bundle."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fedge.wire.messages import Outliers, Quality
 log = logging.getLogger("fedge.deploy")
 
 MAX_FAILED: Final = 3
-"""Predictions in a row that may fail on trial; the next one brings the last good bundle back."""
+"""Predictions in a row that may fail on trial; one more failure brings the last good bundle back."""
 LATENCY_WINDOW: Final = 20
-"""Calls over which the median latency on trial is taken."""
+"""Number of latest single-sample calls over which the median latency on trial is taken."""
 
 
 class ActiveBundle:
     """Predicts with the slots' running bundle. Safe to share between threads.
 
-    A new bundle is loaded before the old one is released, and requests finish on the bundle they began with: a switch
-    fails no request.
+    A new bundle is loaded before the old one is released, and requests finish on the bundle with which they began. So a
+    switch fails no request.
     """
 
     def __init__(self, slots: Slots, limits: Limits, how: EngineOptions = EngineOptions()) -> None:
-        """Load what `slots.boot()` names; `how.engine` runs all bundles that support it.
+        """Load the bundle that `slots.boot()` returns; `how.engine` runs every bundle that supports it.
 
         Raises:
             ConfigError: nothing was ever installed.
@@ -50,26 +50,28 @@ class ActiveBundle:
         self._failed_in_a_row = 0
         self._trial_latencies: list[float] = []
         self._on_trial = False
-        """The bundle in service has yet to prove itself. Only the thread that clears this, under the lock, may then
-        write to the slots. It does so without the lock: predictions need it, and the disk may be slow."""
+        """Whether the bundle in service has yet to prove itself. Only the thread that clears this flag, under the lock,
+        may then write to the slots. It writes without the lock, because predictions need the lock and the disk may be
+        slow."""
         self._trial_began = 0.0
         self._trial_predictions = 0
         self._allowed_ms: float | None = None
         self._before: str | None = None
-        """Digest of the bundle that answered before, as long as the running one is compared with it."""
+        """Digest of the previous bundle while the running one is compared with it, else None."""
         self._rival: Runtime | None = None  # the previous bundle, loaded with the first labelled sample
         self._paired = PairedTest()
         self._comparing = threading.Lock()
         self._switching = threading.Lock()
-        """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
+        """Held by the thread that replaces the bundle in service, here and in the slots; predictions go on."""
         self._unloadable = ""
-        """Why the slots' running bundle cannot be loaded, until they know that."""
+        """Why the slots' running bundle cannot be loaded, until the slots have recorded that; else ""."""
         self.no_way_back = ""
         """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
         folder = slots.boot()
         if folder is None:
             raise ConfigError(
-                "no bundle is there yet: wait until the agent has written one, or `fedge install --home HOME BUNDLE`"
+                "no bundle is installed yet: wait until the agent has written one, or run "
+                "`fedge install --home HOME BUNDLE`"
             )
         self._activate(self._load(folder))
         self._on_trial = slots.state.trial is not None
@@ -83,7 +85,7 @@ class ActiveBundle:
 
     @property
     def outliers(self) -> Outliers | None:
-        """Counts of what the bundle in service was asked about; None if it has no reference."""
+        """Counts of the samples seen and flagged by the bundle in service; None if the bundle has no reference."""
         with self._lock:
             return None if self._drift is None else self._outliers
 
@@ -94,7 +96,7 @@ class ActiveBundle:
             return self._drift is not None and self._drift.drifted
 
     def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
-        """Predict raw samples as `Runtime.predict`, and return the bundle that did: it may have changed.
+        """Predict raw samples with `Runtime.predict`; also return the bundle used, since it may change meanwhile.
 
         Raises:
             ConfigError: the samples have another shape than the task's.
@@ -111,13 +113,13 @@ class ActiveBundle:
         return runtime, answer
 
     def add_feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
-        """Compare running and previous bundle on raw samples (n, ...) with true class numbers (n,).
+        """Compare the running and the previous bundle on raw samples (n, ...) with true class numbers (n,).
 
-        Both predict the samples while the device still has the previous bundle and the evidence is insufficient.
+        Both predict the samples as long as the device has the previous bundle and the evidence is insufficient.
         `worse_reason` gives the verdict; the owner of the slots acts on it.
 
         Raises:
-            ConfigError: the samples have another shape than the task's, or a label is not a class of it.
+            ConfigError: the samples have another shape than the task's, or a label is not one of the task's classes.
         """
         runtime = self._runtime
         x = runtime.add_batch_axis(x)
@@ -130,7 +132,7 @@ class ActiveBundle:
             now = runtime.predict(x).class_index == y
             try:
                 before = rival.predict(x).class_index == y
-            except Exception as error:  # noqa: BLE001 - it is not the one that was asked
+            except Exception as error:  # noqa: BLE001 - the request was for the running bundle, which answered
                 log.warning("event=rival_failed bundle=%s error=%r", rival.digest, str(error))
                 before = np.zeros_like(now)
             with self._lock:
@@ -148,11 +150,11 @@ class ActiveBundle:
     def swap(self, before: Quality | None = None) -> None:
         """Load the slots' running bundle and put it into service.
 
-        `before`: quality of the previous bundle, for the limit on latency.
+        `before` is the quality of the previous bundle; it sets the limit on latency.
 
         Raises:
-            UpdateRejected: it cannot be loaded; the previous one stays in service, also for the slots.
-            StoreError: the slots cannot be written; a bundle that cannot be loaded is undone by a later `settle`.
+            UpdateRejected: the bundle cannot be loaded; the previous one stays in service, also for the slots.
+            StoreError: the slots cannot be written; a later `settle` gives up a bundle that cannot be loaded.
         """
         with self._switching:
             folder, rival = self._slots.running, self._runtime.digest
@@ -234,7 +236,7 @@ class ActiveBundle:
             self._unloadable = ""
 
     def _find_rival(self) -> Runtime | None:
-        """Return the previous bundle, or None if the idle slot no longer holds it."""
+        """Return the previous bundle, or None if nothing is compared or the idle slot no longer holds that bundle."""
         if self._before is None:
             return None
         if self._rival is None:
@@ -258,10 +260,10 @@ class ActiveBundle:
         """Return why labelled samples favour the previous bundle, or "". The lock is held."""
         if self._before is None or not self._paired.is_worse(self.limits.accuracy_drop):
             return ""
-        return "accuracy: the bundle before has a higher one on samples that were labelled since"
+        return "accuracy: the previous bundle is more accurate on the samples labelled since the switch"
 
     def _activate(self, runtime: Runtime, before: str | None = None) -> None:
-        """Put a bundle into service, not yet on trial; `before`: digest of the one to compare with, if any."""
+        """Put a bundle into service, not yet on trial; `before` is the digest of the bundle to compare it with."""
         reference = runtime.manifest.reference
         log.info(
             "event=answers bundle=%s release=%d engine=%s providers=%s",
@@ -306,7 +308,7 @@ class ActiveBundle:
             self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
             median = float(np.median(self._trial_latencies))
             if len(self._trial_latencies) == LATENCY_WINDOW and median > self._allowed_ms:
-                return "latency: it takes longer for a sample at work than this device allows"
+                return "latency: the bundle takes longer for a sample in service than this device allows"
         return ""
 
     def _record_failure(self, runtime: Runtime, error: Exception) -> None:
@@ -322,9 +324,12 @@ class ActiveBundle:
             self._revert(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
 
     def _revert(self, failed: Runtime, reason: str) -> None:
-        """Put the other slot's bundle into service instead of `failed`. The caller has cleared `_on_trial`, locked."""
+        """Put the other slot's bundle into service instead of `failed`.
+
+        The caller has cleared `_on_trial` under the lock.
+        """
         with self._switching:
-            if failed is not self._runtime:  # a concurrent abort and complaint: the other one came first
+            if failed is not self._runtime:  # another thread has reverted it meanwhile
                 return
             try:
                 self._slots.revert(reason)

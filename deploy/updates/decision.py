@@ -1,4 +1,4 @@
-"""What a device does next with a rollout, and what it says of itself: pure functions."""
+"""Pure functions that decide what a device does next with a rollout, and which phase it reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedge.wire.messages import BlobRef, Phase, Rollout, RolloutState
 from fedge.wire.rollout import MAX_METADATA_BYTES
 
 MAX_ALL_METADATA_BYTES: Final = 8 << 20
-"""Limit for one announcement; if it is larger, nothing of it is fetched."""
+"""Most bytes of metadata in one announcement; if they are more, nothing of it is fetched."""
 RETRY_S: Final = 5.0
-"""Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
+"""Pause after the first failure; it doubles with each further one, up to `RETRY_CAP_S`."""
 RETRY_CAP_S: Final = 600.0
 INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
 
@@ -33,32 +33,26 @@ class Decision(Enum):
 
 
 class Situation(Struct, frozen=True, kw_only=True):
-    """The input of `decide` and `compute_phase`.
+    """The input of `decide` and `compute_phase`."""
 
-    state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
-    manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
-    judged: why the announcement is not trusted; failed: why it could not be fetched; waiting: until the next attempt;
-    worse: labelled samples favour the previous bundle; stuck: why a bundle that was given up is still in service.
-    """
-
-    state: RolloutState | None = None
-    takes_part: bool = False
-    announced: str | None = None
-    running: str
-    on_trial: bool = False
-    refused: str | None = None
-    switched: bool = False
-    judged: str | None = None
-    failed: str = ""
-    waiting: bool = False
-    no_way_back: bool = False
-    inbox: bool = False
-    worse: bool = False
-    stuck: str = ""
+    state: RolloutState | None = None  # state of the rollout; None without a rollout
+    takes_part: bool = False  # whether the device belongs to the rollout's stage
+    announced: str | None = None  # digest of the manifest that the rollout names
+    running: str  # digest of the bundle in service
+    on_trial: bool = False  # whether the bundle in service is on trial
+    refused: str | None = None  # why this device refused the announced bundle
+    switched: bool = False  # whether a rollout put the announced bundle into service here
+    judged: str | None = None  # why the announcement is not trusted
+    failed: str = ""  # why the announced bundle could not be fetched
+    waiting: bool = False  # whether the device waits until the next attempt
+    no_way_back: bool = False  # whether the rollout's bundle could not be reverted
+    inbox: bool = False  # whether the inbox has a new bundle
+    worse: bool = False  # whether labelled samples favour the previous bundle
+    stuck: str = ""  # why a bundle that was given up is still in service
 
 
 def decide(now: Situation) -> Decision:
-    """Decide what to do next."""
+    """Decide what the device does next."""
     there = now.state is not None and now.announced == now.running
     if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
         return Decision.GO_BACK
@@ -73,7 +67,7 @@ def decide(now: Situation) -> Decision:
 
 
 def compute_phase(now: Situation) -> tuple[Phase, str]:
-    """Return the device's phase for the rollout's release, and why."""
+    """Return the device's phase for the rollout's release, and the reason for it."""
     if now.stuck:
         return Phase.FAILED, now.stuck
     if now.state is not None and now.takes_part and now.announced != now.running:
@@ -87,14 +81,14 @@ def compute_phase(now: Situation) -> tuple[Phase, str]:
 
 
 def find_manifest_digest(rollout: Rollout) -> str | None:
-    """Return the digest of the manifest that a rollout claims, until metadata confirm it, or None."""
+    """Return the digest of the manifest that a rollout names, which metadata must still confirm, or None."""
     folder, _, name = rollout.target.rpartition("/")
     names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
     return next((names[file] for file in rollout.metadata if file in names), None)
 
 
 def compute_claim(rollout: Rollout) -> str:
-    """Identify a rollout's claim, by a hash equal for equal metadata and target."""
+    """Return a hash that identifies a rollout's metadata and target."""
     return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
 
 
@@ -103,24 +97,24 @@ def explain_too_large(metadata: Mapping[str, BlobRef]) -> str:
     largest = max((ref.size_bytes for ref in metadata.values()), default=0)
     total = sum(ref.size_bytes for ref in metadata.values())
     if largest > MAX_METADATA_BYTES:
-        return f"endless-data: metadata of {largest} bytes, at most {MAX_METADATA_BYTES} allowed"
+        return f"endless-data: a metadata file has {largest} bytes; at most {MAX_METADATA_BYTES} allowed"
     if total > MAX_ALL_METADATA_BYTES:
-        return f"endless-data: metadata of {total} bytes, at most {MAX_ALL_METADATA_BYTES} allowed"
+        return f"endless-data: all metadata have {total} bytes; at most {MAX_ALL_METADATA_BYTES} allowed"
     return ""
 
 
 def compute_retry_s(attempt: int, draw: float) -> float:
-    """Return the seconds before attempt `attempt` + 1: half to all of a doubling pause, `draw` in [0, 1)."""
+    """Return the pause in seconds after failure number `attempt`: 1/2 to 1 of a doubling pause, `draw` in [0, 1)."""
     return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """Why an announcement is not trusted, and when by our clock that was found."""
+    """The reason why an announcement is not trusted, and the time by our clock at which that was found."""
 
     announcement: str
     reason: str
     at: float
 
     def holds_for(self, claim: str) -> bool:
-        """Return whether it still applies: after the clock was set back, expiry is checked again."""
+        """Return whether this applies to a claim; after the clock was set back, expiry is checked again."""
         return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)

@@ -1,4 +1,4 @@
-"""Decides on the device's own samples whether a new bundle is fit for service, in a separate process.
+"""Decides on the device's own samples, in a separate process, whether a new bundle is fit for service.
 
 A graph that crashes ONNX Runtime takes down only that process. Both bundles are measured there in turn, so their
 latencies are comparable.
@@ -28,20 +28,21 @@ TIMEOUT_S: Final = 300.0
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits on a new bundle's cost, and its conditions of trial."""
+    """Limits on a new bundle's loss of accuracy and on its latency, and the length of its trial."""
 
     accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if few samples make it uncertain
     latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # relative to the running bundle's median of single samples
-    latency_slack_ms: NonNegative = 1.0  # in addition, for very fast bundles
-    latency_ms: NonNegative | None = None  # independent of the running one
+    latency_slack_ms: NonNegative = 1.0  # allowed in addition, for very fast bundles
+    latency_ms: NonNegative | None = None  # absolute limit, whatever the running bundle takes
     probation_predictions: Annotated[int, Meta(ge=1)] = 20
     probation_s: NonNegative = 60.0
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """The result of an examination; `reason`: why the bundle must not serve, or ""; `before`: None without one.
+    """The result of an examination.
 
-    warning: why samples were not used although there is a file of them.
+    `reason` says why the new bundle must not serve, or is "". `before` is the running bundle's quality, None without a
+    running bundle. `warning` says why the device's samples were not used although there is a file of them.
     """
 
     reason: str
@@ -53,28 +54,28 @@ class Examination(Struct, frozen=True, kw_only=True):
 def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits) -> str:
     """Return why the new bundle must not serve, or "".
 
-    Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference if that is more (of the paired
-    differences per sample); a single sample decides nothing. All samples count, including sensitive ones, and the
-    running bundle may have learned from them: the verdict is reported, so it contains no figure.
+    The accuracy may fall by `accuracy_drop` or, if that is more, by one standard error of the mean difference (paired
+    by sample); a single sample decides nothing. All samples count, including sensitive ones, from which the running
+    bundle may have learned. Since the verdict is reported, it contains no figure.
     """
     if not now.finite:
-        return "not-finite: it puts out numbers that are not finite on this device's samples"
+        return "not-finite: the bundle gives numbers that are not finite on this device's samples"
     latency = now.quality.latency_ms or 0.0
     allowed = compute_allowed_ms(None if before is None else before.quality, limits)
     if allowed is not None and latency > allowed:
-        return "latency: it takes longer for a sample than this device allows"
+        return "latency: the bundle takes longer for a sample than this device allows"
     if before is None:
         return ""
     if before.correct is not None and now.correct is not None and len(now.correct):
         difference = before.correct.astype(np.float64) - now.correct
         error = float(difference.std() / np.sqrt(len(difference)))
         if difference.sum() > 1 and difference.mean() > max(limits.accuracy_drop, error):
-            return "accuracy: the running bundle has a higher one on this device's samples"
+            return "accuracy: the running bundle is more accurate on this device's samples"
     return ""
 
 
 def compute_allowed_ms(before: Quality | None, limits: Limits) -> float | None:
-    """Return a new bundle's largest median latency in ms, given the running one's, or None for any."""
+    """Return the largest median latency in ms allowed for a new bundle, or None for no limit."""
     bounds = [] if limits.latency_ms is None else [limits.latency_ms]
     if before is not None and before.latency_ms is not None:
         bounds.append(limits.latency_ratio * before.latency_ms + limits.latency_slack_ms)
@@ -84,7 +85,7 @@ def compute_allowed_ms(before: Quality | None, limits: Limits) -> float | None:
 def examine_bundle(
     running: Path | None, staged: Path, home: Path, limits: Limits, how: EngineOptions = EngineOptions()
 ) -> Examination:
-    """Measure and compare in a child process, with the options of the service; any failure is a reason."""
+    """Measure and compare both bundles in a child process, with the service's options; any failure is a reason."""
     try:
         found = child.call_once(
             "deploy.updates.examination:examine_in_process",
@@ -108,7 +109,7 @@ def examine_bundle(
 def examine_in_process(
     running: Path | None, staged: Path, home: Path, limits: Limits, how: EngineOptions
 ) -> Examination:
-    """Measure and compare in this process, for `examine_bundle`."""
+    """Measure and compare both bundles in this process, for `examine_bundle`."""
     try:
         new = load_update(staged, how, again=True)
         validation, warning = _load_samples(home, new.task)
@@ -130,7 +131,7 @@ def examine_in_process(
 
 
 def _load_samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
-    """Load the samples to measure on; a damaged file counts as empty, or no release would pass."""
+    """Load the validation samples; a damaged file counts as empty, since otherwise no release would pass."""
     try:
         return load_validation(home, task), ""
     except ConfigError as error:

@@ -1,12 +1,12 @@
-"""A device's runtime on the wire: the fleet's rollout comes in, the device's health goes out.
+"""A device's runtime on the wire: it receives the fleet's rollout and reports the device's health.
 
     Rollout, retained  ──▶  `decide`: what to do next  ──▶  fetch the metadata, verify them (`deploy.updates.trust`)
     Health, retained   ◀──  `compute_phase`: where it stands      fetch what is missing, into the content store
                                                              stage, examine, switch, serve on trial, settle
 
-Only signed metadata are believed; the bundle in service is not touched before the new one has passed its examination.
-After any interruption, the next process continues from the slots: `decide` uses no other history. Bundles in the inbox
-HOME/bundles go the same way, without signatures: whoever can write there owns the device.
+Only signed metadata are accepted; the bundle in service is not touched before the new one has passed its examination.
+After any interruption, the next process continues from the slots, since `decide` uses no other history. Bundles in the
+inbox HOME/bundles go the same way, without signatures, because whoever can write there owns the device.
 """
 
 from __future__ import annotations
@@ -62,35 +62,36 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.deploy")
 
 MAX_RELEASE_BYTES: Final = 4 << 30
-"""Limit for the parts that a device fetches for one release."""
+"""Most bytes of parts that a device fetches for one release."""
 SPARE_DISK_BYTES: Final = 64 << 20
-"""What a release must leave free."""
+"""Disk space that must remain free after a release is staged."""
 FETCH_S: Final = 600.0
-"""Time limit for one file; what has arrived by then is kept, and the rest is requested again later."""
+"""Time limit for one part; what has arrived by then is kept, and the rest is requested again later."""
 METADATA_S: Final = 30.0
-"""Time limit for one file of metadata, which are small: their sender may be gone, and the inbox must not wait. Of any
-file, some bytes must arrive within this time."""
+"""Time limit for one metadata file, and for the next bytes of any file. Metadata are small; their sender may be gone,
+and the inbox must not wait."""
 HEALTH_S: Final = 60.0
-"""Pause between two reports of a device where nothing happens."""
+"""Pause between two health reports while nothing changes."""
 LOOK_S: Final = 2.0
 """Pause between two looks at the inbox and at drift."""
 MEND_S: Final = 24 * 3600.0
-"""Pause between two looks at the slots' bytes, all of which are read."""
+"""Pause between two checks of the slots, each of which reads all their bytes."""
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
 
 REMEMBERED: Final = 8
-"""Bundles of rollouts whose origin is remembered: those in the slots, and some that were refused."""
+"""Number of latest bundles from rollouts whose origin is remembered: those in the slots, and some refused ones."""
 
 
 # ------------------------------------------------------------------------------------------------------------- core
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """HOME/outcome.json: the result of the last examination. `switched`: the bundle then went into service.
+    """Content of HOME/outcome.json, the result of the last examination.
 
-    against: digest of the bundle in service at that time. signed: digests of the latest bundles from rollouts, newest
-    first. All others may have been made on this device from its sensitive samples: their identity is not reported.
+    `switched` is whether the bundle then went into service; `against` is the digest of the bundle in service at that
+    time. `signed` holds the digests of the latest bundles from rollouts, newest first. All other bundles may have been
+    made on this device from its sensitive samples, so their digests are not reported.
     """
 
     rollout: str | None = None
@@ -107,16 +108,16 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(eq=False)
 class Link:
-    """One device in one federation.
+    """The connection of one device's runtime to one federation.
 
         link = Link("cam1", "shop", home, slots, answering)
         await link.attach(transport)
         async with transport:
-            await asyncio.gather(link.follow(), link.report())  # until it is cancelled
+            await asyncio.gather(link.follow(), link.report())  # until cancelled
 
-    No peer can end it; what is impossible now is tried again later, while the device stays in service. Without a
-    broker, `follow()` alone handles the inbox. It may be attached to another transport later. `rules`: what may leave,
-    by the device's owner.
+    No peer can end it; what fails now is tried again later, while the device stays in service. Without a broker,
+    `follow()` alone handles the inbox. The link may be attached to another transport later. `rules` are the owner's
+    rules on what may leave the device.
     """
 
     device_id: str
@@ -135,10 +136,10 @@ class Link:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
         self._judged: Judgement | None = None
-        self._failed: tuple[str, str] | None = None  # announcement, and its failure
+        self._failed: tuple[str, str] | None = None  # an announcement's claim, and why it failed
         self._n_failures = 0  # consecutive failures of that announcement
         self._retry_at = 0.0
-        self._no_way_back: str | None = None  # rollout
+        self._no_way_back: str | None = None  # id of the aborted rollout whose bundle could not be reverted
         self._fetching = False
         self._lines = Lines()
         self._news = asyncio.Event()
@@ -147,11 +148,11 @@ class Link:
         self._trusting = threading.Lock()
 
     async def attach(self, transport: Transport) -> None:
-        """Subscribe. Call it before the transport is entered.
+        """Subscribe to the rollout. Call this before entering the transport.
 
         Raises:
             ConfigError: the certificate is not this device's.
-            StoreError: nothing can be fetched here.
+            StoreError: the folders for fetched files cannot be written.
         """
         self._transport = transport
         subject = Subject(self.federation, Role.DEVICE, self.device_id)
@@ -177,37 +178,40 @@ class Link:
             self._news.set()
             return
         self._distrusted = ""
-        if not inbound.retained:  # somebody is there who may serve it
+        if not inbound.retained:  # its sender is connected and may serve the files
             self._retry_at = 0.0
         self._news.set()
 
     def _verify_announcement(self, payload: bytes) -> Rollout | None:
-        """Verify an announcement; return its rollout, or None if none can be verified or goes on here."""
+        """Verify an announcement and return its rollout.
+
+        Without a root of trust, return the unverified rollout if it is running or done, else None.
+        """
         announcement = decode_message(payload, Announcement)
         try:
             with self._trust() as trust:
                 return trust.verify_rollout(announcement, self.federation)
-        except ConfigError:  # without a root of trust nothing can be installed or undone here; that is reported
+        except ConfigError:  # without a root of trust nothing can be installed or reverted here; health reports that
             rollout = decode_message(announcement.rollout, Rollout)
             return rollout if rollout.state in INSTALLING else None
 
     @contextlib.contextmanager
     def _trust(self) -> Iterator[Trust]:
-        """What this device trusts, for one thread at a time: a cancelled one may still be running."""
+        """Open the device's trust for one thread at a time, since a cancelled thread may still be running."""
         from deploy.updates.trust import Trust
 
         with self._trusting:
             yield Trust(self.home)
 
     async def _on_connect(self) -> None:
-        self._unsaid.set()  # for a broker that lost its state
+        self._unsaid.set()  # the broker may have lost the retained health
 
     # ------------------------------------------------------------------------------------------------- deciding
 
     async def follow(self) -> None:
         """Handle the slots, the bundle on trial, the inbox and the rollout, until cancelled.
 
-        Without a broker, this alone runs. The slots are repaired first, while the bundle in memory stays in service.
+        This runs with or without a broker. The slots are repaired first, while the bundle in memory stays in service.
         """
         mended_at = -MEND_S
         while True:
@@ -226,7 +230,7 @@ class Link:
                         await self._news.wait()
 
     async def _run_step(self) -> float:
-        """Take the next step; return the seconds until the next, unless a rollout arrives earlier."""
+        """Take the next step; return the seconds to wait until the following one, unless a rollout arrives earlier."""
         rollout, inbox = self._rollout, self._find_inbox_bundle()
         situation = self._make_situation(rollout, inbox)
         match decide(situation):
@@ -311,7 +315,7 @@ class Link:
         self._update_health()
 
     async def _install(self, rollout: Rollout) -> None:
-        """Take an announcement to the trial, or to the reason for refusal."""
+        """Take an announced release to its trial, or record why it was refused or failed."""
         self._fetching = True
         self._update_health()
         try:
@@ -320,7 +324,7 @@ class Link:
                 self._fetching = False
                 await self._examine_and_switch(manifest, rollout)
         except UpdateRejected as error:
-            if str(error).startswith("clock"):  # the clock can be set
+            if str(error).startswith("clock"):  # try again later, since the clock can be set
                 self._record_failure(rollout, error)
             else:
                 self._judged = Judgement(announcement=compute_claim(rollout), reason=str(error), at=time.time())
@@ -341,15 +345,15 @@ class Link:
         self._n_failures = self._n_failures + 1 if again else 1
         pause = compute_retry_s(self._n_failures, random.SystemRandom().random())
         self._retry_at = time.monotonic() + pause
-        reason = str(error) or "time-out: nobody sends the rest of a file"
+        reason = str(error) or "time-out: no peer sends the rest of a file"
         self._failed = (claim, reason)
         log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
 
     async def _run_while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
-        """Return the work's result, or None as soon as a new rollout, a pause or an end arrives.
+        """Return the work's result, or None as soon as the rollout is replaced, paused or ended.
 
-        Also None if labelled samples turn against the bundle in service: that is handled first, then the work is
-        repeated.
+        Also return None if labelled samples turn against the bundle in service; that is handled first, then the work
+        is repeated.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -376,7 +380,7 @@ class Link:
         data = await asyncio.to_thread(self._verify_manifest, files, rollout.target)
         digest = compute_digest(data)
         if digest != find_manifest_digest(rollout):
-            raise UpdateRejected(f"mix-and-match: the metadata sign the manifest {digest}, the rollout names another")
+            raise UpdateRejected(f"mix-and-match: the metadata sign the manifest {digest}; the rollout names another")
         manifest = self._parse_manifest(data, digest)
         if manifest is None:
             return None
@@ -387,7 +391,7 @@ class Link:
         return data
 
     def _forget_others(self, rollout: Rollout) -> None:
-        """Drop what was begun for other announcements, which may be frequent."""
+        """Remove partly received metadata of other announcements, which may be frequent."""
         named = {ref.digest for ref in rollout.metadata.values()}
         for path in self._received.get_path("").iterdir():
             if path.name.partition(".")[0] not in named:
@@ -416,20 +420,20 @@ class Link:
             return None
         mine = self.answering.runtime.task
         if manifest.task.compute_fingerprint() != mine.compute_fingerprint():
-            self._record_refusal(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
+            self._record_refusal(digest, f"task: the release is for {manifest.task.name}; this device runs {mine.name}")
             return None
         with raise_as(UpdateRejected, "rollback", on=UpdateRejected):
             self.slots.require_acceptable(manifest, digest)
         return manifest
 
     def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
-        """Check for room for the download and for a separate slot beside the one it replaces."""
+        """Check that the disk has room for the download and for a new slot beside the one that it replaces."""
         if fetched_bytes > MAX_RELEASE_BYTES:
-            raise UpdateRejected(f"oversized: parts of {fetched_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
+            raise UpdateRejected(f"oversized: parts have {fetched_bytes} bytes; at most {MAX_RELEASE_BYTES} allowed")
         free = shutil.disk_usage(self.home).free
         if fetched_bytes + staged_bytes + SPARE_DISK_BYTES > free:
             raise StoreError(
-                f"disk: {fetched_bytes} bytes are to be fetched and {staged_bytes} copied, {free} are free"
+                f"disk: {fetched_bytes} bytes must be fetched and {staged_bytes} copied, but only {free} are free"
             )
 
     async def _install_inbox(self, folder: Path) -> None:
@@ -450,7 +454,7 @@ class Link:
         self._update_health()
 
     async def _examine_and_switch(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
-        """Stage, examine, switch; all parts are in the store, or in a folder."""
+        """Stage a bundle, examine it and switch to it; all its parts are in the store or in `folder`."""
         digest = compute_digest(data)
         try:
             await asyncio.to_thread(self.slots.stage, data, folder)
@@ -483,7 +487,7 @@ class Link:
         await asyncio.to_thread(self.slots.switch, None if rollout is None else rollout.id)
         try:
             await asyncio.to_thread(self.answering.swap, found.before)
-        except FedgeError as error:  # the previous one stays in service
+        except FedgeError as error:  # the previous bundle stays in service
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
         self._update_health()
 
@@ -534,7 +538,7 @@ class Link:
         )
 
     async def publish_health(self) -> None:
-        """Publish the device's health as `follow` finds it, and repeat it from time to time, until cancelled."""
+        """Publish the device's health when it changes and at least every `HEALTH_S` seconds, until cancelled."""
         topic = self._topics.make_agent_topic(self.device_id, "health")
         while True:
             try:
@@ -554,11 +558,11 @@ class Link:
 
 
 def _without_volatile(health: Health) -> Health:
-    """Return the part of it whose change deserves a message."""
+    """Return a copy without the fields whose change alone deserves no message."""
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
 
 
 def _read_outcome(home: Path) -> Outcome:
-    with contextlib.suppress(StoreError):  # nothing can be written here; it answers all the same
+    with contextlib.suppress(StoreError):  # the device answers even if its folder cannot be read or written
         return read_kept(home / "outcome.json", msgspec.json.Decoder(Outcome).decode) or Outcome()
     return Outcome()

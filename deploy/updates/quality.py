@@ -1,4 +1,4 @@
-"""A bundle's quality on the device's own validation samples and on samples labelled later, and the drift of inputs."""
+"""A bundle's quality on the device's validation samples, its comparison on samples labelled later, and input drift."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from fedge.data.validation import Validation
 from fedge.wire.messages import Quality
 
 BATCH: Final = 64
-"""Samples in one call: bounds the memory."""
+"""Samples in one call; this bounds the memory."""
 TIMED: Final = 30
-"""Single samples that are timed."""
+"""Number of single samples that are timed."""
 MAX_COMPARED: Final = 1000
 """Labelled samples after which the comparison with the previous bundle ends."""
 ERROR: Final = 0.01
-"""Probability that a bundle as good as the previous one is ever judged worse."""
+"""Highest probability that a bundle as good as the previous one is ever judged worse."""
 WINDOW: Final = 200
-"""Samples over which drift is averaged, in the sense of an exponential mean."""
+"""Number of samples in the window of the exponential mean that averages drift."""
 CERTAINTY: Final = 4.0
-"""Standard errors of the mean over a window that a shift must exceed, so that chance alone hardly ever flags one."""
+"""Standard errors of the window's mean that a shift must exceed to count as drift, so that chance alone hardly does."""
 NEGLIGIBLE: Final = 0.5
-"""Shift in deviations of one sample that is not drift however certain it is."""
+"""Largest shift, in deviations of single samples, that never counts as drift, however certain it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A bundle's results on validation samples; `correct` (n,) or None without labels, `finite`: all of p.
+    """A bundle's results on validation samples.
 
-    quality: the reportable part, on non-sensitive samples.
+    `quality` is the reportable part, on non-sensitive samples. `correct` (n,) is None without labels. `finite` is
+    whether all probabilities and energies are finite.
     """
 
     quality: Quality
@@ -46,23 +47,23 @@ class Measurement:
 
 @dataclass(slots=True)
 class PairedTest:
-    """Compares two bundles on the same labelled samples by those that only one gets right."""
+    """Compares two bundles on the same labelled samples, by the samples that only one of the bundles gets right."""
 
     n: int = 0
     lost: int = 0  # only the previous bundle is right
     won: int = 0  # only the new one is right
 
     def observe(self, before: NDArray[np.bool_], now: NDArray[np.bool_]) -> None:
-        """Add samples, (n,) each: whether each bundle is right."""
+        """Add n samples, with whether the previous and the new bundle are right on each, (n,)."""
         self.n += len(now)
         self.lost += int((before & ~now).sum())
         self.won += int((now & ~before).sum())
 
     def is_worse(self, accuracy_drop: float) -> bool:
-        """Return whether the new accuracy is lower by more than `accuracy_drop`, beyond chance.
+        """Return whether the new bundle's accuracy is lower by more than `accuracy_drop`, beyond chance.
 
-        If both were equally good, a sample would be lost or won with probability 1/2. The evidence against that is the
-        likelihood ratio, averaged over all other probabilities p (Robbins 1970),
+        If both bundles were equally good, a sample that only one gets right would be lost or won with probability 1/2.
+        The evidence against that is the likelihood ratio, averaged over all other probabilities p (Robbins 1970),
 
             E = 2^(l + w) ∫ p^l (1 - p)^w dp = 2^(l + w) l! w! / (l + w + 1)!,
 
@@ -75,7 +76,7 @@ class PairedTest:
 
 
 def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
-    """Predict all validation samples in batches and some singly; without any, time a sample of zeros."""
+    """Predict all validation samples in batches, and time single ones; without samples, time a sample of zeros."""
     n, reportable = len(validation.x), validation.reportable
     answers = [runtime.predict_inputs(validation.x[i : i + BATCH]) for i in range(0, n, BATCH)]
     single = (
@@ -103,7 +104,7 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
 
 
 def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
-    """Return how much stranger samples are than the reference, in deviations, or None if unknown."""
+    """Return the shift of the samples' mean free energy from the reference, in deviations, or None if unknown."""
     reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
     if not isinstance(reference, Reference) or not len(usable):
         return None
@@ -111,7 +112,7 @@ def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
 
 
 def _compute_indecision(entropy: NDArray[np.float64], n_candidates: int) -> float | None:
-    """Return mean gate entropy / log M, 0 to 1, or None for one candidate or no sample."""
+    """Return the mean gate entropy divided by log M, 0 to 1, or None for a single candidate or without samples."""
     return None if n_candidates == 1 or not len(entropy) else min(1.0, float(entropy.mean()) / math.log(n_candidates))
 
 
@@ -147,10 +148,10 @@ class _ExponentialMean:
 
 
 class Drift:
-    """Detects whether recent samples differ from those of the bundle's making; `observe` all predictions.
+    """Detects whether recent samples differ from those of the bundle's reference; `observe` all predictions.
 
     Both the free energy and the gate's entropy are watched. A shift counts if it exceeds `NEGLIGIBLE` standard
-    deviations of single samples and `CERTAINTY` standard errors, including the reference's own error.
+    deviations of single samples and also `CERTAINTY` standard errors, including the reference's own error.
     """
 
     def __init__(self, reference: Reference) -> None:
@@ -159,7 +160,7 @@ class Drift:
         self._seen = 0
 
     def observe(self, weights: NDArray[np.floating], energies: NDArray[np.floating]) -> None:
-        """Process the outputs of a prediction, (n, M) each; samples without a usable candidate are ignored."""
+        """Add the outputs of a prediction, (n, M) each; samples without a usable candidate are ignored."""
         for free, entropy in zip(
             compute_free_energy(weights, energies).tolist(), compute_gate_entropy(weights).tolist(), strict=True
         ):
@@ -179,7 +180,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
-        """Whether the shift is certain and large; False until a whole window was seen."""
+        """Whether the shift is certain and large; False until a whole window of samples was seen."""
         if self._seen < WINDOW:
             return False
         error = math.sqrt(1 / self._free.n_effective + 1 / self._reference.n)
@@ -187,5 +188,5 @@ class Drift:
 
 
 def compute_deviations(shift: float, std: float) -> float:
-    """Return `shift` in units of `std`, at least 0.05: a constant over few samples proves nothing."""
+    """Return `shift` in units of `std`; `std` counts as at least 0.05, since few samples may be constant by chance."""
     return shift / max(std, 0.05)

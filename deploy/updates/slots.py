@@ -1,15 +1,15 @@
-"""Two bundle slots, one in service: switching is one atomic write, and the last good bundle is always there.
+"""Two bundle slots, one in service: switching is one atomic write, and the last good bundle is always kept.
 
     HOME/slot-a, slot-b      bundle folders without shared bytes: damage to one file harms only one of them
     HOME/slots.json          `State`: which slot is in service, which is good, what is on trial
     HOME/parts/<sha256>      received files of a bundle that is not staged yet
 
-A new bundle is staged into the idle slot, verified there, and put into service on trial. Once confirmed it is the good
-one; until then the other slot is left alone. After any interruption, `slots.json` is the old one or the new one, and
-the slots that it names are intact, since a slot is written only while nothing names it.
+A new bundle is staged into the idle slot, verified there, and put into service on trial. Once confirmed, it is the good
+bundle; until then the other slot is left alone. After any interruption, `slots.json` is either the old or the new
+version. The slots that it names are intact, since a slot is written only while `slots.json` does not name it.
 
-Disks fail, too: a damaged slot gives way to the other one and is repaired from it (`Slots.repair`), and damage on this
-disk is never mistaken for a bad release.
+If the disk damages a slot, the other slot takes over, and the damaged one is repaired from it (`Slots.repair`). Damage
+on this disk is never mistaken for a bad release.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from fedge.wire.messages import Count, Digest
 log = logging.getLogger("fedge.deploy")
 
 MAX_STARTS: Final = 3
-"""Processes that may run a bundle on trial; with the next one it has failed."""
+"""Processes that may run a bundle on trial; if another one is needed, the bundle has failed."""
 MAX_REFUSED: Final = 100
-"""Refused bundles that are remembered, the oldest forgotten first."""
+"""Most refused bundles that are remembered; the oldest is forgotten first."""
 
 Slot = Literal["a", "b"]
 
 
 class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The trial of the running bundle; `starts`: the processes that ran it, 0 before its service."""
+    """The trial of the running bundle; `starts` counts the processes that ran it, 0 before it is in service."""
 
     rollout: str | None
     starts: Count = 0
@@ -83,17 +83,17 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def find_slot(home: Path, slot: Slot) -> Path:
-    """Return a slot's folder, or that of fedge 0.1 while it could not be moved."""
+    """Return a slot's folder, or where fedge 0.1 kept the slot if that folder could not be moved yet."""
     folder, before = home / f"slot-{slot}", home / "slots" / slot
     return before if before.is_dir() and not folder.exists() else folder
 
 
 @contextmanager
 def lock_slots(home: Path) -> Iterator[Slots]:
-    """Use a device's bundles exclusively; the kernel releases them however the process ends.
+    """Lock a device's bundles for this process; the kernel releases the lock however the process ends.
 
     Raises:
-        InUseError: another process uses them.
+        InUseError: another process has locked them.
         ConfigError: the folder's name is not UTF-8.
         StoreError: the folder cannot be read or written.
     """
@@ -101,7 +101,7 @@ def lock_slots(home: Path) -> Iterator[Slots]:
     make_folder(home)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(lock_exclusively(home))  # a lock file might be lost, or read-only
+            held.enter_context(lock_exclusively(home))  # the folder itself: a lock file might be lost or read-only
         except BlockingIOError:
             raise InUseError(
                 f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
@@ -115,13 +115,13 @@ def read_state(home: Path) -> State:
     """Read the state last written by the process that owns the bundles.
 
     Raises:
-        StoreError: it cannot be read.
+        DamagedError: the file cannot be read.
     """
     return read_lasting(home / "slots.json", msgspec.json.Decoder(State).decode) or State()
 
 
 def find_inbox_bundle(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
-    """Return the highest folder in HOME/bundles above a number, neither known nor damaged, or None."""
+    """Return the highest-numbered folder HOME/bundles/N with N above a number, neither known nor damaged, or None."""
     bundles = home / "bundles"
     numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
     for number in sorted(numbers, reverse=True):
@@ -140,7 +140,7 @@ def find_inbox_bundle(home: Path, above: int, known: Container[str], damaged: Co
 
 
 class Slots:
-    """The bundles of one device. Only the process that has them `lock_slots` may change them."""
+    """The bundles of one device. Only the process that holds them by `lock_slots` may change them."""
 
     def __init__(self, home: Path) -> None:
         """Open or create the folder; remove leftovers of a crash if the disk is writable."""
@@ -175,23 +175,23 @@ class Slots:
 
     @property
     def running(self) -> Path | None:
-        """Folder of the bundle in service; None before the first."""
+        """Folder of the bundle in service; None before the first bundle."""
         return None if self.state.running is None else self._get_folder(self.state.running)
 
     @property
     def good(self) -> Path | None:
-        """Folder of the last bundle that has proved itself; None before the first."""
+        """Folder of the last confirmed bundle; None before the first one."""
         return None if self.state.good is None else self._get_folder(self.state.good)
 
     @property
     def staged(self) -> Path:
-        """Folder of the idle slot, with the staged bundle, the previous one, or nothing."""
+        """Folder of the idle slot, which holds the staged bundle, the previous one, or nothing."""
         return self._get_folder(self._idle)
 
     def list_missing(self, manifest: Manifest) -> list[tuple[str, int]]:
-        """Return digest and size of graphs and parts without an intact copy here, in order, each once.
+        """Return digest and size of each file of a bundle that has no intact copy on this device, in order, each once.
 
-        Everything present is hashed; a damaged file in the store is removed, so that it can be fetched again.
+        All copies are hashed; a damaged file in the store is removed, so that it can be fetched again.
         """
         missing: dict[str, int] = {}
         for name, part in manifest.files.items():
@@ -202,10 +202,10 @@ class Slots:
         return list(missing.items())
 
     def require_acceptable(self, manifest: Manifest, digest: str) -> None:
-        """Refuse a bundle that was refused before or is older than what was run.
+        """Refuse a bundle that was refused before or is older than one that ran.
 
         Raises:
-            UpdateRejected: so it is; the text says why.
+            UpdateRejected: the bundle is refused; the text says why.
         """
         if digest in self.state.refused:
             raise UpdateRejected(f"release {manifest.release} was refused before: {self.state.refused[digest]}")
@@ -217,9 +217,10 @@ class Slots:
     # ------------------------------------------------------------------------------------------------- changing
 
     def boot(self) -> Path | None:
-        """Begin a process; returns the folder that it should load.
+        """Begin a process: return the bundle folder that it should load, or None before the first bundle.
 
-        A trial during which too many processes died is given up. If that cannot be counted, the good bundle serves.
+        A trial during which too many processes died is given up. If the start cannot be recorded, the good bundle
+        serves.
         """
         trial = self.state.trial
         if trial is not None:
@@ -243,10 +244,10 @@ class Slots:
     def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
         """Build the idle slot from copies of files on the device, and verify it. The bundle in service is not touched.
 
-        `folder`: a further place for its files, besides the store and the slots.
+        `folder` is a further place to look for the files, besides the store and the slots.
 
         Raises:
-            UpdateRejected: the manifest is malformed, or a file that matches it.
+            UpdateRejected: the manifest is malformed, or a file that matches the manifest is.
             StoreError: a file is missing or damaged, a bundle is on trial, or the disk is full or broken.
         """
         if self.state.trial is not None:
@@ -257,8 +258,8 @@ class Slots:
         """Put the staged bundle into service, on trial.
 
         Raises:
-            UpdateRejected: the slot holds no bundle.
-            StoreError: it cannot be written.
+            UpdateRejected: the idle slot holds no bundle.
+            StoreError: slots.json cannot be written.
         """
         manifest, _ = read_manifest(self.staged)
         highest = max(manifest.release, self.state.highest_release)
@@ -273,10 +274,10 @@ class Slots:
                     left.unlink()
 
     def repair(self) -> None:
-        """Check that both slots are intact and share no bytes, unless one is on trial; replace damaged files.
+        """Check that both slots are intact and share no bytes, and rebuild a slot that is not. Skipped during a trial.
 
-        An intact copy from anywhere on the device will do; a slot that lacks a file for good becomes a copy of the
-        other.
+        Intact files come from anywhere on the device. If no intact copy of a file exists, the slot becomes a copy of
+        the other slot.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -289,10 +290,10 @@ class Slots:
                 self._repair_slot(slot)
 
     def roll_back(self, reason: str, *, lasting: bool = True) -> None:
-        """Give up the bundle on trial for the last good one, and remember it as refused.
+        """Return from the bundle on trial to the last good one, and remember the former as refused.
 
-        A damaged bundle is not refused: that is this disk's fault, and it may be fetched again. `lasting`: as for
-        `revert`.
+        A damaged bundle is not remembered as refused: the damage is this disk's fault, and the bundle may be fetched
+        again. `lasting` is as for `revert`.
         """
         if self.state.trial is None:
             return
@@ -308,14 +309,15 @@ class Slots:
         self._save(replace(self.state, running=self.state.good, trial=None, refused=refused), lasting=lasting)
 
     def revert(self, reason: str, *, lasting: bool = True) -> Path:
-        """Put the previous bundle into service, even after the running one was confirmed; returns its folder.
+        """Put the previous bundle into service, even if the running one is confirmed; return the previous one's folder.
 
         Args:
-            reason: for the log and for later attempts to install the bundle.
-            lasting: whether this must be written; if not, it holds at least for this process.
+            reason: why the running bundle is given up; logged, and reported if the bundle is to be installed again.
+            lasting: whether to raise if the change cannot be written; if not, it holds at least for this process.
 
         Raises:
-            StoreError: there is no other bundle, it is not intact, or the change cannot be written.
+            StoreError: there is no intact previous bundle, it was refused, it equals the running one, or the change
+                cannot be written.
         """
         if self.running is None or (self.state.trial is not None and self.state.good is None):
             raise StoreError("there is no bundle to go back to")
@@ -346,7 +348,7 @@ class Slots:
         return find_slot(self._home, slot)
 
     def _iterate_sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
-        """Yield possible places of a bundle's file on this device."""
+        """Yield the paths on this device at which a bundle's file may lie."""
         if folder is not None:
             yield folder / name
         yield self._home / "parts" / part.digest
@@ -368,7 +370,7 @@ class Slots:
         return dataclasses.replace(bundle, folder=target)
 
     def _repair_slot(self, slot: Slot) -> None:
-        """Rebuild a slot with its own bundle or else the other one; one that never was gets a copy of the other."""
+        """Rebuild a slot with its own bundle or, failing that, with the other slot's bundle."""
         folder = self._get_folder(slot)
         existed = folder.exists()
         other = self.running if slot == self._idle else self.staged
@@ -379,14 +381,14 @@ class Slots:
             try:
                 self._write_slot(slot, (other / MANIFEST).read_bytes())
             except (UpdateRejected, OSError) as lost:
-                raise StoreError(f"{folder} cannot be mended: {error}") from lost
+                raise StoreError(f"{folder} cannot be repaired: {error}") from lost
         if existed:
             log.warning("event=slot_mended slot=%s", folder)
         else:
             log.info("event=slot_filled slot=%s", folder)
 
     def _load(self) -> State:
-        """Load the state or, if lost or unreadable, one that runs the newest intact bundle."""
+        """Load the state or, if it is lost or unreadable, make one that runs the newest intact bundle."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=State)
         except (OSError, *MALFORMED) as error:
@@ -404,7 +406,7 @@ class Slots:
         return self.state
 
     def _save(self, state: State, *, lasting: bool = True) -> None:
-        """Write the state; if not `lasting` and that fails, it still holds for this process."""
+        """Write the state. If writing fails, raise if `lasting`; otherwise the state holds for this process only."""
         try:
             if self._file.is_dir():  # left by a damaged disk
                 shutil.rmtree(self._file, ignore_errors=True)
@@ -445,5 +447,5 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _has_hard_links(folder: Path) -> bool:
-    """Return whether a slot's file is hard-linked, as in fedge 0.1: a change elsewhere would change it."""
+    """Return whether a file of the slot has hard links, as in fedge 0.1; a change elsewhere would change it."""
     return any(path.lstat().st_nlink > 1 for path in folder.iterdir())

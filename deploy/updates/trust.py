@@ -1,10 +1,10 @@
-"""Untrusted bytes in, a trusted manifest out: the client side of The Update Framework, with python-tuf.
+"""The client side of The Update Framework, with python-tuf, which turns untrusted bytes into a trusted manifest.
 
 Importing this module loads python-tuf, 10 MB of memory.
 
 The device holds HOME/root.json, the root of trust that was installed with it, and HOME/trust, the newest metadata that
-it has verified. Everything from the wire is untrusted: the signed roles decide which manifest is genuine, current and
-not older than earlier ones, and the manifest's digests decide about everything below it.
+it has verified. Everything from the wire is untrusted. The signed roles decide which manifest is genuine, current and
+not older than earlier manifests; the manifest's digests decide about the files that it names.
 
 It refuses unsigned or forged metadata and too few or revoked keys (forgery); older versions than those seen (rollback);
 expired metadata (freeze); files of different releases together (mix and match); more bytes than announced (endless
@@ -36,7 +36,7 @@ from fedge.wire.messages import Announcement, Rollout, decode_message
 from fedge.wire.rollout import MAX_METADATA_BYTES, make_signed_bytes
 
 CLOCK_SLACK_S: Final = 3600.0
-"""How far the clock may lie before the last verification: a clock that was lost cannot tell what has expired."""
+"""Seconds by which the clock may be behind the last verification; a reset clock cannot tell what has expired."""
 
 _METADATA: Final = "fedge:metadata/"
 _TARGETS: Final = "fedge:targets/"
@@ -50,7 +50,7 @@ class _StoredAnnouncement(Struct, frozen=True):
 
 
 class Trust:
-    """What this device has verified of the signed repository, for one process at a time."""
+    """The device's verified metadata of the signed repository, for one process at a time."""
 
     def __init__(self, home: Path) -> None:
         """Open the folder of a device that has its root of trust.
@@ -67,7 +67,7 @@ class Trust:
         """Verify the newest metadata, and with them one target.
 
         Args:
-            files: what was received, by name: the metadata ("2.root.json", "timestamp.json", "3.snapshot.json",
+            files: the received files by name: the metadata ("2.root.json", "timestamp.json", "3.snapshot.json",
                 "3.targets.json") and the target ("5/<sha256>.manifest.json").
             target: path of the target, such as "5/manifest.json".
 
@@ -75,8 +75,8 @@ class Trust:
             The target's bytes, verified.
 
         Raises:
-            UpdateRejected: the metadata or the target are not trusted; the text gives the reason. What was verified
-                before stays in force.
+            UpdateRejected: the metadata or the target are not trusted; the text gives the reason. Metadata verified
+                before stay in force.
             StoreError: the disk is full or broken.
         """
         self._require_clock()
@@ -91,15 +91,15 @@ class Trust:
             return Path(updater.download_target(found)).read_bytes()
 
     def verify_rollout(self, announcement: Announcement, federation: str) -> Rollout:
-        """Verify an announcement: signed by the newest root's role `timestamp`, and later than all before.
+        """Verify that an announcement is signed by the newest root's role `timestamp` and later than all before.
 
         Raises:
-            UpdateRejected: it is not trusted; the text gives the reason.
+            UpdateRejected: the announcement is not trusted; the text gives the reason.
             ProtocolError: the signed content is not a rollout.
             StoreError: the disk is full or broken.
         """
         with self._translate_errors():
-            with contextlib.suppress(exceptions.DownloadError):  # of the other roles: only the roots are needed
+            with contextlib.suppress(exceptions.DownloadError):  # the other roles are missing; only roots are needed
                 self._make_updater(announcement.roots).refresh()
             root = Metadata[Root].from_file(str(self._folder / "root.json")).signed
             signatures = {keyid: Signature(keyid, text) for keyid, text in announcement.signatures.items()}
@@ -109,7 +109,7 @@ class Trust:
             return rollout
 
     def _require_newest(self, version: int, keyids: list[str]) -> None:
-        """Refuse unless it is the latest announcement by these keys; replacing a stolen key resets the count."""
+        """Refuse an announcement older than the latest one by these keys; replacing a stolen key resets the count."""
         path = self._folder / "announced.json"
         before = 0
         with contextlib.suppress(FileNotFoundError, *MALFORMED):  # a power cut may have left anything
@@ -121,7 +121,7 @@ class Trust:
             write_atomically(path, msgspec.json.encode(_StoredAnnouncement(keyids, version)))
 
     def _make_updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
-        """Make a python-tuf client over the received files."""
+        """Make a python-tuf client that reads the received files."""
         return Updater(
             str(self._folder),
             _METADATA,
@@ -191,10 +191,10 @@ class Trust:
 
 
 def install_root(home: Path, root: bytes) -> None:
-    """Install a device's root of trust; an existing one is replaced, and what was verified under it forgotten.
+    """Install a device's root of trust, replacing an existing one and deleting the metadata verified under that.
 
     Raises:
-        ConfigError: not root metadata signed by its own keys.
+        ConfigError: the bytes are not root metadata signed by its own keys.
         StoreError: the disk is full or broken.
     """
     with raise_as(ConfigError, "this is not a root of trust", on=(exceptions.RepositoryError, ValueError)):
@@ -209,7 +209,7 @@ def install_root(home: Path, root: bytes) -> None:
 
 
 class _LocalFetcher(FetcherInterface):
-    """A fetcher that serves the received files alone."""
+    """A fetcher that serves only the received files."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
@@ -222,7 +222,7 @@ class _LocalFetcher(FetcherInterface):
 
 
 def _classify_error(error: exceptions.RepositoryError) -> str:
-    """Name an error in one word for logs and reports."""
+    """Return one word that names an error in logs and reports."""
     match error:
         case exceptions.ExpiredMetadataError():
             return "expired"

@@ -42,31 +42,32 @@ from fedge.wire.messages import BlobRef, Context, Order, Outcome, Report, Why, d
 log = logging.getLogger("fedge.agent")
 
 SPARE_DISK_BYTES: Final = 64 << 20
-"""What an order must leave free, of a small disk a twentieth: for its result, a bundle, the log and everybody else."""
+"""Bytes of the disk that an order must leave free, for its result, a bundle, the log and everybody else; at most a
+twentieth of the disk."""
 
 
 class OrderExecutor(Protocol):
-    """The interface of what carries out orders: `edge_agent.agent.workplace.WorkerProcess`, or a relay's site."""
+    """What carries out orders: `edge_agent.agent.workplace.WorkerProcess`, or the site of a relay."""
 
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
     ) -> FinishedOrder:
-        """Do the work of one order; raises soon after `stop()` becomes true."""
+        """Do the work of one order; raise soon after `stop()` becomes true."""
 
 
 @dataclass(eq=False)
 class Carrier:
-    """Carries out orders: fetches, refuses, has the work done, and reports.
+    """A carrier of orders: it fetches models, refuses, has the work done, and reports.
 
     Args:
         me: the device.
-        home: its folder, on the disk that orders fill.
+        home: the device's folder, on the disk that orders fill.
         make_worker: called once, in the worker thread, when the first order needs it.
         limits: when to decline.
-        measure: the device's present state.
-        models: fetches and has them.
+        measure: called for the device's present state.
+        models: the models that orders name, which it fetches.
         outbox: keeps the tensors of results.
-        pool: has the worker thread.
+        pool: the pool of the worker thread.
     """
 
     me: Member
@@ -176,7 +177,7 @@ class Carrier:
         return report
 
     def _find_strangers(self, order: Order, action: MaskShares) -> Declined | None:
-        """Return why secrets are not shared with a cohort, or None if all prove to be members."""
+        """Return why secrets are not shared with a cohort, or None if all its devices prove to be members."""
         from fedge.privacy.masked_sums import read_roster, require_genuine  # with `cryptography`
 
         try:
@@ -186,9 +187,9 @@ class Carrier:
         return None
 
     def _make_report(self, order: Order, result: Result, began: float | None) -> Report:
-        """Make an order's report. The reason for a failure is logged here; the coordinator gets its code.
+        """Make an order's report. The reason for a failure is logged here; the coordinator gets only a code.
 
-        `began`: start of the work, by the monotonic clock; None: the duration is not reported.
+        `began`: start of the work, by the monotonic clock; None if the duration is not reported.
         """
         if isinstance(result, Refusal):
             self.me.events.warn("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
@@ -197,9 +198,9 @@ class Carrier:
 
 
 def may_still_leave(report: Report, order: Order, steps: Steps, rules: Rules) -> bool:
-    """Return whether an earlier agent's report fits the owner's rules; if not, the work is repeated.
+    """Return whether an earlier agent's report fits the owner's rules; otherwise the work is repeated.
 
-    What the result of a step that is known no longer lets out, nobody can tell.
+    The result of a step that is no longer known cannot be checked.
     """
     try:
         action = decode_action(order, steps)

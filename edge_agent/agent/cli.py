@@ -60,7 +60,7 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
 
 
 def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
-    """Make the agent described by the settings; reads its data, without torch.
+    """Make the agent described by the settings, and read its data, without torch.
 
     Raises:
         ConfigError: the task, the data or an address is wrong, or there is no such GPU.
@@ -94,10 +94,10 @@ def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, di
 
 
 def _inspect_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
-    """Return the number of samples for updates and the digest of all, and save those for validation.
+    """Return the number of samples for updates and the digest of all samples, and save the validation samples.
 
     Raises:
-        ConfigError: they cannot be read, or there is no such GPU.
+        ConfigError: the samples cannot be read, or there is no such GPU.
     """
     from edge_agent.agent.workplace import load_samples
     from fedge.data.validation import Validation

@@ -1,4 +1,4 @@
-"""A device's present state, mostly by psutil: used by selection, shown at the console, and a reason to decline work."""
+"""Measures a device's present state, mostly by psutil, for selection, for the console, and to decline work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedge.wire.messages import Context, Why
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the device declines work. A limit that is None, or on a sensor that is missing, never applies."""
+    """Limits beyond which the device declines work. A limit that is None, or on a missing sensor, never applies."""
 
     min_free_ram_gb: float | None = None
     max_temperature_c: float | None = None
@@ -37,8 +37,8 @@ class Limits:
 def measure_context(device_id: str, n_samples: int, home: Path, link_mbit_s: float | None) -> Context:
     """Read all sensors; a field is None if the device has no such sensor.
 
-    n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills. link_mbit_s: measured
-    by the receiver of models.
+    n_samples: number of samples whose model may be uploaded. home: a folder on the disk that the agent fills.
+    link_mbit_s: the rate that the receiver of models measured.
     """
     return Context(
         device_id=device_id,
@@ -55,7 +55,7 @@ def measure_context(device_id: str, n_samples: int, home: Path, link_mbit_s: flo
 
 
 def _measure_cpu_ghz() -> float | None:
-    """Read the present clock rate in GHz, or None: containers and some boards hide it."""
+    """Read the present clock rate in GHz; None on containers and boards that hide it."""
     try:
         frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError):

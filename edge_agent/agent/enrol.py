@@ -33,7 +33,7 @@ from fedge.system.text import Heading
 
 FOLDER: Final = Path("/etc/fedge")
 HOME: Final = Path("/var/lib/fedge")
-"""Of the agent that is a service."""
+"""Folder of an agent that runs as a service."""
 IDENTITY: Final = "identity"
 CONFIG: Final = "agent.toml"
 TASK: Final = "task.json"
@@ -119,7 +119,7 @@ def _read(kit: Path) -> bytes:
 
 
 def make_request(identity: Path, device_id: str) -> Path:
-    """Make a key, or reuse that of an earlier request, and write ID.csr into the current folder.
+    """Make a key, or reuse the key of an earlier request, and write ID.csr into the current folder.
 
     Raises:
         ConfigError: the machine is a device already, or the name is not allowed.
@@ -169,10 +169,10 @@ def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> No
 
 
 def configure_agent(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Path:
-    """Write the agent's configuration unless there is one; returns it.
+    """Write the agent's configuration unless there is one; return its file.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the configuration cannot be written.
     """
     file = folder / CONFIG
     if kit.task is not None and task is None:
@@ -199,10 +199,10 @@ def configure_agent(kit: Kit, folder: Path, data: Path | None, task: str | None)
 def start_services(folder: Path, command: str) -> bool:
     """Install agent and runtime as services and start the agent; the runtime has no bundle to serve yet.
 
-    `command`: of the agent, after "fedge".
+    `command`: the agent's command, after "fedge".
 
     Raises:
-        ConfigError, StoreError: it cannot be set up.
+        ConfigError, StoreError: a service cannot be set up.
     """
     identity = folder / IDENTITY
     systemd.give_to(identity, systemd.make_user())

@@ -1,4 +1,4 @@
-"""What an agent tells on its own device: log lines, and events for whoever observes it."""
+"""What an agent reports on its own device: log lines, and events for observers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedge.wire.messages import Order
 log = logging.getLogger("fedge.agent")
 
 Observe = Callable[[str, dict[str, object]], None]
-"""Receives the name of an event and its fields."""
+"""A function that receives the name of an event and its fields."""
 
 
 def ignore_event(event: str, fields: dict[str, object]) -> None:
@@ -22,7 +22,7 @@ def ignore_event(event: str, fields: dict[str, object]) -> None:
 
 
 class Events:
-    """Reports what happens to the log and to the observer, in the name of a device."""
+    """A reporter of a device's events, to the log and to the observer."""
 
     def __init__(self, device_id: str, observe: Observe) -> None:
         self._device_id = device_id
@@ -31,7 +31,7 @@ class Events:
         self.refused: Counter[str] = Counter()  # messages, by the rule that they violated
 
     def log_event(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
-        """Log an event and pass it to the observer; of many warnings of a kind, only a few."""
+        """Log an event and pass it to the observer; if there are many warnings of a kind, only a few are logged."""
         if level >= logging.WARNING:
             untold = self._lines.count_suppressed(f"{event} {fields.get('name', '')}", time.monotonic())
             if untold is None:
@@ -46,7 +46,7 @@ class Events:
         self.log_event("refused", logging.WARNING, name=error.name, topic=topic, detail=str(error))
 
     def warn(self, template: str, *args: object) -> None:
-        """Log a warning without the observer; of many from one template, only a few."""
+        """Log a warning, without the observer; if there are many from one template, only a few are logged."""
         self._lines.warning(log, template, *args)
 
 

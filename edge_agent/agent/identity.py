@@ -1,4 +1,4 @@
-"""Who an agent is, what it can be asked to do, and what it says of itself."""
+"""The identity of an agent: its name, what it can be asked to do, and what it reports of itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedge.wire.topics import Topics
 class Identity:
     """The agent's name and properties.
 
-    n_shared: non-sensitive training samples (the number of sensitive ones is never sent); 0 where nothing is trained.
-    steps: what the device can be asked. site: of a relay, the devices behind it.
+    n_shared: number of non-sensitive training samples (that of sensitive ones is never sent); 0 if the device does not
+    train. steps: the steps that the device can be asked to do. site: the devices behind a relay.
     """
 
     device_id: str
@@ -38,7 +38,8 @@ class Identity:
 class Member:
     """An agent that speaks in its federation.
 
-    signed: proves and checks who speaks. rules: what may leave, by the device's owner. events: told of what happens.
+    signed: signs messages and checks their senders. rules: what may leave, by the device's owner. events: receives
+    events.
     """
 
     identity: Identity
@@ -53,7 +54,7 @@ class Member:
         return self.identity.device_id
 
     def make_topic(self, leaf: str) -> str:
-        """The device's topic with this last level."""
+        """Make the device's topic with this last level."""
         return self.topics.make_agent_topic(self.device_id, leaf)
 
 

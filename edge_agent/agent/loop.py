@@ -52,13 +52,13 @@ from fedge.wire.transport import SHORT_SESSION_S, Transport
 log = logging.getLogger("fedge.agent")
 
 WILL_DELAY_S: Final = 10
-"""A device that returns within 10 s does not count as gone: Wi-Fi roaming takes a few seconds."""
+"""Time within which a device can return and not count as gone, since Wi-Fi roaming takes a few seconds."""
 
 GOODBYE_S: Final = 5.0
 """Time limit for a stopping agent to announce that it sleeps; after that, its last will says that it is gone."""
 
 UNANSWERED: Final = 5
-"""After a report was sent so often, a minute after it was made, the log says that nobody answers it."""
+"""Number of times a report is sent, in about a minute, before the log says that nobody answers it."""
 CHECK_UNANSWERED: Final = (
     "the broker takes this report and nobody answers it: the coordinator is not running, refuses what this device says "
     "(its log says so), or messages get lost on their way (the broker's own log)"
@@ -72,14 +72,14 @@ CHECK_RUN: Final = (
 
 @dataclass(eq=False)
 class Agent:
-    """One device in one federation; `run` lasts until `stop`.
+    """The agent of one device in one federation; `run` lasts until `stop`.
 
     Args:
-        identity: of the device.
+        identity: who the device is.
         broker: how to reach the broker.
-        home: durable folder: `outbox`, `models` (received); the worker has its own files beside them.
-        make_worker: called once, in the worker thread, when the first order needs it.
-        limits: when to decline.
+        home: durable folder with `outbox` and `models` (received); the worker has its own files beside them.
+        make_worker: called once, in the worker thread, when the first order needs a worker.
+        limits: limits beyond which the device declines orders.
         context_interval_s: how often the device reports its context.
         rules: what may leave, by the device's owner.
         observe: called with every event and its fields, on the event loop.
@@ -102,8 +102,8 @@ class Agent:
         self._work: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
-        self._run = ""  # of the last order
-        self._release = 0  # in the last status sent
+        self._run = ""  # run of the last order
+        self._release = 0  # release in the last status sent
         self._end: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[Any] | None = None  # set in `run` until a broker lets us in
 
@@ -160,14 +160,14 @@ class Agent:
                 self._stop_all()
 
     def stop(self) -> None:
-        """Finish soon: stop training between two batches, announce sleep, return from `run`."""
+        """Make `run` return soon: training stops between two batches, and the agent announces sleep."""
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
             if self._connecting is not None:  # not connected yet, so no goodbye
                 self._connecting.cancel()
 
     async def _make_transport(self, door: Door, pool: Executor) -> Transport:
-        """Make the transport with its initial subscriptions, and all that speaks, hears and works over it."""
+        """Make the transport with its initial subscriptions, and the objects that speak, hear and work over it."""
         name, topics = self.identity.device_id, self._topics
         role = Role.DEVICE if self.identity.site is None else Role.RELAY
         self._signed = make_speaker(self.broker, Subject(self.identity.federation, role, name), self.home)
@@ -177,7 +177,7 @@ class Agent:
         will = Will(status, last_words, delay_s=WILL_DELAY_S)
         client = topics.make_client_id(
             "agent", f"{name}:{token_hex(8)}"
-        )  # nobody can throw it off, nor a copy of this card
+        )  # no other client, nor a copy of this card, can disconnect it
         transport = Transport(self.broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
         # Not durable: a model can be fetched again.
         folder = BlobFolder(self.home / "models")
@@ -264,7 +264,7 @@ class Agent:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._run_timed, tick)
 
     def _run_timed(self, work: Callable[[], None]) -> None:
-        """Do what a timer was set for, and fail if the disk is full or broken: nobody else would hear of it."""
+        """Do the work of a timer, and fail if the disk is full or broken, since nobody else would notice."""
         try:
             work()
         except StoreError as error:
@@ -310,7 +310,7 @@ class Agent:
                 self._events.log_event("order_discarded", logging.WARNING, order=order_id, reason=reason)
 
     def _record_run(self, order: Order) -> None:
-        """Warn the owner when another run gives the orders: bundles come from it from now on."""
+        """Warn the owner if another run gives the orders, since bundles come from that run from now on."""
         if self._run not in {order.run, ""}:
             self._events.log_event("other_run", logging.WARNING, run=order.run, before=self._run, check=CHECK_RUN)
         self._run = order.run
@@ -318,7 +318,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- working
 
     async def _run_order(self, order: Order) -> None:
-        """Do one order, and let the session decide what becomes of its report."""
+        """Do one order, and let the session decide about its report."""
         with bind_temporarily(**get_order_fields(order)):
             report = await self._carrier.run_order(order)
             self._models.remove_unneeded(collect_model_digests(self._session.orders, self.identity.steps))

@@ -1,4 +1,4 @@
-"""The models that orders name: fetched from the coordinator, or made from one at hand, and kept for a while."""
+"""The models that orders name: fetched from the coordinator or derived from another model, and kept for a while."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedge.wire.messages import BlobRef, Order, find_shared_bases, find_way, ite
 from fedge.wire.transfer.receiver import Receiver
 
 FETCH_PATIENCE_S: Final = 120.0
-"""An order whose models do not arrive, although the broker is there, fails after this time and makes way for the next:
-its sender may be gone, or may never have existed. A restarted coordinator is back sooner."""
+"""Time after which an order fails if its models do not arrive although the broker is connected, so that the next order
+can begin. Its sender may be gone, or may never have existed. A restarted coordinator is back sooner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models in a folder of the agent."""
+    """The models that an agent has fetched, in a folder."""
 
     folder: BlobFolder
     receiver: Receiver
@@ -37,14 +37,14 @@ class Models:
         return self.folder.get(ref.digest)
 
     def count_missing_bytes(self, action: Action) -> int:
-        """Return the size in bytes of the models that an action names and that are not here."""
+        """Return the size in bytes of the models that an action names and that must still be fetched."""
         return sum(ref.size_bytes for ref in iterate_blobs(action) if ref.digest not in self.folder)
 
     async def fetch(self, order: Order, action: Action) -> None:
         """Fetch all models that an action names into the folder.
 
         Raises:
-            ProtocolError: one did not arrive whole.
+            ProtocolError: a model did not arrive completely.
             StoreError: the disk is full or broken.
             TransportError: the broker does not let us fetch.
         """
@@ -56,11 +56,11 @@ class Models:
             if ref in bases and ref not in named:
                 continue
             path = await self._fetch_blob(ref)
-            with suppress(OSError):  # if not ours or read-only, it may be deleted early, nothing worse
+            with suppress(OSError):  # a file that is not ours or read-only may be deleted early, nothing worse
                 os.utime(path)
 
     async def _derive_model(self, ref: BlobRef, order: Order) -> None:
-        """Build a model from one at hand, if the order says how; if that fails, it is fetched whole."""
+        """Derive a model from another one here, if the order says how; if that fails, the whole model is fetched."""
         if (way := find_way(ref, order.differences, set(self.folder))) is None:
             return
         base, steps = way
@@ -77,7 +77,7 @@ class Models:
                 self.folder.remove(step.digest)
 
     def _store_derived(self, ref: BlobRef, base: str, steps: Iterable[BlobRef]) -> None:
-        """Store a model made of another one plus differences."""
+        """Store a model made of a base model plus differences."""
         from fedge.tensors.codecs import apply_differences  # needs zstandard, which an inference-only device may lack
 
         differences = [self.folder.get(step.digest) for step in steps]
@@ -101,7 +101,7 @@ class Models:
 
 
 def collect_model_digests(orders: Iterable[Order], steps: Steps) -> set[str]:
-    """Return the digests of the models that orders name; an unknown step's order names none."""
+    """Return the digests of the models that orders name; an order of an unknown step names none."""
     named: set[str] = set()
     for order in orders:
         with suppress(ProtocolError):

@@ -7,11 +7,11 @@
     HOME/outbox/blobs/{digest}   tensors named in reports; written before the report
     HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
 
-Files are replaced atomically, and after each step `Outbox` can read the folder: leftovers of a kill -9 are removed at
-the next start. Unreadable files (a damaged disk) are dropped, too: the coordinator repeats an order until it has its
+Files are replaced atomically, and `Outbox` can read the folder after each step. The next start removes leftovers of a
+kill -9. It also drops unreadable files (a damaged disk): the coordinator repeats an order until it has the order's
 report, so the work is repeated rather than lost.
 
-An order's time keeps running while no agent does. If the machine was off, nobody knows for how long: then half of the
+An order's time keeps running while no agent runs. If the machine was off, nobody knows for how long, so half of the
 remaining time counts as gone. A coordinator that still wants the order gives it new time.
 """
 
@@ -36,7 +36,7 @@ from fedge.wire.messages import Ack, Order, Report, decode_message, encode_messa
 log = logging.getLogger("fedge.agent")
 
 VERSION: Final = 2
-"""Version of the folder, which is that of the messages in it."""
+"""Version of the folder's format, which is the version of the messages in it."""
 
 
 class _StoredOrder(msgspec.Struct, frozen=True):
@@ -56,17 +56,18 @@ _kept = msgspec.msgpack.Decoder(_StoredOrder)
 
 
 class Outbox:
-    """The folder above, for one agent at a time; methods that write raise `StoreError` on failure.
+    """The folder HOME/outbox, for one agent at a time; methods that write raise `StoreError` on failure.
 
-    It sets no bounds: `edge_agent.agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
+    It sets no limits, because `edge_agent.agent.session` limits orders and acknowledged ids, and a report has at most
+    one blob.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open or create the folder, and clean up after a crash.
 
         Raises:
-            ConfigError: another agent uses it, or it holds work of fedge 0.1.
-            StoreError: it cannot be read or written, or belongs to a newer fedge.
+            ConfigError: another agent uses the folder, or it holds work of fedge 0.1.
+            StoreError: the folder cannot be read or written, or belongs to a newer fedge.
         """
         self._orders = folder / "orders"
         self._reports = folder / "reports"
@@ -144,7 +145,7 @@ class Outbox:
         self.remove_order(ack.order_id)
 
     def remove_order(self, order_id: str) -> None:
-        """Delete an order with its report and blobs. The report goes first: it must never exist without its order."""
+        """Delete an order with its report and blobs. The report goes first, so that none exists without its order."""
         with raise_as(StoreError, f"cannot delete order {order_id}"):
             (self._reports / order_id).unlink(missing_ok=True)
             (self._orders / order_id).unlink(missing_ok=True)
@@ -212,7 +213,7 @@ def _migrate(folder: Path) -> None:
     """Upgrade the folder to this version, if nothing is lost.
 
     Raises:
-        ConfigError: it holds orders or reports of fedge 0.1, which can no longer be read.
+        ConfigError: the folder holds orders or reports of fedge 0.1, which can no longer be read.
         StoreError: the folder belongs to a newer fedge, or cannot be written.
     """
     file = folder / "version"
@@ -222,7 +223,7 @@ def _migrate(folder: Path) -> None:
             raise StoreError(f"{folder} has version {found}, this fedge knows {VERSION}: update fedge")
         return
     old = [*(folder / "orders").glob("[!.]*"), *(folder / "reports").glob("[!.]*")]
-    if old and not known:  # a damaged file of the version was ours: fedge 0.1 had none
+    if old and not known:  # fedge 0.1 had no version file, so a damaged one is ours
         raise ConfigError(
             f"{folder} holds work of fedge 0.1 ({old[0].name}), which fedge 0.2 cannot go on with: finish it with "
             f"fedge 0.1, or delete {folder}, or use another --home; bundles that are installed go on answering"

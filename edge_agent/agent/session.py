@@ -1,4 +1,4 @@
-"""The life of an order on the device: decided here, carried out by `edge_agent.agent`.
+"""The life of an order on the device. Decisions are made here and carried out by `edge_agent.agent`.
 
 Nothing here does IO or reads a clock. The shell feeds events with the time, and performs the returned actions **in
 order**: whatever must survive a kill -9 is written (`SaveOrder`, `SaveReport`, `Acknowledge`) before anything that
@@ -10,9 +10,9 @@ relies on it (`Run`, `Publish`). An event that does not fit the phase raises `Pr
        │                      └────stopped── STOPPING ─────finished────┘ UNKNOWN       UNKNOWN
 
 One order runs at a time; the others wait in order of arrival. The same order arrives many times, since the coordinator
-repeats it until it has the report: its id is its identity, and only its remaining time changes (a restarted coordinator
-gives more). That time is counted from receipt by a monotonic clock, so the clocks of coordinator and device need not
-agree.
+repeats it until it has the report. The order's id is its identity; only its remaining time changes (a restarted
+coordinator gives more). That time is counted from receipt by a monotonic clock, so the clocks of coordinator and device
+need not agree.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from fedge.errors import ProtocolError
 from fedge.wire.messages import Ack, Order, Report
 
 MAX_ORDERS: Final = 16
-"""Orders held at once (waiting, running, reported). A federation has one open order per device; the rest is slack."""
+"""Most orders held at once (waiting, running, reported). A federation has one open order per device; the rest is slack.
+"""
 
 MAX_ACKED: Final = 256
-"""Acknowledged ids remembered, so that an order that was delayed on the way is not carried out a second time."""
+"""Most acknowledged ids remembered, so that an order that was delayed on the way is not carried out a second time."""
 
 FIRST_RESEND_S: Final = 2.0
 LAST_RESEND_S: Final = 30.0
-"""A report is repeated after 2, 4, 8, ... 30 s: the broker may drop it silently, the coordinator may be restarting."""
+"""Longest pause before a report is repeated: 2, 4, 8, ... 30 s. The broker may drop it silently, or the coordinator may
+be restarting."""
 
 LATER_S: Final = 1.0
-"""A repeated order changes the end only if it is later by this much: travel times vary, and each change is a write."""
+"""Least delay by which a repeated order changes the order's end, since travel times vary and each change is a write."""
 
 
 class Phase(Enum):
@@ -57,21 +59,21 @@ class LocalEvent(Enum):
     """Events without a message."""
 
     STOPPED = auto()  # the running order stopped on request, without a report
-    CONNECTED = auto()  # the broker is there (again): unacknowledged reports are repeated
+    CONNECTED = auto()  # the broker is connected (again), so unacknowledged reports are repeated
     TICK = auto()  # time has passed; the shell says so no later than `Session.find_next_wakeup`
-    CLOSING = auto()  # the agent shuts down: nothing new is started
+    CLOSING = auto()  # the agent shuts down, so nothing new is started
 
 
 Event = Order | Ack | Report | LocalEvent
 """An order or an acknowledgement that arrived, for the first time or again; the report of the running order, whose
-blobs are already durable; or what happened otherwise."""
+blobs are already durable; or an event on the device itself."""
 
 
 # ------------------------------------------------------------------------------------------------------ actions out
 
 
 class SaveOrder(Struct, frozen=True):
-    """Write the order durably (again, if its end was moved); its `left_s` counts from now."""
+    """Write the order durably (again, if the order's end was moved); `left_s` counts from now."""
 
     order: Order
 
@@ -130,7 +132,7 @@ class _OrderState:
 
 
 class Session:
-    """All orders of one device. Only `handle` changes it."""
+    """All orders of one device; only `handle` changes them."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class Session:
         return tuple(held.order for held in self._held.values())
 
     def find_next_wakeup(self) -> float | None:
-        """Return when something is due next, by the clock of `handle`, or None if only events matter."""
+        """Return when an action is due next, by the clock of `handle`; None if only events matter."""
         times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]
         times += [held.due_at for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
         return min(times, default=None)
@@ -249,7 +251,7 @@ class Session:
         return [SaveReport(report), *self._publish(held, now)]
 
     def _handle_stopped(self) -> list[Action]:
-        """Queue the order again: it expires there, unless its end was moved meanwhile."""
+        """Queue the order again; in the queue it expires, unless its end was moved meanwhile."""
         running = self._find_running()
         assert running is not None
         running.phase = Phase.QUEUED

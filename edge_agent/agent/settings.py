@@ -90,7 +90,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         return not self.inference_only and find_spec("torch") is not None
 
     def make_spec(self) -> TaskSpec:
-        """Read the task, which is what is learned.
+        """Read the description of the task.
 
         Raises:
             ConfigError: the task is wrong.
@@ -100,9 +100,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         return load_task(self.task, self.data, allow=self.allow.split(","))
 
     def find_steps(self) -> Steps:
-        """Return the steps that the device can be asked.
+        """Return the steps that the device can be asked to do.
 
         Raises:
-            ConfigError: one named by the owner is not a step.
+            ConfigError: a name given by the owner is not a step.
         """
         return load_known_steps(path for path in self.steps.split(",") if path)

@@ -1,4 +1,4 @@
-"""Monotonic time: a Raspberry Pi without a clock chip wakes up in the past until the network sets its clock."""
+"""Monotonic time, since a Raspberry Pi without a clock chip starts in the past until the network sets its clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def get_uptime_s() -> float:
-    """Return the seconds since this boot, with suspended time where Linux counts it."""
+    """Return the seconds since this boot, with suspended time if the system counts it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 

@@ -1,7 +1,7 @@
 """A separate process for an agent's orders, which holds torch and the samples.
 
-It ends after some time without orders, which makes the agent small again. The agent may kill it at any time, as may the
-kernel when memory is short: what it keeps is durable, and a repeated order gives the same bytes.
+The process ends after some time without orders, which makes the agent small again. The agent or, when memory is short,
+the kernel may kill it at any time, because what it keeps is durable, and a repeated order gives the same bytes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 KEEP_S: Final = 60.0
-"""The process waits this long for the next order; the steps of a round follow each other faster."""
+"""Time for which the process waits for the next order; the steps of a round follow each other faster."""
 ENOUGH_BYTES: Final = 1 << 29
-"""With less free memory, the process ends after each order."""
+"""Free memory below which the process ends after each order."""
 LOADING_S: Final = 600.0
-"""A process that is still loading waits this long for the next order, however little memory is free."""
+"""Time for which a process that is still loading waits for the next order, however little memory is free."""
 ATTEMPTS: Final = 2
-"""Attempts at an order whose process dies: a lack of memory may pass, a network that crashes does so again."""
+"""Attempts at an order whose process dies. A lack of memory may pass; a network that crashes does so again."""
 
 
 def measure_free_bytes() -> int:
-    """Return the free memory in bytes, of this machine or this process's group (systemd's MemoryMax)."""
+    """Return the free memory in bytes of this machine, or of this process's group (systemd's MemoryMax) if less."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, LookupError):  # no cgroup v2, or no limit
         (own,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -62,7 +62,7 @@ def read_free_bytes(cgroup: Path) -> int:
     """Return the bytes below a cgroup's limit; unused pages that cache files count as free.
 
     Raises:
-        OSError, ValueError, LookupError: it has no limit, or is none of version 2.
+        OSError, ValueError, LookupError: the cgroup has no limit, or is not of version 2.
     """
     limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
     stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
@@ -70,7 +70,7 @@ def read_free_bytes(cgroup: Path) -> int:
 
 
 class OrderResult(Struct, frozen=True):
-    """The result of an order; `reason`: of a refusal, not part of the report."""
+    """The result of an order. `reason`: why it was refused, which is not part of the report."""
 
     report: Report
     blobs: dict[str, bytes]
@@ -79,10 +79,10 @@ class OrderResult(Struct, frozen=True):
 
 
 class WorkerProcess:
-    """Carries out orders in a separate process (`edge_agent.agent.carrier.OrderExecutor`)."""
+    """The separate process that carries out orders (`edge_agent.agent.carrier.OrderExecutor`)."""
 
     def __init__(self, settings: AgentSettings, digest: str) -> None:
-        """Start no process yet; orders fail once the samples no longer have this `digest`."""
+        """Set up without starting a process; orders fail once the samples no longer have this `digest`."""
         self._bundles = settings.home / "bundles"
         self._digest = digest
         self._settings = msgspec.structs.replace(
@@ -129,7 +129,7 @@ class WorkerProcess:
                 died = error
                 continue
             except StoppedError:
-                if not child.loaded:  # or a device that loads for longer than its orders last would never do one
+                if not child.loaded:  # otherwise a device that loads for longer than its orders last would never do one
                     self._child = child
                 else:
                     remove_unfinished(self._bundles)
@@ -167,7 +167,7 @@ class WorkerProcess:
 def run_order(settings: AgentSettings, digest: str, order: Order | None) -> OrderResult | None:
     """Carry out an order with a worker that is made once; without an order, only make the worker."""
     if order is None:
-        with suppress(Exception):  # the order that comes next meets it again, and reports it
+        with suppress(Exception):  # the next order meets the error again, and reports it
             place = _load_worker(settings, digest, get_versions(settings.data))
             if settings.trains:
                 place.worker.network  # noqa: B018 - it is kept
@@ -205,7 +205,7 @@ def require_processor(processor: Processor) -> None:
     """Check that the settings' processor exists.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not exist.
     """
     from fedge.models.training import get_torch_device
 
@@ -213,10 +213,10 @@ def require_processor(processor: Processor) -> None:
 
 
 def load_samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
-    """Load the samples of the device, without labels where it does not train.
+    """Load the samples of the device, without labels if the device does not train.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: the samples cannot be read.
     """
     from fedge.tasks import DeviceData, read_device_data, read_device_inputs
 
@@ -227,7 +227,7 @@ def load_samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
 
 @dataclass(slots=True)
 class _LoadedWorker:
-    """The worker, and the seconds it took to make that no report has left out yet."""
+    """The worker, and the part of its making time, in seconds, that no report has left out yet."""
 
     worker: Worker
     untold_s: float
@@ -235,14 +235,14 @@ class _LoadedWorker:
 
 @lru_cache(1)
 def _load_worker(settings: AgentSettings, digest: str, _: object) -> _LoadedWorker:
-    """Make the worker, as `_make_worker`; the time counts as reading all samples, with marked ones."""
+    """Make the worker as `_make_worker` does, and time it; the time counts as reading all samples, with marked ones."""
     began = time.perf_counter()
     worker = _make_worker(settings, digest)
     return _LoadedWorker(worker, time.perf_counter() - began)
 
 
 def _make_worker(settings: AgentSettings, digest: str) -> Worker:
-    """Make the worker, on one core beside the agent's keep-alive; anew when the samples change.
+    """Make the worker, on one core beside the agent's keep-alive; make it anew if the samples change.
 
     Raises:
         ConfigError: the samples cannot be read, or are no longer those of the digest.

@@ -1,7 +1,7 @@
 """A device, as steps see it.
 
-`device` is what a step may use, with `files` that last, `worker` carries out orders, `encoding` makes uploads, `room`
-keeps arrays that are too large for memory. Agents and simulations use it. Begin with `device`.
+`device` is what a step may use, with durable `files`. `worker` carries out orders, `encoding` makes uploads, `room`
+keeps arrays that are too large for memory. Agents and simulations use them. Begin with `device`.
 """
 
 from fedge.system.moved import make_getattr

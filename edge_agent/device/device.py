@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 CACHED_MODELS: Final = 8
-"""Models that a device keeps beyond its open orders, those used last: the next order often names the same ones."""
+"""Most models that a device keeps beyond its open orders, those used last; the next order often names the same ones."""
 KEPT_BUNDLES: Final = 3
-"""Bundles of the device's own that stay in HOME/bundles."""
+"""Newest bundles of the device's own that stay in HOME/bundles."""
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 T = TypeVar("T")
 Fetch = Callable[[BlobRef], "bytes | UnpackedModel"]
-"""ref -> its blob; unencoded only without a real device."""
+"""(reference) -> its blob; unencoded only in a simulation."""
 Source = Callable[[int], bytes]
-"""n -> n random bytes."""
+"""(n) -> n random bytes."""
 Accepted = Callable[[str], "bool | None"]
-"""Id of an order -> whether the coordinator accepted its report; None: no word of it came."""
+"""(id of an order) -> whether the coordinator accepted the order's report; None if no verdict came."""
 _NOISE: Final = 78
 """Keeps a simulation's noise apart from the other uses of an order's seed."""
 
@@ -82,7 +82,7 @@ def cache_models(n_models: int = 8) -> Iterator[None]:
 
 
 class FailedError(Exception):
-    """The order cannot be done; the text goes into the log."""
+    """An order cannot be carried out; the text goes into the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class UnpackedModel:
 
     @property
     def model(self) -> Model:
-        """The numbers, read from the disk if they are there (`edge_agent.device.room`)."""
+        """The numbers, read from the disk if they are on it (`edge_agent.device.room`)."""
         return self.kept if isinstance(self.kept, Model) else self.kept.read()
 
 
 def encode_blob(blob: bytes | UnpackedModel, codec_: Codec) -> bytes:
-    """Return the bytes of a blob, which are encoded now if they are not yet."""
+    """Return the bytes of a blob, which is encoded now if necessary."""
     if isinstance(blob, bytes):
         return blob
     from fedge.tensors.codecs import encode
@@ -109,14 +109,14 @@ def encode_blob(blob: bytes | UnpackedModel, codec_: Codec) -> bytes:
 
 
 class Reported(Struct, frozen=True, kw_only=True):
-    """The last report of a step that asked whether the one before it counted, and what it was told."""
+    """The last report of a step that asked whether its previous report was accepted, and the answer that it got."""
 
     order_id: str
     counted: bool | None
 
 
 class KeptTensors(Struct, frozen=True, kw_only=True):
-    """What a training step kept: its name, the tensors, and whether they learned from D_L alone."""
+    """What a training step kept: the step's name, the tensors, and whether they learned from D_L alone."""
 
     step: str
     tensors: bytes
@@ -125,7 +125,7 @@ class KeptTensors(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The owner's privacy budget at `delta` for all orders; `max_epsilon` None: no limit, no accounting."""
+    """The owner's privacy budget at `delta` for all orders. If `max_epsilon` is None: no limit, no accounting."""
 
     max_epsilon: float | None = None
     delta: float = 1e-5
@@ -153,24 +153,24 @@ def make_repeatable_source(order: Order) -> Source:
 )
 @dataclass
 class Device:
-    """One device during one order.
+    """A device as the step of one order sees it.
 
     Attributes:
         id: the device's name in the federation.
-        task: what is learned.
-        fingerprint: of the task.
+        task: the task of the federation.
+        fingerprint: the task's fingerprint.
         data: the device's samples.
-        home: its own folder, for what lasts across federations.
-        steps: the steps that it knows, by name.
+        home: the device's own folder, for what lasts across federations.
+        steps: the steps that the device knows, by name.
         min_cohort: fewest devices in a masked sum, as the owner sets it.
         budget: the owner's privacy budget for all orders together.
-        order: what it is asked.
+        order: the order under way.
         source: random bytes for this order's noise; only a simulation can repeat them.
-        stop: whether to stop, asked between batches.
-        blobs: what the result refers to, by digest.
-        unpacked: the same, of updates that are not encoded yet.
-        untimed_s: see `pause_timing`.
-        n_updates: those that were sent in this order so far (`edge_agent.device.encoding`).
+        stop: called between batches; returns whether to stop.
+        blobs: the bytes that the result refers to, by digest.
+        unpacked: updates that the result refers to and that are not encoded yet, by digest.
+        untimed_s: seconds that do not count in the reported duration (`pause_timing`).
+        n_updates: number of updates sent in this order so far (`edge_agent.device.encoding`).
     """
 
     id: str
@@ -196,7 +196,7 @@ class Device:
 
     @contextmanager
     def pause_timing(self) -> Iterator[None]:
-        """Leave work on sensitive samples out of the duration that is reported."""
+        """Leave the work within this context, on sensitive samples, out of the reported duration."""
         began = time.perf_counter()
         try:
             yield
@@ -205,7 +205,7 @@ class Device:
 
     @cached_property
     def network(self) -> Network:
-        """The task's network, shared by all devices of a thread: do not rely on its present weights."""
+        """The task's network. All devices of a thread share it, so do not rely on its present weights."""
         frozen = weights.find_device_weights(self.task)
         if frozen is not None and not weights.has_weights(frozen.digest):
             weights.store_weights(self.fetch(frozen))
@@ -222,22 +222,22 @@ class Device:
         return self.order.seed
 
     def make_rng(self, *stream: int) -> np.random.Generator:
-        """Make this order's generator of random numbers for a stream; stream 0 is the one without a number."""
+        """Make this order's generator of random numbers for a stream; without a number, it is stream 0."""
         return np.random.default_rng([self.seed, *stream] if stream else self.seed)
 
     @cached_property
     def files(self) -> Files:
-        """Durable files of this federation and method."""
+        """The device's durable files of this federation and method."""
         return Files(self.home, self.order.run, self.order.round)
 
     # ------------------------------------------------------------------------------------------------------ reports
 
     def was_counted(self) -> bool | None:
-        """Whether the coordinator accepted this step's last report; None: there was none, or no word of it came.
+        """Return whether the coordinator accepted this step's last report; None without a report or a verdict.
 
-        It is accepted if it came in time and answered its order; how much its round made of it, nobody tells the
-        device. Only reports of orders in which the step asked are known, so a step asks in each, or in none; a refusal
-        is no report. A repeated order is told the same again.
+        A report is accepted if it came in time and answered its order. The device does not learn how its round used
+        the report. Only reports of orders in which the step asked are known, so a step asks in each order or in none.
+        A refusal is no report. A repeated order gets the same answer again.
 
         Raises:
             StoreError: it cannot be read.
@@ -258,7 +258,7 @@ class Device:
         return f"reported-{self.order.step}"
 
     def record_report(self) -> None:
-        """Remember that this order ends with a report, for a step that asks whether it counted.
+        """Remember that this order ends with a report, for a step that asks whether it was accepted.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -274,14 +274,14 @@ class Device:
         return encode_blob(self._fetch(ref), ref.codec)
 
     def fetch_model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
-        """Return a model that an order names, or the part that `layout` describes; do not change it."""
+        """Return a model that an order names, or the part that `layout` describes. Do not change the returned model."""
         blob, layout = self._fetch(ref), layout or self.layout
         if isinstance(blob, UnpackedModel) and blob.layout == layout:
             return blob.model
         return _decode.get()(encode_blob(blob, ref.codec), ref.codec, layout)
 
     def send(self, data: bytes, codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Attach bytes to the result, which refers to them by the returned reference; `codec_`: of tensors."""
+        """Attach bytes to the result, and return the reference for it. `codec_`: the codec if they are tensors."""
         ref = BlobRef(digest=compute_digest(data), size_bytes=len(data), codec=codec_)
         self.blobs[ref.digest] = data
         return ref
@@ -298,10 +298,10 @@ class Device:
         `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
 
         Raises:
-            FailedError: this order has kept some already, which these would replace.
+            FailedError: this order has kept tensors already, which these would replace.
         """
         if self._keeps:
-            raise FailedError("a step keeps tensors once in an order: give all of them to one call of device.keep")
+            raise FailedError("a step keeps tensors once in an order: give all to one call of device.save_kept")
         self._keeps = True
         tensors = layers.get_tensors() if isinstance(layers, Layers) else layers
         kept = KeptTensors(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
@@ -313,23 +313,23 @@ class Device:
         return data is not None and decode_kept(data, KeptTensors).shareable
 
     def load_kept(self, step: str, layout: Layout, *, before: int | None = None) -> Layers | None:
-        """Return what a training step kept last, up to this round or `before` another, or None.
+        """Return what a training step kept last, up to this round or `before` another; None if nothing.
 
         Raises:
-            FailedError: another step kept it.
-            ProtocolError: `layout`: it belongs to another network.
-            StoreError: it cannot be read.
+            FailedError: another step kept the tensors.
+            ProtocolError: `layout`, because the tensors belong to another network.
+            StoreError: the file cannot be read.
         """
         data = self.files.read(PERSONAL, before=before)
         if data is None:
             return None
         found = decode_kept(data, KeptTensors)
         if found.step != step:
-            raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
+            raise FailedError(f"step {found.step} kept the tensors on this device, but the order names {step}")
         return Layers(layout, flatten(view_bytes(found.tensors), layout))
 
     def overlay_kept(self, step: str, model: Model, kept: Layers | None) -> Model:
-        """One network that predicts what `fetch_model` and what a training step kept predict together."""
+        """Combine a model and what a training step kept into one network with their joint predictions."""
         return model if kept is None else overlay_tensors(self.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
@@ -337,8 +337,8 @@ class Device:
     def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> Installed:
         """Write a bundle with the next release number, and return the result of the step.
 
-        It is checked against torch on unmarked validation samples alone, since a failure is reported. A repeated order
-        writes the same release as before.
+        The bundle is checked against torch on unmarked validation samples alone, since a failure is reported. A
+        repeated order writes the same release as before.
         """
         from export import write_bundle
 
@@ -358,7 +358,7 @@ class Device:
         return Installed(release=release)
 
     def reserve_release(self) -> int:
-        """Return the release of this order's bundle: the next one, or the first attempt's again."""
+        """Return the release of this order's bundle: the next release, or that of the first try if it is repeated."""
         with suppress(*MALFORMED):
             order_id, number = msgspec.msgpack.decode(self.files.read("release") or b"", type=tuple[str, int])
             if order_id == self.order.id:
@@ -371,8 +371,8 @@ class Device:
 def prune_bundles(home: Path) -> None:
     """Delete old bundles in HOME/bundles, keeping the `KEPT_BUNDLES` highest releases.
 
-    The bundle in service, the one to revert to (HOME/slot-a, slot-b: `deploy.updates.slots`) and any that is being read
-    stay, too.
+    The bundle in service, the bundle to revert to (HOME/slot-a, slot-b: `deploy.updates.slots`) and bundles that are
+    being read stay, too.
     """
     slots = set()
     for slot in home.glob("slot-?"):
@@ -392,7 +392,7 @@ def overlay_tensors(steps: Steps, step: str, model: Model, kept: Layers, layout:
         FailedError: the device does not know the step.
     """
     if step not in steps:
-        raise FailedError(f"step {step} kept something here, and is not installed any more")
+        raise FailedError(f"step {step} kept tensors on this device, but is not installed any more")
     result: Model = load_device_half(steps[step]).overlay(model, kept, layout)
     return result
 
@@ -408,7 +408,7 @@ def decode_kept(data: bytes, kind: type[T]) -> T:
 
 
 def make_failure(error: Exception) -> Failed:
-    """Map an error to a code for the coordinator; its text goes into the log."""
+    """Map an error to a code for the coordinator; the error's text goes into the log."""
     match error:
         case ProtocolError(name="not-finite"):
             why = Why.NOT_FINITE

@@ -1,4 +1,4 @@
-"""How an update leaves its device: as bytes with a digest, or unencoded if device and server share memory."""
+"""Sends an update, as bytes with a digest, or unencoded if device and server share memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _room: ContextVar[UpdateStore | None] = ContextVar("room", default=None)
 
 @contextmanager
 def share_memory(room: UpdateStore) -> Iterator[None]:
-    """Keep updates in the exact codec FLOAT32 as arrays, in this room: nobody else reads them.
+    """Keep updates in the exact codec FLOAT32 as arrays in this room, since no other process reads them.
 
     With 1.66 million weights a round of FedAvg costs 6 instead of 16 ms of processor time per device, without training;
     half of the difference is the digest.
@@ -39,17 +39,17 @@ def share_memory(room: UpdateStore) -> Iterator[None]:
 
 
 def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> BlobRef:
-    """Attach an update to the device's result; returns its reference.
+    """Attach an update to the device's result and return its reference.
 
     Args:
-        device: the sender; an update that stays in the process is named by the order and its number in it, since the
-            same order gives the same updates.
+        device: the sender. An update that stays in the process is named by the order and the update's number in it,
+            since the same order gives the same updates.
         update: all tensors of the change; buffers and counters are not differences.
         part: the tensors that travel.
-        codec_: of the bytes.
+        codec_: the codec of the bytes.
 
     Raises:
-        ProtocolError: `not-finite`, training diverged.
+        ProtocolError: `not-finite`, because training diverged.
         StoreError: the omitted part, or the update, cannot be stored.
     """
     room = _room.get()
@@ -81,7 +81,7 @@ def _store_update(device: Device, update: Model, part: Layout, room: UpdateStore
 
 
 class _Residual(Struct, frozen=True, kw_only=True):
-    """What was omitted when an order began (`before`), and when it was done (`after`): float32 bytes."""
+    """The omitted part when an order began (`before`) and when it was done (`after`), as float32 bytes."""
 
     order_id: str
     before: bytes
@@ -89,9 +89,9 @@ class _Residual(Struct, frozen=True, kw_only=True):
 
 
 def _encode_with_residual(device: Device, update: Model, part: Layout, number: int) -> bytes:
-    """Encode an update in TOP with what earlier ones omitted, and keep the rest (error feedback).
+    """Encode an update in TOP with what earlier updates omitted, and keep the rest (error feedback).
 
-    `number`: of the update in its order, from 0; each number has its own leftovers.
+    `number`: of the update in its order, from 0; each number has its own omitted part.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; rounding errors are kept, too. A
     repeated order finds what it found the first time, and gives the same bytes.
@@ -111,7 +111,7 @@ def _encode_with_residual(device: Device, update: Model, part: Layout, number: i
 
 @lru_cache(maxsize=8)
 def _count_float32_bytes(layout: Layout) -> int:
-    """Return the encoded size of such tensors, which does not depend on the numbers."""
+    """Return the encoded size of such tensors, which does not depend on their values."""
     dtypes = {"param": np.float32, "buffer": np.float32, "counter": np.int64}
     zeros: Tensors = {info.name: np.zeros(info.shape, dtypes[info.kind]) for info in layout.tensors}
     return len(codecs.encode(zeros, Codec.FLOAT32))

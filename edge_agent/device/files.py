@@ -19,8 +19,8 @@ class Files:
     HOME/kept/{run}/{name}/{round}
 
     An order of a round may read files of earlier rounds and writes its own. A file that was read stays until a later
-    round, so an order repeated after a kill -9 finds the same files and gives the same bytes. Runs never mix: the first
-    file of a new run deletes those of older runs.
+    round, so an order repeated after a kill -9 finds the same files and gives the same bytes. Runs never mix, because
+    the first file of a new run deletes the files of older runs.
     """
 
     def __init__(self, home: Path, run: str, round_number: int) -> None:
@@ -67,5 +67,5 @@ def read_newest(folder: Path, limit: int | None = None) -> bytes | None:
 
 
 def list_numbers(folder: Path) -> list[int]:
-    """Return the numbers that name what is in a folder."""
+    """Return the numbers that are names of a folder's entries."""
     return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]

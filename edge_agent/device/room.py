@@ -1,4 +1,4 @@
-"""Where the updates of simulated devices stay until they are summed: in memory, and beyond a limit on the disk."""
+"""Storage of simulated devices' updates until they are summed: in memory, and beyond a limit on the disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedge.errors import StoreError, raise_as
 from fedge.tensors.layout import Model
 
 LEVEL: Final = -1
-"""Of zstd, for what goes to the disk: 6.7 MB of noise take 1.3 ms and stay as large; runs of zeros vanish."""
+"""Level of zstd for what goes to the disk. 6.7 MB of noise take 1.3 ms and stay as large; runs of zeros vanish."""
 
 
 class UpdateStore:
-    """Keeps updates, the first `in_memory` bytes in memory, the others in an unnamed file in TMPDIR.
+    """A store of updates, the first `in_memory` bytes in memory, the others in an unnamed file in TMPDIR.
 
-    The file goes when nothing refers to its updates any more. Any thread may keep and read.
+    The file is deleted when nothing refers to its updates any more. Any thread may store and read.
     """
 
     def __init__(self, in_memory: float = math.inf) -> None:
@@ -34,7 +34,7 @@ class UpdateStore:
         self._lock = threading.Lock()
 
     def store(self, update: Model) -> Model | StoredUpdate:
-        """Take an update to whose arrays nobody writes any more.
+        """Store an update whose arrays nobody changes any more.
 
         Raises:
             StoreError: the disk is full or broken.

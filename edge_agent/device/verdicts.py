@@ -1,4 +1,4 @@
-"""The coordinator's last words on reports, in HOME/outbox/acked: the agent writes them, steps ask for them."""
+"""The coordinator's last verdicts on reports, in HOME/outbox/acked, which the agent writes and steps read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import Struct
 from fedge.errors import MALFORMED
 
 ACKED: Final = Path("outbox", "acked")
-"""The file within a device's folder: the last verdicts, oldest first. It is replaced atomically."""
+"""Path of a file within a device's folder, with the last verdicts, oldest first. The file is replaced atomically."""
 
 
 class Verdict(Struct, frozen=True):
-    """How an order ended; `reason`: why the report was not accepted."""
+    """The coordinator's verdict on an order's report. `reason`: why the report was not accepted."""
 
     order_id: str
     accepted: bool
@@ -23,13 +23,13 @@ class Verdict(Struct, frozen=True):
 
 
 verdicts = msgspec.json.Decoder(list[Verdict])
-"""Reads the file."""
+"""Decoder of the file of verdicts."""
 
 
 def was_accepted(home: Path, order_id: str) -> bool | None:
-    """Whether the coordinator accepted the report of an order; None: no word of it came, or it was forgotten."""
+    """Return whether the coordinator accepted the report of an order; None if no verdict came, or it was forgotten."""
     try:
         found = verdicts.decode((home / ACKED).read_bytes())
-    except (OSError, *MALFORMED):  # the agent, whose file it is, says what is wrong with it
+    except (OSError, *MALFORMED):  # the agent, which owns the file, reports the error
         return None
     return next((verdict.accepted for verdict in reversed(found) if verdict.order_id == order_id), None)

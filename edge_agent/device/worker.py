@@ -62,7 +62,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class FinishedOrder:
-    """The result of an order and its blobs by digest; `unpacked`: only without a real device (`encoding`).
+    """The result of an order and its blobs by digest. `unpacked`: unencoded updates, in simulations only (`encoding`).
 
     `untimed_s`: the part of the duration that sensitive samples may have influenced.
     """
@@ -74,23 +74,23 @@ class FinishedOrder:
 
 
 class Worker:
-    """The work of one device.
+    """A worker that carries out the orders of one device.
 
     Args:
-        device_id: for failure messages.
+        device_id: the device's name, for failure messages.
         task: what is learned.
-        data: the device's samples; they stay here.
-        home: durable folder; `kept` and `bundles` are the worker's.
-        steps: known steps; None: all that are installed or passed as an action.
+        data: the device's samples, which stay in the worker.
+        home: durable folder, in which `kept` and `bundles` are the worker's.
+        steps: known steps; if None, all that are installed or passed as an action.
         min_cohort: fewest devices in a masked sum, and in the difference of two sums of a run.
-        processor: what trains the network; None: the CPU.
-        trains: False: steps that need torch or labels are declined.
-        budget: for all orders together, by the device's owner.
-        source: of an order's noise; only simulations replace the operating system.
+        processor: the processor that trains the network; the CPU if None.
+        trains: whether the device trains; otherwise steps that need torch or labels are declined.
+        budget: the owner's privacy budget for all orders together.
+        source: makes the source of an order's noise; only simulations replace the operating system's.
 
     Attributes:
-        accepted: whether the coordinator accepted the report of an order: by default as the agent, whose folder this
-            is, has heard; a simulated fleet says it itself.
+        accepted: (id of an order) -> whether the coordinator accepted its report; by default read from the agent's
+            folder. A simulated fleet replaces it.
 
     Raises:
         ConfigError: a sample has a label that the task does not have.
@@ -126,18 +126,18 @@ class Worker:
 
     @property
     def network(self) -> Network:
-        """The task's network, shared by all workers of a thread: do not rely on its present weights."""
+        """The task's network. All workers of a thread share it, so do not rely on its present weights."""
         from fedge.models.training import CPU, get_shared_network
 
         return get_shared_network(self.task, self.fingerprint, self._processor or CPU)
 
     @property
     def versions(self) -> Mapping[str, int] | None:
-        """Versions of the worker's steps by name, or None if it takes any."""
+        """Versions of the worker's steps by name, or None if the worker takes any step."""
         return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
 
     def make_device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
-        """Make what a step may use during this order."""
+        """Make the device that a step may use during this order."""
         return Device(
             id=self.id,
             task=self.task,
@@ -161,8 +161,8 @@ class Worker:
         `stop`: checked between batches. `action`: of the order, if already decoded.
 
         Returns:
-            `Failed` if the order or its blobs are unfit or the user's code raises anything, `Declined` if there are no
-            data for it, `Unsupported` if the device does not know the step.
+            The order's result: `Failed` if the order or its blobs are unfit or the user's code raises anything,
+            `Declined` if there are no data for the order, `Unsupported` if the device does not know the step.
 
         Raises:
             StoppedError: `stop()` was true.
@@ -182,7 +182,7 @@ class Worker:
         return finish_order(device, result)
 
     def find_refusal(self, action: Action) -> Declined | None:
-        """Return why the worker refuses this, regardless of its samples, or None."""
+        """Return why the worker refuses this action, regardless of its samples, or None."""
         if action.TRAINS and not self.trains:
             return Declined(why=Why.NO_TRAINING)
         fields = find_unaccounted(type(action))
@@ -198,7 +198,7 @@ class Worker:
         Foreign exceptions (from a user's network) are logged in full.
 
         Raises:
-            StoppedError, StoreError: as `execute`.
+            StoppedError, StoreError: as in `execute`.
         """
         try:
             return work()
@@ -221,7 +221,7 @@ class Worker:
         return seed_torch(seed, self._processor or CPU)
 
     def make_personal_model(self, model: Model) -> Model:
-        """Return the model that the device would use: the shared model with what it kept."""
+        """Return the model that the device would use, the shared model with what the device kept."""
         runs = sorted((self.home / "kept").glob("*/"), key=lambda run: run.stat().st_mtime_ns)
         data = read_newest(runs[-1] / PERSONAL) if runs else None
         if data is None:
@@ -234,7 +234,7 @@ class Worker:
 
 
 def finish_order(device: Device, result: Result) -> FinishedOrder:
-    """What an order ends with.
+    """Make the final result of an order, with its blobs.
 
     Raises:
         StoreError: the disk is full or broken.
@@ -248,8 +248,8 @@ def require_sendable(result: Any, device: Device, action: Action) -> Result:
     """Return a step's result if the coordinator can read it.
 
     Raises:
-        FailedError: no report holds it, or it names tensors that were never sent.
-        ProtocolError: it holds a number that is not finite.
+        FailedError: the result is too large for a report, or names tensors that were never sent.
+        ProtocolError: the result holds a number that is not finite.
     """
     if isinstance(result, Refusal):
         return result

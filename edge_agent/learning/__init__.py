@@ -2,5 +2,5 @@
 
 `frame` is one participation in a round of training: start, train, keep, send. `candidates`, `private_model`, `mixture`
 and `gate` make a device's mixture; `profile` and `evaluation` measure; `batched` runs many simulated devices at once.
-Steps use it. Begin with `frame`.
+Steps use them. Begin with `frame`.
 """

@@ -1,11 +1,11 @@
 """Batched execution: many devices' orders at once, for a fleet in one process.
 
 A step whose device half has `many` gets all its orders together; each result equals what its device alone gives, to
-float tolerance. The others are done one by one. With large networks, if the step draws from no generator of the process
-(`THREADED`), each processor gets a thread, which waits for arithmetic rather than for Python (`cnn_fedavg` on two idle
-processors: 10.4 s of processor time in 5.4 s; on a busy machine threads gain nothing); results are then equal to the
-last bit. The choice depends on step and network alone, never on the other devices. A GPU gets no threads, which would
-share its random numbers.
+float tolerance. Orders of other steps are done one by one. With large networks, if the step draws from no generator of
+the process (`THREADED`), each processor gets a thread, which waits for arithmetic rather than for Python. `cnn_fedavg`
+on two idle processors takes 10.4 s of processor time in 5.4 s; on a busy machine threads gain nothing. Results of
+threads are equal to the last bit. The choice depends on step and network alone, never on the other devices. A GPU gets
+no threads, because they would share its random numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def execute_singly(jobs: Sequence[Job]) -> list[FinishedOrder]:
 def execute_jobs(jobs: Sequence[Job]) -> list[FinishedOrder]:
     """Carry out orders of different workers, and return results in the order of the jobs.
 
-    Each job uses one torch thread: the last bit of a sum depends on the number of threads.
+    Each job uses one torch thread, since the last bit of a sum depends on the number of threads.
     """
     found: dict[int, FinishedOrder] = {}
     with use_one_thread(), cache_models(), torch.random.fork_rng(devices=[]):
@@ -67,7 +67,7 @@ def execute_jobs(jobs: Sequence[Job]) -> list[FinishedOrder]:
 
 
 def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, FinishedOrder]:
-    """Execute those of one step's orders that can be batched."""
+    """Execute the orders of one step that can be batched."""
     found: dict[int, FinishedOrder] = {}
     half = load_device_half(step)
     if hasattr(half, "many"):
@@ -103,7 +103,7 @@ def _get_threads(n: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def use_one_thread() -> Iterator[None]:
-    """Use one thread within, as an agent: a sum's last bit depends on the number of threads."""
+    """Use one thread within this context, as an agent does, since a sum's last bit depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

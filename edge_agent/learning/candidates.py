@@ -25,9 +25,9 @@ INITIAL: Final = "initial"
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """How to train the private and the local model.
+    """The plan for training the private and the local model.
 
-    `private_start`: the role of the private model's start, or "initial"; `private_steps` None: chosen by validation.
+    `private_start`: the role of the private model's start, or "initial"; `private_steps`: chosen by validation if None.
     """
 
     private_start: str
@@ -63,7 +63,7 @@ def fit_models(
 ) -> FittedModels:
     """Fit private and local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
 
-    `streams`: of the order's random numbers, for the two.
+    `streams`: streams of the order's random numbers for these two models.
     """
     found, private_steps = dict(models), 0
     if len(training[1]) >= 2:
@@ -81,7 +81,7 @@ def fit_models(
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """An order's candidates, in the order of `Role`: roles and calibrations (M), models, validation."""
+    """The candidates of an order, sorted by `Role`: M roles, calibrations and models, evaluated on m samples."""
 
     fitted: FittedModels
     roles: tuple[Role, ...]
@@ -103,12 +103,12 @@ def load_fitted(device: Device) -> FittedModels:
     """Return the candidates last stored by `save_fitted`.
 
     Raises:
-        FailedError: there are none.
-        DamagedError: they are damaged.
+        FailedError: no candidates are stored.
+        DamagedError: the stored candidates are damaged.
     """
     data = device.files.read(CANDIDATES)
     if data is None:
-        raise FailedError("no candidates: fit_candidates was not done here")
+        raise FailedError("the device has no candidates: fit_candidates was not done")
     return decode_kept(data, FittedModels)
 
 
@@ -125,12 +125,14 @@ def make_candidates(
     `samples`: (m, *input_shape) and (m,), m >= 0. `classes`: (C,) log class shares. `pooled`: weights u.
 
     Raises:
-        FailedError: the device has none of them.
+        FailedError: the device has no such candidate.
     """
     x, y = samples
     roles = tuple(role for role in fitted.roles if role in calibration and role in pooled)
     if not roles:
-        raise FailedError(f"the order names {', '.join(pooled)}, this device has {', '.join(fitted.roles)}")
+        raise FailedError(
+            f"no candidate fits: the order names {', '.join(pooled)}, the device has {', '.join(fitted.roles)}"
+        )
     models = tuple(fitted.decode_model(device, role) for role in roles)
     found = np.stack([compute_logits(device, model, x) for model in models])
     chosen = tuple(calibration[role] for role in roles)
@@ -153,7 +155,7 @@ def make_candidates(
 def make_pooled_candidates(
     device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
 ) -> Candidates:
-    """Return the pooled candidates on V_L; with marked samples, shadows fitted on D_L alone."""
+    """Return the pooled candidates, evaluated on V_L; with marked samples, shadows of them fitted on D_L alone."""
     return make_candidates(
         device, load_fitted(device), device.data.shared_validation, compute_shared_prior(device), calibration, pooled
     )

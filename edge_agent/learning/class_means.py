@@ -18,18 +18,18 @@ from fedge.models import network as models
 from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, pad_samples, to_tensor
 
 MOST_SAMPLES: Final = CHUNK
-"""Of a device, for its means: one forward pass."""
+"""Most samples of a device for its class means, which fit in one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class NearClassMeans:
-    """The objective of training (`edge_agent.learning.frame.Recipe`) with this weight of the second term."""
+    """The objective for `edge_agent.learning.frame.Recipe`, with this weight of the term that draws to class means."""
 
     weight: float
 
     @contextmanager
     def __call__(self, learns: Network | Stack, devices: Sequence[Device]) -> Iterator[Loss]:
-        """Context with the loss, to which each device's means are given, as its present weights make them."""
+        """Open a context with the loss, which gets each device's means as computed with its present weights."""
         drawn = [draw_samples(*device.data.shared, device.make_rng()) for device in devices]
         x, y = (
             to_tensor(own, learns.processor) for own in (pad_samples(drawn) if isinstance(learns, Stack) else drawn[0])
@@ -47,13 +47,13 @@ class NearClassMeans:
 def draw_samples(
     x: NDArray[np.float32], y: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the samples for a device's means: the first that training by `rng` would draw."""
+    """Return the samples for a device's means, the first that training by `rng` would draw."""
     chosen = rng.permutation(len(y))[:MOST_SAMPLES]
     return x[chosen], y[chosen]
 
 
 def compute_class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """Compute features (..., m, D) by class, (..., C, D), of labels (..., m); NaN without samples.
+    """Compute the mean of features (..., m, D) by class, (..., C, D), with labels (..., m); NaN without samples.
 
     Samples labelled `PADDING` are ignored. Sums are in float64, means in float32.
     """

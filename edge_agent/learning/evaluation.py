@@ -24,7 +24,7 @@ WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A model before training: accuracy on V_L; loss and gradient norm on D_L if requested."""
+    """The figures of a model before training: accuracy on V_L; loss and gradient norm on D_L if requested."""
 
     accuracy: float | None
     loss: float | None = None
@@ -39,7 +39,7 @@ def evaluate_model(device: Device, model: Model, *, measure: bool = True) -> Eva
 
 
 def fetch_best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
-    """Return the best start on V_L, or on D_L if that is empty; the first on a tie."""
+    """Return the best start on V_L, or on D_L if V_L is empty; the first on a tie."""
     return choose_best_start(device, [device.fetch_model(start.model) for start in starts], starts, choose)
 
 
@@ -54,7 +54,7 @@ def choose_best_start(
 
 
 def rank_model(device: Device, model: Model, choose: Choice) -> tuple[float, float]:
-    """Return (number classified correctly or 0, log-likelihood): larger is better; (0, 0) without samples."""
+    """Return a model's rank, (number correct or 0, log-likelihood), larger is better; (0, 0) without samples."""
     data = device.data
     x, y = data.shared_validation if len(data.shared_validation[1]) else data.shared
     if choose == "loss":
@@ -83,12 +83,12 @@ def compute_accuracy(device: Device, model: Model) -> float | None:
 
 
 def compute_shared_prior(device: Device) -> Array:
-    """Compute log class shares (C,) of D_L, for all that leaves the device or influences it."""
+    """Compute log class shares (C,) of D_L, the prior for everything that leaves the device or influences what does."""
     return mixture.compute_log_prior(device.data.count_shared_classes(device.task.n_classes))
 
 
 def compute_prior(device: Device) -> Array:
-    """Compute log class shares (C,) of all training samples, for what stays on the device."""
+    """Compute log class shares (C,) of all training samples, the prior for what stays on the device."""
     return mixture.compute_log_prior(device.data.count_classes(device.task.n_classes))
 
 

@@ -1,9 +1,9 @@
 """The frame of every step that trains: what is around the learning, for one device and for several side by side.
 
-    begin      what is kept here and the offered models give the start
-    look       the model that the device would use is measured, if the order asks for it
+    begin      make the start of the offered models and what is kept on the device
+    look       measure the model that the device would use, if the order asks for it
     learn      the step's own part: `fit` with a recipe, or anything else
-    finish     the change travels; what stays is kept
+    finish     send the change; keep what stays
 
 A step hands `train_alone` its `learn`, and `train_together` its recipe, if several simulated devices may learn at once.
 """
@@ -49,9 +49,10 @@ from fedge.tensors.layout import Layout, Model, Selector
 from fedge.wire.messages import BlobRef, Why
 
 MOST_WEIGHTS: Final = 2**20
-"""Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
+"""Most weights in a stack; with more, they leave the processor's cache and a step of a model takes longer again."""
 MOST_WEIGHTS_ON_GPU: Final = 2**24
-"""There memory is the bound: by count a measuring pass of seven `cnn_fedavg` on 32 x 32 takes 2 GB."""
+"""Most weights in a stack on a GPU, where memory is the limit. By calculation, a measuring pass of seven `cnn_fedavg`
+on 32 x 32 images takes 2 GB."""
 MOST_MODELS: Final = 64
 
 Learns = Network | Stack
@@ -61,17 +62,17 @@ Objective = Callable[[Learns, Sequence[Device]], AbstractContextManager[Loss]]
 
 
 def use_cross_entropy(_: Learns, __: Sequence[Device]) -> AbstractContextManager[Loss]:
-    """The objective of most steps: mean cross-entropy."""
+    """Return a context with mean cross-entropy, the objective of most steps."""
     return nullcontext(cross_entropy)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the weights move: the place for the losses, optimisers and schedules of a step.
+    """A step's rules by which weights move: its losses, optimisers and schedules.
 
     `sgd`: what the order says of the training. `objective`: gives the loss. `optimizer`: made anew for each phase,
-    from the models that learn; None: SGD with momentum, as `sgd` says. `head_steps`: the head first learns alone for
-    this long, then the base alone; 0: everything learns together.
+    from the models that learn; if None, SGD with momentum, as `sgd` says. `head_steps`: the head first learns alone for
+    so many steps, then the base alone; if 0, everything learns together.
     """
 
     sgd: Sgd
@@ -80,17 +81,18 @@ class Recipe:
     head_steps: int = 0
 
     def list_phases(self, n: int) -> tuple[tuple[Part, int], ...]:
-        """What moves, and for how many steps, with n samples."""
+        """List which part of the network learns in each phase, and for how many steps, with n samples."""
         steps = self.sgd.count_steps(n)
         return (("head", self.head_steps), ("base", steps)) if self.head_steps else (("all", steps),)
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a device has learned.
+    """The result of a device's learning.
 
-    `model`: the trained model, whose change travels. `kept`: what stays, in the layout that the action's `kept` names;
-    None: nothing. `report`: further fields of the result, such as references to further uploads.
+    `model`: the trained model, whose change travels. `kept`: what stays on the device, in the layout that the action's
+    `select_kept` returns; None if nothing stays. `report`: further fields of the result, such as references to further
+    uploads.
     """
 
     model: Model
@@ -100,7 +102,10 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A device that is about to learn: its start, and what it kept in an earlier round, in the layout `keeps`."""
+    """A device that is about to learn from `start`, the model of `chosen`.
+
+    `keeps`: layout of what stays on the device; None if nothing. `mine`: what it kept in an earlier round.
+    """
 
     device: Device
     action: Train
@@ -110,12 +115,12 @@ class Begun:
     mine: Layers | None
 
     def get_model_in_use(self, model: Model, kept: Layers | None) -> Model:
-        """What the device would use of them, as far as that may be told."""
+        """Return the model that the device would use; without `kept` if its measurements must not leave the device."""
         shown = kept if self.action.shareable else None
         return self.device.overlay_kept(self.action.STEP, model, shown)
 
     def get_kept(self, learned: Learned) -> Layers | None:
-        """What stays now.
+        """Return what stays on the device.
 
         Raises:
             FailedError: the contract does not say that anything stays.
@@ -123,16 +128,16 @@ class Begun:
         if learned.kept is None:
             return None
         if self.keeps is None:
-            raise FailedError(f"step {self.action.STEP} keeps tensors, and its contract's `kept` names none")
+            raise FailedError(f"step {self.action.STEP} keeps tensors, but `select_kept` of its contract names none")
         return Layers(self.keeps, learned.kept)
 
 
 Learn = Callable[[Model, Layers | None], Learned]
-"""(start, what was kept) -> what was learned. Without anything kept yet, the latter is None."""
+"""(start, what was kept, or None if nothing yet) -> what was learned."""
 
 
 def train_alone(device: Device, action: Train, learn: Learn) -> Result:
-    """One device's round of training."""
+    """Do one device's round of training."""
     begun = begin(device, action)
     if isinstance(begun, Declined):
         return begun
@@ -146,7 +151,7 @@ def train_alone(device: Device, action: Train, learn: Learn) -> Result:
 
 
 def begin(device: Device, action: Train) -> Begun | Declined:
-    """Find out from where the device learns. A device without samples that may be shared declines."""
+    """Determine the model from which the device learns. A device without samples that may be shared declines."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     keeps = action.select_kept(action.personal, device.layout)
@@ -158,9 +163,9 @@ def begin(device: Device, action: Train) -> Begun | Declined:
 def assemble_model(
     device: Device, ref: BlobRef, personal: Selector, mine: Layers | None, initial: BlobRef | None
 ) -> Model:
-    """A complete model: the received layers over the kept ones, at first over those of `initial`.
+    """Return a complete model: the received layers over the kept ones, at first over those of `initial`.
 
-    Without an initial model the network's own code initialises them, and no message reveals them.
+    Without an initial model the network's own code initialises the personal layers, and no message reveals them.
     """
     if not personal:
         return device.fetch_model(ref)
@@ -173,7 +178,7 @@ def assemble_model(
 
 
 def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
-    """Train from the present weights on the devices' shareable samples, n >= 1; of a stack, equally long.
+    """Train from the present weights on the devices' shareable samples, n >= 1; models of a stack train equally long.
 
     Raises:
         StoppedError: the first device is to stop.
@@ -192,7 +197,8 @@ def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
 def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float | None) -> Trained:
     """Send the travelling part of the change, and keep what stays.
 
-    `before`, `loss_after`: of the model that the device would use, or of the shared one if the former is confidential.
+    `before`, `loss_after`: measured on the model that the device would use, or on the shared model if what is kept is
+    confidential.
 
     Raises:
         ProtocolError: `not-finite`, training diverged.
@@ -223,7 +229,7 @@ def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A device that may learn beside others, and its place among those that were asked."""
+    """A device that may learn beside others. `number`: its position among the devices that were asked."""
 
     number: int
     begun: Begun
@@ -233,7 +239,7 @@ class _Ready:
 def train_together(
     devices: Sequence[Device], actions: Sequence[Train], recipe_of: Callable[[Train], Recipe]
 ) -> list[Result | None]:
-    """Train small networks side by side (`fedge.models.training.Stack`); None: to be done alone.
+    """Train small networks side by side (`fedge.models.training.Stack`); None for a device that must train alone.
 
     Each device's result agrees with that of `train_alone` to float tolerance. The choice depends only on the network
     (`can_stack`) and the step, never on the other devices.
@@ -261,7 +267,7 @@ def train_together(
 
 
 def _iterate_groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
-    """Group devices that can share a stack: same network, training and measurements; similar sizes, to pad less."""
+    """Group devices that can share a stack: with the same network, training and measurements, and similar sizes."""
     alike: dict[tuple[str, Recipe, int, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
         device = one.begun.device
@@ -276,7 +282,7 @@ def _iterate_groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
 
 
 def _train_group(group: Sequence[_Ready]) -> list[Result]:
-    """`train_alone` for n devices that keep nothing, at once."""
+    """Do what `train_alone` does for n devices that keep nothing, at once."""
     devices, starts = [one.begun.device for one in group], [one.begun.start for one in group]
     measure = group[0].begun.action.measure
     stack = Stack(devices[0].network, starts)

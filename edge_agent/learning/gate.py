@@ -21,13 +21,14 @@ from fedge.bundle.formula import Array, Library, compute_gate_features, mix
 from fedge.models.training import to_tensor
 
 MIN_SAMPLES: Final = 10
-"""With fewer validation samples the gate is not trained."""
+"""Fewest validation samples for training the gate."""
 STEPS: Final = 150
 LEARNING_RATE: Final = 0.02
 DECAY: Final = 0.03
 TORCH: Final[Library[Tensor]] = Library(partial(torch.log_softmax, dim=-1), partial(torch.logsumexp, dim=-1))
 _SMALLEST_SPREAD: Final = 0.1
-"""Lower bound, relative to the mean spread: an input that hardly varies here must not be blown up elsewhere."""
+"""Lower bound of an input's spread, relative to the mean spread, so that an input that hardly varies on this device is
+not blown up on other samples."""
 
 
 def train_gate(
@@ -43,13 +44,13 @@ def train_gate(
     """Fit the gate by full-batch Adam to -mean log p_y + decay * ||gate parameters||^2.
 
     Args:
-        x: (m, *input_shape) model inputs of the validation samples; m < 10: the untrained gate.
+        x: (m, *input_shape) model inputs of the validation samples; for m < 10 the gate stays untrained.
         log_p: (m, M) log q_k of the true classes; a candidate that is not finite is dropped for the sample.
         scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
-        seed: of the first layer's weights.
-        decay: see above; of all parameters.
+        seed: the seed of the first layer's weights.
+        decay: weight of the penalty above, on all parameters.
         experts: candidates of which only the `top` largest scores take part in a sample, as in `fedge.bundle.formula`.
-        top: see `experts`.
+        top: number of these experts in a sample.
     """
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
@@ -106,7 +107,7 @@ def _fit(
 
 
 def _select_top(scores: Tensor, experts: Tensor, top: int) -> Tensor:
-    """Set scores to -inf for experts outside a sample's `top`; the lower index is first on a tie."""
+    """Set scores to -inf for experts outside a sample's `top`; on a tie, the lower index comes first."""
     if not len(experts):
         return scores
     order = torch.argsort(-scores[:, experts].detach(), dim=1, stable=True)

@@ -1,4 +1,4 @@
-"""How a device fits its mixture: prior, temperature, weights, energy, guard (fedge.md sections 6 to 11).
+"""Maths by which a device fits its mixture: prior, temperature, weights, energy, guard (fedge.md sections 6 to 11).
 
 Pure float64 numpy, symbols as in the specification: M candidates, C classes, n samples. The mixture's own formula is in
 `fedge.bundle.formula`.
@@ -20,7 +20,7 @@ from fedge.steps.mixture.fit_weights import Calibration
 from fedge.wire.messages import Role
 
 PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
-"""A model's own probabilities."""
+"""Calibration that leaves a model's probabilities as they are."""
 EM_STEPS: Final = 60
 BASE_CHECKPOINT: Final = 1  # 40 steps, section 6
 STEPS_MARGIN_NATS: Final = 2.0
@@ -28,7 +28,7 @@ GUARD_MARGIN_NATS: Final = 5.0
 GUARD_MARGIN_SAMPLES: Final = 2
 MAX_CLASS_DISTANCE: Final = Fraction(2, 5)
 TIE: Final = 1e-9
-"""Better means by more than this (section 2)."""
+"""A value is better only if it exceeds the best so far by more than this (section 2)."""
 
 
 def find_best(values: Sequence[float]) -> int:
@@ -66,7 +66,7 @@ def compute_log_prior(counts: NDArray[np.integer]) -> Array:
 
 
 def select_true_log_p(log_p: Array, labels: NDArray[np.int64]) -> Array:
-    """Return log p of the true classes, (..., n), from (..., n, C); a non-finite row is uniform."""
+    """Return log p of the true classes, (..., n), from (..., n, C); a row that is not finite counts as uniform."""
     picked = log_p[..., np.arange(len(labels)), labels]
     return np.asarray(np.where(np.isfinite(picked), picked, -math.log(log_p.shape[-1])))
 
@@ -122,7 +122,7 @@ def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
 
 
 def compute_energy_statistics(energies: Array) -> tuple[Array, Array]:
-    """Compute mean and deviation per candidate, (M,) each, over finite energies; else 0 and 1."""
+    """Compute mean and deviation per candidate, (M,) each, over finite energies; 0 and 1 without any."""
     means, deviations = np.zeros(energies.shape[1]), np.ones(energies.shape[1])
     for k, column in enumerate(energies.T):
         finite = column[np.isfinite(column)]

@@ -17,7 +17,7 @@ from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
 
 CHECKPOINTS: Final = (20, 40, 80, 160)
-"""Steps after which the private model is looked at; 40 unless validation clearly asks for another."""
+"""Steps after which the private model is evaluated; 40 are taken unless validation clearly asks for another number."""
 
 log = logging.getLogger("fedge.agent")
 
@@ -37,8 +37,9 @@ def fit_private(
 ) -> tuple[Model, int]:
     """Fine-tune `start` on all training samples (n >= 1); return the checkpoint and its number of steps.
 
-    Training stops early after two checkpoints in a row that are worse than the best before them, and without validation
-    samples after 40 steps. `steps`: exactly so many, without validation. `stream`: of the order's random numbers.
+    Training stops early after two checkpoints in a row that are worse than the best before them; without validation
+    samples it stops after 40 steps. `steps`: if given, exactly this number, without validation. `stream`: stream of the
+    order's random numbers.
     """
     if steps is None and not len(validation[1]):
         steps = CHECKPOINTS[BASE_CHECKPOINT]
@@ -66,7 +67,7 @@ def compute_log_likelihood(network: Network, model: Model, samples: Samples) -> 
 
 
 def fit_model(device: Device, start: Model, training: Samples, sgd: Sgd, steps: int, *stream: int) -> Model:
-    """Train `start` on n >= 1 samples for some steps: the local model, and the fits with the validation samples."""
+    """Train `start` on n >= 1 samples for `steps` steps, for the local model and the fits with validation samples."""
     device.network.load(start)
     Trainer(device.network, *training, sgd, device.make_rng(*stream)).run(steps, device.stop)
     return device.network.dump()

@@ -45,15 +45,15 @@ _INEXACT: Final = (
     nn.Sigmoid,
 )
 MAX_UNITS: Final = 4096
-"""A message carries no longer profile."""
+"""Most units of a profile, since a message carries no longer one."""
 DELTA: Final = 1e-5
-"""delta of (eps, delta) privacy of one sample, for the line in the log."""
+"""delta of the (eps, delta) privacy of one sample that the log reports."""
 NOISE_FILE: Final = "profile-noise.json"
 
 
 @dataclass(frozen=True, slots=True)
 class SparsityProfile:
-    """`shares` (q,) of exact zeros per unit or channel, and `halves`, D_raw of even and odd samples, or None."""
+    """A profile: `shares` (q,) of exact zeros per unit or channel, and `halves`, D_raw of even and odd samples."""
 
     shares: NDArray[np.float64]
     halves: float | None
@@ -82,7 +82,7 @@ def measure_sparsity(module: nn.Module, x: NDArray[np.float32], processor: torch
 
 
 class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The source of a device's noise, which never leaves the device."""
+    """The secret from which a device's noise is drawn, which never leaves the device."""
 
     seed: int
     sigma: float
@@ -91,8 +91,8 @@ class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> SparsityProfile:
     """Return S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once for all and kept in `home`; no halves.
 
-    Fresh noise in every report could be averaged away, so the first draw holds for ever, whatever `sigma` is requested
-    later. It comes from the device's own random numbers, since the coordinator knows the order's seed.
+    Fresh noise in every report could be averaged away, so the first draw is used for ever, whatever `sigma` follows.
+    The draw comes from the device's own random numbers, since the coordinator knows the order's seed.
 
     Raises:
         StoreError: the noise cannot be read or kept.
@@ -112,7 +112,7 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
 
 
 def compute_epsilon(n: int, q: int, sigma: float) -> float:
-    """Compute sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma, eps of one of n samples, valid for eps <= 1.
+    """Compute the eps of one of n samples, sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma, valid for eps <= 1.
 
     Example:
         >>> round(compute_epsilon(2000, 64, 0.05), 2), round(compute_epsilon(30, 64, 0.05), 1)
@@ -125,7 +125,7 @@ def find_last_activation(module: nn.Module, x: Tensor) -> nn.Module:
     """Return the ReLU module that ran last in a forward pass.
 
     Raises:
-        ConfigError: there is none, or an activation without exact zeros ran after it.
+        ConfigError: the network has no ReLU module, or an activation without exact zeros ran after it.
     """
     ran: list[nn.Module] = []
     layers = [m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)]

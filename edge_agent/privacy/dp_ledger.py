@@ -1,13 +1,13 @@
 """The privacy cost of differentially private training to this device's samples, kept durably.
 
-HOME/privacy.json holds a charge for each training whose result may have left. It is written before the result leaves,
-so it never holds too little; after a crash in between it may hold a training too many. The ledger covers the samples in
-this home, for all federations.
+HOME/privacy.json holds a charge for each training whose result may have left. A charge is written before the result
+leaves, so none is ever missing; after a crash in between, the ledger may hold a training too many. It covers the
+samples in this home, for all federations.
 
 Accounting is Opacus' (Rényi differential privacy of the sampled Gaussian mechanism: Mironov, Talwar, Zhang, 2019). It
-composes trainings with different noise and sampling rates, and one more costs microseconds. Opacus' PRV accountant
-gives an epsilon that is 7 to 12 % lower, but takes a sixth of a second and more per order. Neighbouring data: one
-sample does not count.
+composes trainings with different noise and sampling rates, and a further training costs microseconds. Opacus' PRV
+accountant gives an epsilon that is 7 to 12 % lower, but takes a sixth of a second and more per order. Neighbouring data
+differ in that one sample does not count.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fedge.steps.training.train_dp import Privacy
 from fedge.system.files import read_lasting, write_atomically
 
 ORDERS: Final = (*range(2, 33), 40, 48, 64, 96, 128, 192, 256)
-"""Of Rényi divergence, among which the best is taken. Fractions would lower an epsilon above 10, at 40 ms each."""
+"""Orders of Rényi divergence, of which the best is taken. Fractions would lower an epsilon above 10, at 40 ms each."""
 ROUNDING: Final = 1e-9
-"""By so much, relatively, sums of the same numbers may differ."""
+"""Relative difference that sums of the same numbers may have."""
 
 
 class Mechanism(Struct, frozen=True, kw_only=True):
@@ -55,10 +55,10 @@ class Ledger:
     """The ledger of one home."""
 
     def __init__(self, home: Path) -> None:
-        """Open the ledger; a home without one has spent nothing.
+        """Open the ledger; a home without a ledger has spent nothing.
 
         Raises:
-            StoreError: it cannot be read; since the spent budget is unknown, no more is spent.
+            StoreError: the ledger cannot be read; since the spent budget is unknown, no more is spent.
         """
         self._path = home / PRIVACY_LEDGER
         try:
@@ -70,15 +70,15 @@ class Ledger:
             ) from error
 
     def compute_spent(self, delta: float, *, run: str | None = None, planned: Charge | None = None) -> float:
-        """Compute the epsilon at `delta` of all charges, or of one run's, with a planned one."""
+        """Compute the epsilon at `delta` of all charges, or of one run's charges, with a planned charge if given."""
         charges = [*self.charges, *((planned,) if planned else ())]
         return compute_epsilon((charge for charge in charges if run is None or charge.run == run), delta)
 
     def record(self, charge: Charge) -> None:
-        """Write a charge; it is on disk when this returns.
+        """Write a charge, which is on disk when this returns.
 
         Raises:
-            StoreError: it cannot be written: then the result must not leave.
+            StoreError: the charge cannot be written, so the result must not leave.
         """
         write_atomically(self._path, msgspec.json.format(msgspec.json.encode([*self.charges, charge])))
         self.charges = [*self.charges, charge]
@@ -88,7 +88,7 @@ _charges = msgspec.json.Decoder(list[Charge])
 
 
 def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
-    """Compute the epsilon of successive trainings, 0 for none."""
+    """Compute the epsilon of successive trainings; 0 without any."""
     steps: Counter[Mechanism] = Counter()
     for charge in charges:
         steps[charge.mechanism] += charge.steps
@@ -96,7 +96,7 @@ def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
         return 0.0
     total = sum(n * _compute_step_rdp(mechanism) for mechanism, n in steps.items())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the best order being the first or last: the bound holds all the same
+        warnings.simplefilter("ignore")  # if the best order is the first or last, the bound still holds
         return float(_import_opacus().analysis.rdp.get_privacy_spent(orders=ORDERS, rdp=total, delta=delta)[0])
 
 
@@ -145,7 +145,7 @@ def _import_opacus() -> Any:
     """Import Opacus' accountants, which take a second.
 
     Raises:
-        FailedError: not installed.
+        FailedError: Opacus is not installed.
     """
     try:
         with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""A device's memory of a masked sum, on disk before anything of it leaves.
+"""A device's memory of a masked sum, on disk before anything of the sum leaves.
 
-A repeated order, changed or not, must not open what another one has closed.
+A repeated order, changed or not, must not open what another order has closed.
 
     HOME/masking/{run}/{round}.{session}/keys        three private keys, made once
     HOME/masking/{run}/{round}.{session}/shared      the roster with which secrets were shared, and the result
@@ -8,8 +8,8 @@ A repeated order, changed or not, must not open what another one has closed.
     HOME/masking/{run}/{round}.{session}/confirmed   the one sum that may be opened
     HOME/masking/{run}/sums                          all sums of the run confirmed here, by their devices
 
-Files are written once and never changed, except that `sums` grows. The first session of a round deletes those of
-earlier rounds, the first of a run those of other runs: without the keys nothing can be opened any more.
+Files are written once and never changed, except that `sums` grows. The first session of a round deletes the sessions of
+earlier rounds, and the first session of a run those of other runs; without the keys nothing can be opened any more.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Shared(Struct, frozen=True):
 
 
 class Masked(Struct, frozen=True):
-    """The result and the update for the action of this digest; `shares`: of the action, by position.
+    """The result and the update for the action of this digest. `shares`: the action's shares, by position.
 
-    `statement`: with whom was masked, as signed in the result.
+    `statement`: the devices masked with, as signed in the result.
     """
 
     action: str
@@ -71,8 +71,8 @@ class Confirmed(Struct, frozen=True):
 
 
 def _remove_session(folder: Path) -> None:
-    """Delete a session, or all of a run: keys first, since what is left after a kill -9 must not sign another sum."""
-    with suppress(OSError):  # then it stays whole
+    """Delete a session, or a whole run, keys first, since what is left after a kill -9 must not sign another sum."""
+    with suppress(OSError):  # the folder then stays complete
         for keys in folder.rglob("keys"):
             keys.unlink()
             sync(keys.parent)
@@ -80,7 +80,7 @@ def _remove_session(folder: Path) -> None:
 
 
 class Session:
-    """One sum, from this device's point of view."""
+    """A session of one masked sum on this device."""
 
     def __init__(self, device: Device, name: str) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class Session:
         write_atomically(self._folder / type(value).__name__.lower(), msgspec.msgpack.encode(value))
 
     def start(self) -> Keys:
-        """Return the keys, made on the first call, which deletes earlier sessions."""
+        """Return the keys. The first call makes them and deletes earlier sessions."""
         keys = self.load(Keys)
         if keys is None:
             over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
@@ -128,22 +128,22 @@ class Session:
 
     @property
     def public(self) -> tuple[bytes, ...]:
-        """The public keys, as `Member.keys`."""
+        """The public keys, in the order of `Member.keys`."""
         return tuple(key.public_key().public_bytes_raw() for key in (self.encryption, self.masking, self.signing))
 
     @cached_property
     def _keys(self) -> Keys:
         keys = self.load(Keys)
         if keys is None:
-            raise FailedError("a masked sum goes on here that never began")
+            raise FailedError("the masked sum never began on this device")
         return keys
 
     def fetch_roster(self, ref: BlobRef) -> tuple[Roster, int]:
         """Fetch the cohort, and return it with this device's position.
 
         Raises:
-            FailedError: the device is not in it with these keys.
-            ProtocolError: not a roster.
+            FailedError: the device is not in the cohort with these keys.
+            ProtocolError: the file is no roster.
         """
         roster = read_roster(self._device.fetch(ref))
         own = roster.find_position(self._device.id)
@@ -155,7 +155,7 @@ class Session:
         """Fetch the positions of some devices of the cohort.
 
         Raises:
-            ProtocolError: not in it.
+            ProtocolError: a position is not in the cohort.
         """
         return read_positions(self._device.fetch(ref), roster)
 
@@ -163,7 +163,7 @@ class Session:
         """Return the secrets shared for this roster.
 
         Raises:
-            FailedError: none, or for another one.
+            FailedError: no secrets were shared, or for another roster.
         """
         shared = self.load(Shared)
         if shared is None or shared.roster != roster.digest:

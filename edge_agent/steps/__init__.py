@@ -1,7 +1,7 @@
 """Device halves of steps: `run(device, action) -> result`.
 
 The rooms are those of `fedge.steps`, where the contracts are; the listing of both shows everything that a device can be
-asked to do. `public` lists what a step of one's own may use; its names are this room's, too. Begin with
+asked to do. `public` lists what a user's own step may use; its names are this room's, too. Begin with
 `training.train`, over the frame of `edge_agent.learning`.
 """
 

@@ -1,7 +1,7 @@
 """All that a device half may use, for those who write a step of their own: `from edge_agent.steps import Learned`.
 
-With it come the names of `fedge.steps.public`. What is in neither list may change with any version. This module needs
-torch; a device half imports it within its functions, since contracts are read where there is none.
+The names of `fedge.steps.public` come with it. Names in neither list may change with any version. This module needs
+torch. A device half imports it within its functions, since contracts are also read on machines without torch.
 """
 
 from edge_agent.device.device import Device, FailedError

@@ -1,7 +1,7 @@
-"""A bundle: what a device runs when it predicts.
+"""Bundles, which devices run to predict.
 
-`manifest` lists its parts; `formula` mixes the candidates, in numpy; `energies` and `calibration` are its numbers;
-`graph_reader` reads graphs without onnx, and `runtime` is the only place that imports ONNX Runtime. `export` writes
+`manifest` lists a bundle's parts; `formula` mixes the candidates, in numpy; `energies` and `calibration` are about the
+formula's numbers; `graph_reader` reads graphs without onnx, and only `runtime` imports ONNX Runtime. `export` writes
 bundles, `deploy` runs them. Begin with `manifest`.
 """
 

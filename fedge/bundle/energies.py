@@ -1,7 +1,7 @@
-"""What a mixture's outputs say about samples: free energy, gate entropy, outliers.
+"""Statistics of a mixture's outputs on samples: free energy, gate entropy, and the bounds for outliers.
 
-Energies come from the graph: logsumexp of a candidate's logits, standardised on its validation samples, so that similar
-samples have energies around 0. Weights are the candidates' shares. Both are (n, M).
+Energies come from the graph. A candidate's energy is the logsumexp of its logits, standardised on its validation
+samples, so that similar samples have energies around 0. Weights are the candidates' shares. Both are (n, M).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedge.bundle.manifest import Reference
 Floats = NDArray[np.floating]
 
 OUTLIER_SHARE: Final = 0.05
-"""Of samples like the validation samples, about this share is taken for outliers, half of it on either side."""
+"""Share of samples like the validation samples that is taken for outliers, half of it on either side."""
 
 
 def compute_free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
-    """Return F(x) = -Σ_k α_k ẽ_k(x), (n,), larger is stranger; NaN where no candidate is usable."""
+    """Return free energies F(x) = -Σ_k α_k ẽ_k(x), (n,), larger for stranger samples; NaN if no candidate is usable."""
     usable = np.isfinite(energies)
     share = np.where(usable, weights, 0.0).astype(np.float64)
     total = share.sum(axis=1)
@@ -30,19 +30,20 @@ def compute_free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64
 
 
 def compute_gate_entropy(weights: Floats) -> NDArray[np.float64]:
-    """Return H(x) = -Σ_k α_k log α_k, (n,), in nats, 0 (one candidate alone) to log M."""
+    """Return gate entropies H(x) = -Σ_k α_k log α_k, (n,), in nats, from 0 (one candidate has all weight) to log M."""
     share = np.asarray(weights, np.float64)
     entropy: NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
     return np.maximum(entropy, 0.0)  # a weight may be rounded above 1
 
 
 def compute_reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
-    """Return a bundle's reference from validation outputs, or None with fewer than 2 usable ones.
+    """Return a bundle's reference from outputs on validation samples, and the lower bound of a usual free energy.
 
-    Also returns the bounds of a normal free energy. Both are order statistics of the n samples, the k-th from either
-    end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): another sample of this kind is outside with probability 2k
-    / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). This assumes no shape of the
-    distribution; standard deviations would not work, since the graph clips energies.
+    Return None with fewer than 2 usable samples. The lower bound, and the upper one in the reference, are order
+    statistics of the n samples: the k-th from either end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))). Another
+    sample of this kind is outside with probability 2k / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split
+    conformal prediction). This assumes no shape of the distribution; standard deviations would not work, since the
+    graph clips energies.
     """
     free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
     kept = np.isfinite(free)

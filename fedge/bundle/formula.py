@@ -1,14 +1,14 @@
-"""The mixture's formula in numpy, in the precision of its numbers (fedge.md sections 7, 9, 11).
+"""The mixture's formula in numpy, in the precision of its tensors (fedge.md sections 7, 9, 11).
 
-Symbols as in the specification: M candidates, C classes, n samples. Runtimes compute in float32, a device's fit and the
-check of a bundle in float64. `mix` is also the loss that the gate is trained by, in torch
-(`edge_agent.learning.gate`); `export.graph` is the same as a graph. tests/fedge/bundle/test_formula.py holds them
-together. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies that are neither standardised nor clipped, it is
+Symbols are those of the specification: M candidates, C classes, n samples. Runtimes compute in float32; a device's fit
+and the check of a bundle use float64. The gate's training loss also uses `mix`, in torch (`edge_agent.learning.gate`).
+`export.graph` builds the same formula as an ONNX graph; tests/fedge/bundle/test_formula.py checks that all agree. With
+weights 1/M, T = 1, kappa = 0, beta = 1 and energies that are neither standardised nor clipped, the formula is
 SCMoE-PFL's gate (scmoe_pfl.md section 11).
 
-A `Formula` takes the tensors of a gate's part. Between two networks nothing of it is in the processor's caches, so each
-call costs several times what it does in a loop: as much as possible is precomputed at load time, and one pass over the
-logits gives energies and probabilities.
+A `Formula` holds the tensors of a gate's part. The networks that run between two calls displace it from the processor's
+caches, so each call costs several times what it costs in a loop. Therefore as much as possible is precomputed at load
+time, and one pass over the logits gives energies and probabilities.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ ENERGY_CLIP: Final = 3.0
 MIN_ENERGY_STD: Final = 0.1
 """Smallest divisor of the standardisation (fedge.md section 9)."""
 LOWEST: Final = np.float32(-3e38)
-"""Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
+"""Score of a dropped candidate: below every other score, but finite, so that a softmax over such scores is finite."""
 ZERO_WEIGHT: Final = -2e38
-"""log omega of a candidate without weight: a share only where no other candidate is usable; finite in float32."""
+"""log omega for weight 0, finite in float32. Such a candidate has a share only where no other one is usable."""
 WITHOUT_WEIGHT: Final = np.float32(-1e38)
-"""A gate bias below it belongs to a candidate of weight 0."""
+"""Upper bound of the gate biases of candidates of weight 0; all other biases are above it."""
 SAFE: Final = np.float32(60)
-"""Up to this absolute value exp can neither overflow nor vanish in a sum, so no row's largest need be subtracted."""
+"""Largest absolute value whose exp can neither overflow nor vanish in a sum; up to it, a softmax need not subtract the
+row's largest value."""
 _ZERO: Final = np.float32(0)
 _NAN: Final = np.float32(np.nan)
 
@@ -53,7 +54,7 @@ _NAN: Final = np.float32(np.nan)
 
 
 def softmax(scores: Floats, temperature: float = 1.0) -> Array:
-    """Return the softmax of scores / temperature along the last axis, largest subtracted first."""
+    """Return the softmax of scores / temperature along the last axis, with the largest subtracted first."""
     exponents = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
     return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
 
@@ -65,7 +66,7 @@ def log_softmax(scores: Array) -> Array:
 
 
 class Addable(Protocol):
-    """An array of numpy or torch, as the formula needs it."""
+    """The interface that the formula needs of numpy's and torch's arrays."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
@@ -81,7 +82,7 @@ NUMPY: Final[Library[Array]] = Library(log_softmax, lambda terms: np.asarray(np.
 
 
 def mix(log_q: A, scores: A, library: Library[A]) -> A:
-    """Return log p = log sum_k alpha_k exp q_k, alpha = softmax(s), last axis, (..., M) (fedge.md section 9)."""
+    """Return log p = log sum_k alpha_k exp q_k along the last axis M, with alpha = softmax(s) (fedge.md section 9)."""
     return library.logsumexp(library.log_softmax(scores) + log_q)
 
 
@@ -103,7 +104,7 @@ def standardise(energies: Array, mean: Array, std: Array) -> Array:
 
 
 def compute_log_weights(weights: Array) -> Array:
-    """Return log omega, (M,), which is finite for a weight of 0, too."""
+    """Return log omega, (M,), which is finite even for a weight of 0."""
     return np.log(weights, out=np.full(np.shape(weights), ZERO_WEIGHT), where=weights > 0)
 
 
@@ -111,8 +112,8 @@ def compute_log_mixture(log_q: Array, scores: Array) -> Array:
     """Return `mix` for all classes, (n, C).
 
     Args:
-        log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample is dropped there. None
-            left: p = 1/C (scmoe_pfl.md 11.2).
+        log_q: log-probabilities of the candidates, (M, n, C). A candidate whose values for a sample are not finite is
+            dropped for that sample; if none is left, p = 1/C (scmoe_pfl.md 11.2).
         scores: s = log omega + beta e, (n, M).
     """
     usable = np.asarray(np.isfinite(log_q).all(axis=2)).T
@@ -124,7 +125,7 @@ def compute_log_mixture(log_q: Array, scores: Array) -> Array:
 
 
 def compute_gate_features(x: NDArray[F]) -> NDArray[F]:
-    """Return the gate's inputs (n, F): flat means of inputs over complete windows (`choose_gate_pool`)."""
+    """Return the gate's inputs (n, F): flattened means of model inputs over full windows (`choose_gate_pool`)."""
     rows, columns = choose_gate_pool(x.shape[1:])
     if (rows, columns) != (1, 1):
         n, channels, height, width = x.shape
@@ -147,29 +148,29 @@ def count_gate_features(input_shape: tuple[int, ...]) -> int:
 class Formula:
     """Everything that determines a prediction, given the logits of M candidates.
 
-    What counts of a candidate's energy is β clip((logsumexp_c(l) - μ) / σ).
+    A candidate's energy adds β clip((logsumexp_c(l) - μ) / σ) to its score.
 
-    Each row is a copy of a candidate's logits: M rows for the energies, then M for the probabilities softmax(l / T_k +
-    κ_k π) unless they are the same, and one for the guard if it has a share.
+    The formula works on R rows, each a copy of a candidate's logits. M rows serve the energies. M more serve the
+    probabilities softmax(l / T_k + κ_k π), unless these are the same. One more serves the guard if it has a share.
 
     Attributes:
-        hidden: (F, H) of the gate, two layers over `compute_gate_features`, which gives r + log ω.
-        hidden_bias: (H,).
-        out: (H, M).
-        out_bias: (M,).
-        mean: (M,) μ.
-        inverse_std: (M,) 1 / σ.
-        low: bounds of the standardised energy, infinite if unclipped.
-        high: see `low`.
+        hidden: weights (F, H) of the gate's first layer, over `compute_gate_features`.
+        hidden_bias: bias (H,) of that layer.
+        out: weights (H, M) of the gate's second layer, which gives r + log ω.
+        out_bias: bias (M,) of that layer.
+        mean: μ, (M,).
+        inverse_std: 1 / σ, (M,).
+        low: lower bound of the standardised energy, infinite if unclipped.
+        high: upper bound of the standardised energy, infinite if unclipped.
         beta: β.
-        rows: (R,) the candidate of each row.
-        scale: (R, 1) factors of the rows' logits.
-        prior: (R, C) or (R, 1), added to them.
+        rows: the candidate of each row, R numbers.
+        scale: factors of the rows' logits, (R, 1).
+        prior: terms added to the scaled logits, (R, C) or (R, 1).
         mixed: index of the first row for probabilities.
-        guard: the guard's share of the output, 0 without one.
+        guard: the guard's share of the output, 0 without a guard.
         experts: indices of the candidates of which only the `top` best take part in a sample.
         top: see `experts`.
-        tame: if no logit is larger in absolute value, no row exceeds `SAFE`.
+        tame: bound on the absolute logits up to which no row exceeds `SAFE`.
     """
 
     hidden: Floats
@@ -192,7 +193,7 @@ class Formula:
 
 
 def prepare_formula(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
-    """Return the formula in the precision of its numbers; see `Formula` for the rest."""
+    """Return the formula in the precision of the gate part's tensors; for `experts` and `top` see `Formula`."""
     n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
     rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
     scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
@@ -230,9 +231,9 @@ def find_guard(how: Formula) -> int:
 
 
 def flatten_prior(numbers: Numbers) -> dict[str, NDArray[Any]]:
-    """Return what a flat prior changes in a gate's part: gate scores 0 and no class prior.
+    """Return the changed tensors of a gate's part for a flat prior: gate scores of 0, and no class prior.
 
-    Candidates of weight 0 keep it.
+    Candidates of weight 0 keep that weight.
     """
     bias = numbers["gate.out.bias"]
     changed = {
@@ -252,7 +253,7 @@ def compute_gate_scores(how: Formula, x: Floats) -> Floats:
 
 
 def compute_counted_energy(how: Formula, k: int, logits: Floats) -> float:
-    """Return β clip(ẽ) of candidate k for one sample's logits (C,); NaN if one is not finite."""
+    """Return β clip(ẽ) of candidate k for one sample's logits (C,); NaN if a logit is not finite."""
     values: list[float] = logits.tolist()  # for one sample numpy is not faster
     largest = max(values)
     if not math.isfinite(sum(values)):
@@ -263,14 +264,20 @@ def compute_counted_energy(how: Formula, k: int, logits: Floats) -> float:
 
 
 def clip_energies(how: Formula, energy: Floats) -> Floats:
-    """Return the part of standardised energies (..., M) that counts, β clip(ẽ)."""
+    """Return β clip(ẽ), the terms that standardised energies ẽ (..., M) add to the scores."""
     clipped: Floats = np.minimum(np.maximum(energy, how.low), how.high)
     clipped *= how.beta
     return clipped
 
 
 def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
-    """Return probabilities (n, C), weights and energies (n, M) of M logits (n, C) and `compute_gate_scores` (n, M)."""
+    """Return probabilities (n, C), weights (n, M) and energies (n, M).
+
+    Args:
+        how: the formula.
+        logits: logits (n, C) of each of the M candidates.
+        gate: scores (n, M) of `compute_gate_scores`.
+    """
     z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
     if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
         return _fuse(how, z, gate, tame=True)
@@ -279,7 +286,7 @@ def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
 
 
 def _fuse(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
-    """Fuse as `fuse` does; `z` (n, R, C), the logits of each row, is overwritten."""
+    """Do the work of `fuse`; `z` (n, R, C), the logits of each row, is overwritten."""
     m, usable = gate.shape[1], None
     z *= how.scale
     z += how.prior
@@ -310,19 +317,19 @@ def _fuse(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
 
 
 def _find_usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
-    """Return (n, M) whether all logits and the score of a candidate are finite."""
+    """Return whether all logits and the score of each candidate are finite, (n, M)."""
     finite: NDArray[np.bool_] = np.isfinite(np.abs(z).sum(axis=2) + gate)
     return finite
 
 
 def _drop_experts(score: Floats, experts: NDArray[np.int64], top: int) -> None:
-    """Give each sample's experts outside the `top` best the score of a dropped candidate, in place."""
+    """Give each sample's experts other than the `top` best the score of a dropped candidate, in place."""
     others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
     score[np.arange(len(score))[:, None], experts[others]] = LOWEST
 
 
 def _mix(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
-    """Return p = (1 − g) Σ α_k exp q_k + g exp q_guard; exp q: the rows of `z` by their `total`."""
+    """Return p = (1 − g) Σ α_k exp q_k + g exp q_guard, where exp q is a row of `z` divided by its `total`."""
     first, last = how.mixed, how.mixed + alpha.shape[1]
     p = np.add.reduce(z[:, first:last] * (alpha / total[:, first:last])[:, :, None], axis=1)
     if not how.guard:

@@ -1,7 +1,7 @@
-"""Reads a serialised ONNX graph without ONNX: whether it certainly terminates, and how large its 8-bit weights are.
+"""Reads a serialised ONNX graph without ONNX, to check that it terminates and how large its 8-bit weights are.
 
-Source: onnx.proto3 (field numbers) and the wire format of Protocol Buffers: a field is a varint (number << 3 | type)
-and its value, where type 0 is a varint, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
+Source: onnx.proto3 (field numbers) and the wire format of Protocol Buffers. A field is a varint (number << 3 | type)
+and its value. Type 0 is a varint, 1 is eight bytes, 2 is a length and as many bytes, 5 is four bytes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Final
 
 import numpy as np
 
-GRAPH, FUNCTIONS = 7, 25  # of ModelProto
-NODE, INITIALIZER = 1, 5  # of GraphProto
-DATA_TYPE, INT32_DATA, RAW_DATA = 2, 5, 9  # of TensorProto
-INT8: Final = 3  # of TensorProto.DataType
-OP_TYPE, ATTRIBUTE = 4, 5  # of NodeProto
-SUBGRAPH, SUBGRAPHS = 6, 11  # of AttributeProto
+GRAPH, FUNCTIONS = 7, 25  # fields of ModelProto
+NODE, INITIALIZER = 1, 5  # fields of GraphProto
+DATA_TYPE, INT32_DATA, RAW_DATA = 2, 5, 9  # fields of TensorProto
+INT8: Final = 3  # value of TensorProto.DataType
+OP_TYPE, ATTRIBUTE = 4, 5  # fields of NodeProto
+SUBGRAPH, SUBGRAPHS = 6, 11  # fields of AttributeProto
 MAX_VARINT_BYTES: Final = 10
 
 
 def explain_unbounded(model: memoryview) -> str:
-    """Return why a graph may never end, or "".
+    """Return why a graph may never end, or "" if it certainly ends.
 
-    Loops need a subgraph (Loop, Scan; also If), and a function may hide one. Our own graphs have neither: each of their
-    nodes runs once.
+    Loops need a subgraph (Loop, Scan; also If), and a function may hide a subgraph. Our own graphs have neither, so
+    each of their nodes runs once.
 
     Raises:
-        ValueError: not a serialised message.
+        ValueError: the model is not a serialised message.
     """
     for number, value in _iterate_fields(model):
         if number == FUNCTIONS:
@@ -40,7 +40,7 @@ def explain_unbounded(model: memoryview) -> str:
 
 
 def find_largest_int8(model: memoryview) -> int:
-    """Return the largest magnitude among the int8 numbers in a graph (0 to 128), or 0 without any.
+    """Return the largest magnitude of the int8 numbers in a graph (0 to 128), or 0 if it has none.
 
     Raises:
         ValueError: the model is not a serialised message.
@@ -89,7 +89,7 @@ def _read_op_type(node: memoryview) -> str:
 
 
 def _iterate_fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and bytes of each field; a varint's bytes are the varint itself."""
+    """Yield the number and the bytes of each field; the bytes of a varint field are the encoded varint."""
     at = 0
     while at < len(message):
         key, at = _decode_varint(message, at)
@@ -104,7 +104,7 @@ def _iterate_fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
             case 5:
                 start, end = at, at + 4
             case kind:
-                raise ValueError(f"a field of wire type {kind}")
+                raise ValueError(f"a field has the unknown wire type {kind}")
         if end > len(message):
             raise ValueError("it is cut off")
         yield key >> 3, message[start:end]
@@ -112,7 +112,7 @@ def _iterate_fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _decode_varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return a number, and the position after it."""
+    """Return the varint at a position, and the position after it."""
     value = 0
     for i, byte in enumerate(message[at : at + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * i)

@@ -9,12 +9,12 @@ A bundle is a folder with
     <sha256>.safetensors     one file per candidate and one for the gate and the calibration
 
 The skeleton is the same for all devices with the same architecture and number of candidates, so it cannot name files by
-content: it names *slots*. Slot names are as long as file names, so the reader inserts file names into the serialised
-graph by replacing bytes (`insert_file_names`), and a new expert is one new file.
+content; it names *slots* instead. Slot names are as long as file names, so the reader inserts file names into the
+serialised graph by replacing bytes (`insert_file_names`). A new expert is one new file.
 
-`read_bundle` verifies every byte against the manifest before anything else sees it, in this order: the manifest
-(schema, version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header
-that describes exactly its data). It does not check the manifest's origin: a release's manifest is a signed target
+`read_bundle` verifies every byte before anything else sees it. It checks first the manifest (schema, version, ranges),
+then the skeleton (size, SHA-256), then each part (a plain file, size, SHA-256, a safetensors header that describes
+exactly its data). It does not check the manifest's origin. A release's manifest is a signed target
 (`deploy.updates.trust`); a folder on the device is as trustworthy as those who can write to it.
 """
 
@@ -48,7 +48,7 @@ INT8: Final = "int8.onnx"
 GRAPHS: Final = (SKELETON, BRANCH, INT8)
 OUTPUTS: Final = ("probabilities", "weights", "energies")
 OUTLIER_BELOW: Final = "outlier_below"
-"""Metric: a sample of smaller free energy is flagged as out of distribution."""
+"""Name of a metric: samples with a free energy below it are flagged as out of distribution."""
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
@@ -88,7 +88,7 @@ class CandidateInfo(_Part, frozen=True, kw_only=True):
 
 
 class GuardInfo(_Part, frozen=True, kw_only=True):
-    """The guard's alternative, which has half of the output (fedge.md section 11)."""
+    """The guard's candidate, which has half of the output (fedge.md section 11)."""
 
     candidate: Count
     temperature: Positive
@@ -96,20 +96,20 @@ class GuardInfo(_Part, frozen=True, kw_only=True):
 
 
 class Fusion(_Part, frozen=True, kw_only=True):
-    """How the graph mixes the candidates, for people and tools: the graph contains it already."""
+    """How the graph mixes the candidates. The graph contains this already; it is repeated for people and tools."""
 
     beta: NonNegative
-    energy_clip: Positive | None  # None: unbounded raw energy
+    energy_clip: Positive | None  # None for unbounded raw energy
     top: Annotated[int, Meta(ge=1)]
     guard: GuardInfo | None
-    space: Literal["logit"] | UnsetType = UNSET  # of fedge 0.1, which could mix logits; only the graph still does
-    energy_temperature: Positive | UnsetType = UNSET  # the same; omitted: 1
+    space: Literal["logit"] | UnsetType = UNSET  # set by fedge 0.1, which could mix logits; only the graph still does
+    energy_temperature: Positive | UnsetType = UNSET  # also set by fedge 0.1; 1 if omitted
 
 
 class PoolInfo(_Part, frozen=True, kw_only=True):
     """PM-MoE's pool: the candidates are private modules, weighed by a gate on logits (pm_moe.md section 5).
 
-    `trunk`: the shared network if the modules are heads, else None; `own`: the device's own module.
+    `trunk` is the shared network if the modules are heads, else None. `own` is the index of the device's own module.
     """
 
     trunk: Part | None
@@ -118,10 +118,10 @@ class PoolInfo(_Part, frozen=True, kw_only=True):
 
 
 class Reference(_Part, frozen=True, kw_only=True):
-    """The mixture on the device's validation samples when it was written, to detect drift and outliers.
+    """Statistics of the mixture on the device's validation samples at export time, to detect drift and outliers.
 
-    Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies of the graph; gate entropy:
-    -sum_k alpha_k log alpha_k, in nats.
+    A sample's free energy is -sum_k alpha_k e_k, with the weights alpha_k and standardised energies e_k of the graph.
+    Its gate entropy is -sum_k alpha_k log alpha_k, in nats.
     """
 
     n: Annotated[int, Meta(ge=2)]
@@ -133,11 +133,11 @@ class Reference(_Part, frozen=True, kw_only=True):
 
 
 class Manifest(_Part, frozen=True, kw_only=True):
-    """All of a bundle except its weights.
+    """Everything in a bundle except its weights.
 
-    `metrics` are figures for people, and `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown fields but reads
-    any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
-    Runtime at the time of writing.
+    `metrics` holds figures for people. It also holds `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown
+    fields but reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
+    Runtime at export time.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -157,7 +157,7 @@ class Manifest(_Part, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts in slot order: the candidates, the gate, the trunk of a pool."""
+        """The parts in slot order: the candidates', the gate's, then the trunk's if there is one."""
         trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
         return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
 
@@ -189,14 +189,15 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse an untrusted manifest.
 
     Raises:
-        UpdateRejected: not JSON, another schema version, a missing or unknown field, or a bad value.
+        UpdateRejected: the data is not JSON, has another schema version, lacks a field, or has an unknown field or a
+            bad value.
     """
     if len(data) > MAX_MANIFEST_BYTES:
-        raise UpdateRejected(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
+        raise UpdateRejected(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} allowed")
     with raise_as(UpdateRejected, "manifest", on=MALFORMED):
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != SCHEMA_VERSION:
-            raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
+            raise UpdateRejected(f"the manifest has schema version {version}; this runtime reads {SCHEMA_VERSION}")
         manifest = msgspec.json.decode(data, type=Manifest)
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):
@@ -210,7 +211,7 @@ def format_slot(index: int) -> str:
 
 
 def insert_file_names(skeleton: bytes, parts: Sequence[Part]) -> bytes:
-    """Replace a serialised graph's slots by file names; lengths, and so the encoding, stay the same."""
+    """Replace the slot names in a serialised graph by file names, whose equal length keeps the encoding valid."""
     for index, part in enumerate(parts):
         skeleton = skeleton.replace(format_slot(index).encode(), part.file_name.encode())
     return skeleton
@@ -218,9 +219,9 @@ def insert_file_names(skeleton: bytes, parts: Sequence[Part]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A verified bundle: its manifest, the manifest's digest, the graph with the parts' names, the folder.
+    """A verified bundle: its manifest, the manifest's digest, the graph with the parts' file names, and the folder.
 
-    `branch`: branch.onnx unchanged, with the name of slot 0; empty if the bundle has none.
+    `branch` is branch.onnx unchanged, with the name of slot 0; it is empty if the bundle has none.
     """
 
     manifest: Manifest
@@ -235,9 +236,9 @@ class Bundle:
 
 
 def read_bundle(folder: Path, *, again: bool = False) -> Bundle:
-    """Verify a bundle.
+    """Read and verify a bundle.
 
-    `again`: this device wrote and verified the folder before; the weights in its parts are not hashed again.
+    If `again`, this device wrote and verified the folder before, so the parts are not hashed again.
 
     Raises:
         UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
@@ -247,7 +248,7 @@ def read_bundle(folder: Path, *, again: bool = False) -> Bundle:
     branch = _read_graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
     if isinstance(manifest.int8, Part):
         if manifest.int8.size_bytes > MAX_INT8_BYTES:
-            raise UpdateRejected(f"{INT8} of {manifest.int8.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
+            raise UpdateRejected(f"{INT8} has {manifest.int8.size_bytes} bytes; at most {MAX_INT8_BYTES} allowed")
         with _open_plain(folder / INT8) as file:
             _require_same(folder / INT8, file, manifest.int8, hashed=not again)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
@@ -261,10 +262,10 @@ def read_bundle(folder: Path, *, again: bool = False) -> Bundle:
 
 
 def require_bundle(folder: Path) -> None:
-    """Refuse a folder that is not there, or one that holds bundles and is none itself: a device's home.
+    """Refuse a folder that does not exist, or that only holds bundles, as a device's home does.
 
     Raises:
-        ConfigError: it is such a folder; the text names the bundle last written into it.
+        ConfigError: there is no such folder, or the folder only holds bundles; the text then names the latest one.
     """
     if (folder / MANIFEST).exists():
         return
@@ -278,7 +279,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """Return the manifest in a folder and its digest; no other file is read.
 
     Raises:
-        UpdateRejected: it is missing or malformed.
+        UpdateRejected: the manifest is missing or malformed.
     """
     data = _read_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
     return decode_manifest(data), compute_digest(data)
@@ -288,13 +289,13 @@ def compute_bundle_digest(folder: Path) -> str:
     """Return the digest of the bundle in a folder; the manifest is not parsed.
 
     Raises:
-        OSError: there is none.
+        OSError: the manifest cannot be read.
     """
     return compute_digest((folder / MANIFEST).read_bytes())
 
 
 def matches_part(path: Path, part: Part) -> bool:
-    """Return whether a plain file matches the manifest; all of it is hashed."""
+    """Return whether a plain file has the size and hash of a part; the whole file is hashed."""
     try:
         with _open_plain(path) as file:
             _require_same(path, file, part, hashed=True)

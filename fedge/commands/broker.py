@@ -2,8 +2,8 @@
 
 The child never outlives us, even after kill -9 (`fedge.system.tether`).
 
-amqtt lacks MQTT 5 and redelivery, and formats every payload for a debug line that cannot be switched off. It is only a
-fallback that needs no installation.
+amqtt is only a fallback that needs no installation. It lacks MQTT 5 and redelivery, and formats every payload for a
+debug line that cannot be switched off.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = logging.getLogger("fedge.broker")
 
 KINDS: Final = ("auto", "mosquitto", "amqtt")
 START_TIMEOUT_S: Final = 60.0
-"""amqtt imports for several seconds on a Raspberry Pi, and for longer on a busy one."""
+"""Time limit for the start; importing amqtt takes several seconds on a Raspberry Pi, and longer on a busy one."""
 STOP_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
 LOOK_S: Final = 0.5
 """Pause between two looks at the files of the broker's identity."""
 
 _SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
-"""Where distributions put Mosquitto, outside a normal user's PATH."""
+"""Folders in which distributions install Mosquitto, outside a normal user's PATH."""
 
 
 def find_mosquitto() -> str | None:
@@ -71,12 +71,12 @@ def choose_broker(kind: str) -> str:
 
 
 def make_mosquitto_config(listener: str, home: Path | None = None) -> str:
-    """Return a Mosquitto configuration around its listener; retained messages lie in `home`."""
+    """Return a Mosquitto configuration with this listener; retained messages are kept in `home`, if given."""
     kept = "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/"
     return f"""\
 {listener}
 {kept}
-# As root it would change its user, and the kernel would then forget to kill it with us.
+# Started as root, Mosquitto would change its user, and the kernel would then not kill it when we end.
 user {getpass.getuser()}
 log_dest stderr
 log_type error
@@ -85,9 +85,9 @@ log_type warning
 
 
 def find_free_port(host: str) -> int:
-    """Return a TCP port that is free now. The system gives it to nobody by itself."""
+    """Return a TCP port that is free now, outside the range from which Linux gives out ports by itself."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)  # Linux gives those from 32768
+        port = random.SystemRandom().randrange(20_000, 32_768)  # Linux itself gives out ports from 32768
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
@@ -103,8 +103,9 @@ class LocalBroker:
 
     Start it from a thread that lives as long as the broker should (normally the main thread).
 
-    identity: of a broker, by `fedge provision`; Mosquitto then admits only members of its federation.
-    topic_prefix: of that federation's topics, if it has one.
+    identity: folder of the broker's identity, from `fedge provision`; Mosquitto then admits only members of its
+        federation.
+    topic_prefix: prefix of that federation's topics, if it has one.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LocalBroker:
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
-        """Start, and wait until it accepts connections; raises as `start`."""
+        """Start the broker and wait until it accepts connections; raises the same errors as `start`."""
         try:
             await self.start()
         except BaseException:
@@ -160,7 +161,7 @@ class LocalBroker:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for us; we stop the child after its users
+                start_new_session=True,  # Ctrl-C then reaches only us; we stop the child after its users
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -204,7 +205,7 @@ class LocalBroker:
 
     @property
     def pid(self) -> int | None:
-        """Process id, None while it does not run."""
+        """Process id of the broker, or None while it does not run."""
         return self._process.pid if self._process is not None else None
 
     async def wait(self) -> int:
@@ -213,12 +214,12 @@ class LocalBroker:
         return await self._process.wait()
 
     async def follow_identity(self) -> None:
-        """Restart whenever the identity files change; never returns.
+        """Restart the broker whenever its identity files change; never returns.
 
-        Mosquitto reads the certificate revocation list only at start, and clients already admitted stay until then.
+        Mosquitto reads the certificate revocation list only at its start, and clients already admitted stay until then.
 
         Raises:
-            TransportError: it does not start, or exited.
+            TransportError: the broker does not start, or has exited.
         """
         assert self._identity is not None
         files = self._identity / CRL, self._identity / CERTIFICATE
@@ -236,11 +237,11 @@ class LocalBroker:
                 await self.start()
 
     async def kill(self) -> None:
-        """Kill -9, like a power cut; `start` brings it back on the same port, without its state."""
+        """Kill the broker (kill -9), as in a power cut; `start` restarts it on the same port, without its state."""
         await self._send_signal(signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Stop it cleanly, or by force if it does not exit. No effect if it is not running."""
+        """Stop the broker cleanly, or by force if it does not exit. No effect if it is not running."""
         await self._send_signal(signal.SIGTERM)
         if self._temporary is not None:
             self._temporary.cleanup()

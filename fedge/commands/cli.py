@@ -1,4 +1,4 @@
-"""The `fedge` command: finds each role's sub-command by entry point and loads only the one that is called.
+"""The `fedge` command, which finds the sub-commands by entry point and imports only the one that is called.
 
 Exit codes: 0 done, 1 an error, 2 wrong usage or configuration, 3 the broker, 4 durable state, 5 a bundle that is not to
 be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or SIGTERM).
@@ -32,11 +32,11 @@ ENTRY_POINTS: Final = "fedge.commands"
 
 
 class About(NamedTuple):
-    """What `fedge --help` says of a sub-command without importing it."""
+    """The description of a sub-command in `fedge --help`, which does not import the sub-command."""
 
     summary: str
-    extra: str  # the installation it needs: pip install '.[extra]' in the clone
-    group: str  # its heading
+    extra: str  # the extra that must be installed: pip install '.[extra]' in the clone
+    group: str  # the heading under which the sub-command is listed
 
 
 RENAMED: Final = {
@@ -45,12 +45,12 @@ RENAMED: Final = {
     "--reserved": "--server-data",
     "--agents": "--devices",
 }
-"""Options of former versions that no command has any more, and those that stand for them."""
+"""Options of former versions that no command has any more, with the options that replace them."""
 NEVER: Final = {
     "--optimizer": "devices train by SGD with momentum (--learning-rate, --momentum, --weight-decay). There is no "
     "other optimizer: orders can express only this one, and the methods' equations use it"
 }
-"""Options that people look for and no command has, and why."""
+"""Options that people look for although no command has them, with the reason."""
 FIRST: Final = "The first week"
 SERVER: Final = "On the coordinator"
 DEVICE: Final = "On a device"
@@ -95,7 +95,7 @@ COMMANDS: Final = {
     "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", TRUST),
     "rollout": About("Bring a release to a fleet, stage by stage.", "coordinator", TRUST),
 }
-"""In the order of use: a demo, a task of one's own, its check and simulation; then machines, and what they bring."""
+"""All sub-commands in their order of use: first a demo, an own task, its check and simulation, then real machines."""
 
 _PROBES: Final = {
     "deploy": ("onnxruntime", "tuf"),
@@ -104,22 +104,22 @@ _PROBES: Final = {
     "coordinator": ("onnxruntime", "tuf", "torch", "onnxscript", "sklearn", "matplotlib"),
     "ray": ("ray", "pandas"),
 }
-"""Packages by which an extra is known to be installed."""
+"""Packages by extra; an extra counts as installed if all its packages are."""
 
 
 class Commands(CommandGroup):
     """The sub-commands of all installed packages, imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names: ours in their order of use, then others."""
+        """Return the names of all sub-commands, ours in their order of use, then those of other packages."""
         installed = _find_commands()
         return [name for name in COMMANDS if name in installed] + sorted(set(installed) - set(COMMANDS))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import one sub-command; None if there is none of that name.
+        """Import a sub-command; return None if there is none of that name.
 
         Raises:
-            ConfigError: it needs a package that is not installed.
+            ConfigError: the sub-command needs a package that is not installed.
         """
         found = _find_commands().get(cmd_name)
         return None if found is None else _load_command(cmd_name, found)
@@ -134,7 +134,7 @@ class Commands(CommandGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the sub-command; a package found missing only now is reported as if missing at import."""
+        """Run the sub-command; report a package that is found missing only now as one that is missing at import."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -149,7 +149,7 @@ class Commands(CommandGroup):
         Command.format_options(self, ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the sub-commands from `COMMANDS` by role without importing any, and say what they lack here."""
+        """List the sub-commands by group without importing them, and say which extras are not installed here."""
         names = self.list_commands(ctx)
         lacking = {extra for extra, packages in _PROBES.items() if not all(find_spec(name) for name in packages)}
         for group in (FIRST, SERVER, DEVICE, WORKSHOP, TRUST):
@@ -167,7 +167,7 @@ class Commands(CommandGroup):
 
 
 def preserve_lines(found: click.Command) -> click.Command:
-    """Have click not wrap the examples and exit codes in a command's help: a backspace before a paragraph tells it."""
+    """Keep click from wrapping the examples and exit codes in a command's help: a backspace precedes each of them."""
     found.help = re.sub(r"\n\n(?=Examples:|Exit codes:)", "\n\n\b\n", inspect.cleandoc(found.help or ""))
     for each in found.commands.values() if isinstance(found, click.Group) else ():
         preserve_lines(each)
@@ -210,9 +210,9 @@ def command(log_level: str, log_format: Format) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (default: the process's own) and return its exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
+    """Run a command line, by default the process's own, and return its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background jobs ignore SIGINT
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # so both signals end us the same way
     atexit.register(ignore_signals)
     try:
         result = command.main(arguments, prog_name="fedge", standalone_mode=False)

@@ -39,20 +39,20 @@ from fedge.wire.transport import Transport
 
 PATIENCE_S: Final = 10.0
 TORCH_S: Final = 60.0
-"""A board with an SD card needs most of a minute to import it the first time."""
+"""Time limit for importing torch; a board with an SD card needs most of a minute for the first import."""
 SMALL_DISK: Final = 200e6
 AGENT_GB: Final = 0.29
 """Memory of an agent and its process that trains a small network: the sum of their PSS (`benchmarks/at_rest.py`)."""
 SLOW_FSYNC_S: Final = 0.5
 
 RETAINED_S: Final = 1.0
-"""A broker has passed on by then what it retains."""
+"""Time limit within which a broker passes on its retained messages."""
 BEHIND_S: Final = 5.0
-"""How far a clock may be behind the coordinator's."""
+"""Seconds by which a clock may be behind the coordinator's."""
 SILENT_S: Final = 3 * BEACON_S
-"""A coordinator that runs has spoken since."""
+"""Seconds without a beacon after which the coordinator counts as stopped."""
 OUT_OF_DATE: Final = 10
-"""OpenSSL's code of an expired certificate."""
+"""OpenSSL's error code for an expired certificate."""
 OLDER_RULES: Final = (
     "a broker provisioned by an earlier fedge keeps it from devices: run `fedge provision broker` there again"
 )
@@ -61,7 +61,7 @@ State = Literal["ok", "warning", "bad", "skipped"]
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """A finding, and what to `do` about it; `skipped`: nothing was examined, and `found` says why."""
+    """A finding and what to `do` about it. In state "skipped" nothing was examined, and `found` says why."""
 
     check: str
     state: State
@@ -141,12 +141,12 @@ def diagnose_machine() -> Iterator[Finding]:
 def _diagnose_clock() -> Finding:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if shutil.which("timedatectl") is None:
-        return Finding("clock", "ok", f"{now}; nobody here tells whether it is set by the network")
+        return Finding("clock", "ok", f"{now}; without timedatectl it is unknown whether the network sets it")
     asked = subprocess.run(
         ["timedatectl", "show", "-p", "NTPSynchronized", "--value"], capture_output=True, text=True, check=False
     )
     if asked.stdout.strip() == "no":
-        do = "`timedatectl set-ntp true`, and wait: with a wrong clock certificates do not count"
+        do = "run `timedatectl set-ntp true` and wait, since certificates are not valid by a wrong clock"
         return Finding("clock", "warning", f"{now}; not set by the network", do)
     return Finding("clock", "ok", now)
 
@@ -161,7 +161,7 @@ def _diagnose_torch() -> Finding:
             child.call_once("fedge.models.torchvision_ops:describe_torch", returns=str, timeout_s=TORCH_S),
         )
     except (ConfigError, TimeoutError) as error:
-        do = "docs/devices.md tells which torch runs on which board; install with -c constraints.txt"
+        do = "see docs/devices.md for the torch that runs on this board; install it with -c constraints.txt"
         return Finding("torch", "bad", f"cannot be imported: {error}", do)
 
 
@@ -178,7 +178,7 @@ def _diagnose_onnxruntime() -> Iterator[Finding]:
         return
     if len(wheels) > 1:
         do = "keep one: pip uninstall both, install one (docs/devices.md)"
-        yield Finding("onnxruntime", "bad", f"two wheels lie over each other: {', '.join(wheels)}", do)
+        yield Finding("onnxruntime", "bad", f"two wheels overwrite each other's files: {', '.join(wheels)}", do)
     yield Finding("onnxruntime", "ok", f"{', '.join(wheels)}; runs on {', '.join(works)}")
     if fails:
         do = "its libraries are missing (CUDA, cuDNN, TensorRT), or there is no such device"
@@ -186,10 +186,10 @@ def _diagnose_onnxruntime() -> Iterator[Finding]:
 
 
 def find_providers() -> tuple[list[str], list[str], list[str]]:
-    """Return the execution providers that work, the others, and the installed wheels."""
+    """Return the execution providers that work, those that do not, and the installed wheels."""
     from fedge.bundle.runtime import find_active_providers, find_wheels, make_session_options, onnxruntime
 
-    there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # in each: a service
+    there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # an online service
     options = make_session_options(Path())
     works = [
         p
@@ -200,7 +200,7 @@ def find_providers() -> tuple[list[str], list[str], list[str]]:
 
 
 def _make_relu() -> bytes:
-    """Build the smallest graph, in ONNX's protobuf: y = Relu(x), one number each."""
+    """Build a minimal ONNX graph, encoded in protobuf: y = Relu(x) for one number x."""
 
     def encode_part(number: int, data: bytes) -> bytes:
         return bytes([number << 3 | 2, len(data)]) + data
@@ -229,7 +229,7 @@ def diagnose_home(home: Path | None) -> Iterator[Finding]:
         do = "delete small files there: `du --inodes -d1` tells where they are"
         yield Finding("disk", "bad", f"{home} has room for {disk.f_favail} more files", do)
     if free < SMALL_DISK:
-        do = "delete what is not needed, or take a larger disk: nothing is accepted that cannot be kept"
+        do = "delete what is not needed or take a larger disk, since nothing is accepted that cannot be kept"
         yield Finding("disk", "bad", f"{free / 1e6:.0f} MB are free in {home}", do)
     try:
         with tempfile.TemporaryFile(dir=home) as file:
@@ -299,7 +299,7 @@ def _diagnose_certificates(settings: DoctorSettings, ca_file: Path, cert_file: P
 
 
 def diagnose_broker(settings: DoctorSettings) -> Iterator[Finding]:
-    """Check that the broker is reachable, authentic and lets us work, and what the coordinator says."""
+    """Check that the broker is reachable, authentic and lets us work, and compare us with the coordinator."""
     if settings.broker is None:
         yield Finding("broker", "skipped", "no broker is given", "give --broker")
         return
@@ -341,7 +341,7 @@ def _try_connection(broker: BrokerSettings) -> None:
 
 
 async def _try_messages(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:
-    """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody; hear the beacon."""
+    """Log in under an unused client id, subscribe, publish to an unused topic, and wait for the beacon."""
     topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
     listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
     do = "see there, the broker's log, and docs/operating.md, Brokers of others; is our certificate revoked?"
@@ -374,7 +374,7 @@ async def _ignore_message(_: object) -> None:
 async def _diagnose_coordinator(
     settings: DoctorSettings, broker: BrokerSettings, transport: Transport
 ) -> list[Finding]:
-    """Compare time and version that the coordinator retains at the broker with ours."""
+    """Compare our time and version with those in the coordinator's retained beacon."""
     if settings.role == "coordinator":
         return []
     if settings.federation is None or settings.id is None:
@@ -394,7 +394,7 @@ async def _diagnose_coordinator(
         payload = signed.open(topics.beacon, inbound.payload, Role.COORDINATOR)
         return [*compare_beacon(decode_message(payload, Beacon), time.time())]
     except TimeoutError:
-        text = f"nothing was heard of one of {settings.federation}: clock and version are not compared"
+        text = f"nothing was heard of one of {settings.federation}, so clock and version are not compared"
         return [Finding("coordinator", "warning", text, f"start it, or update it; {OLDER_RULES}")]
     except TransportError as error:
         return [Finding("coordinator", "warning", f"the broker does not let us hear it: {error}", OLDER_RULES)]
@@ -406,7 +406,7 @@ async def _diagnose_coordinator(
 def compare_beacon(beacon: Beacon, now: float) -> Iterator[Finding]:
     """Compare the coordinator's clock and version with ours at `now`, in seconds since the epoch.
 
-    The beacon may be a minute old, so a clock that is ahead by less than that is not found.
+    The beacon may be a minute old, so a clock that is ahead by less than a minute is not found.
     """
     age_s = now - beacon.at
     if age_s < -BEHIND_S:

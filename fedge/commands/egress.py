@@ -1,4 +1,4 @@
-"""`fedge egress`: what has left a device, and what its owner lets out."""
+"""`fedge egress`: shows what has left a device, and what its owner permits to leave."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def describe_line(line: Line) -> str:
 
 
 def group_fields() -> Iterator[tuple[Reveals, list[str]]]:
-    """Yield each kind with the fields that reveal it, of messages, then of step results."""
+    """Yield each kind with the fields that reveal it: first fields of messages, then of step results."""
     places: list[tuple[str, str, Reveals]] = [
         (kind.__name__, field, revealed.get(field, Reveals.NOTHING))
         for kind, revealed in REVEALED_FIELDS.items()

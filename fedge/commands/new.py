@@ -1,4 +1,4 @@
-"""`fedge new`: a small project of the user's own that runs at once."""
+"""`fedge new`: makes a small project of the user's own that runs at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fedge.system.files import make_folder, write_atomically
 from fedge.system.help import Command, json_option
 
 FREQUENCIES: Final = (0.0, 2.0, 9.0)
-"""Of the three kinds of windows, in turns a window."""
+"""Frequencies of the three kinds of windows, in turns per window."""
 DEVICES: Final = 3
 SAMPLES: Final = 120
-"""Of each device."""
+"""Number of samples of each device."""
 
 
 @click.command(cls=Command)

@@ -28,18 +28,18 @@ SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"
 SPLIT_FILE: Final = "split.json"
 OTHERS: Final = frozenset({".heic", ".heif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
-"""Images that are not read."""
+"""Suffixes of image formats that are not read."""
 MANY: Final = 20
-"""Images that a message names."""
+"""Most images that an error message names."""
 LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
-"""Files that mean nothing, like those whose names begin with a dot."""
+"""Names of files that are ignored, like those whose names begin with a dot."""
 
 
 def list_images(source: Path, *, labelled: bool = True) -> list[str]:
-    """List the images in a folder or .zip by relative path, sorted; unless `labelled`, in any subfolder.
+    """List the images in a folder or .zip by relative path, sorted. If `labelled`, all must lie in class folders.
 
     Raises:
-        ConfigError: the source is neither, or no image lies in a class folder.
+        ConfigError: the source is neither, holds no image, or holds one outside class folders although `labelled`.
     """
     found = _list_paths(source)
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
@@ -64,7 +64,7 @@ def _list_paths(source: Path) -> list[str]:
 
 
 def warn_of_unread(source: Path) -> None:
-    """Log how many images of other formats lie in a folder or .zip, which nobody reads.
+    """Log how many images in a folder or .zip have formats that fedge does not read.
 
     Raises:
         ConfigError: the source is neither.
@@ -77,12 +77,12 @@ def warn_of_unread(source: Path) -> None:
 
 
 def has_classes(images: Sequence[str], classes: Sequence[str]) -> bool:
-    """Return whether images lie in folders of which at least one has a class's name."""
+    """Return whether all images lie in folders and at least one of the folders is named like a class."""
     return all("/" in image for image in images) and any(get_class(image) in classes for image in images)
 
 
 def get_class(name: str) -> str:
-    """Return the class of an image, which is the folder it lies in."""
+    """Return the class of an image, which is the name of its folder."""
     return PurePosixPath(name).parent.name
 
 
@@ -104,7 +104,7 @@ def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[
     """Load the images as (n, height, width[, 3]) uint8, in the order of their names.
 
     Raises:
-        ConfigError: an image cannot be read; the text names it. Or all take more than a quarter of the memory.
+        ConfigError: an image cannot be read (the text names it), or all images take more than a quarter of the memory.
     """
     require_room(source, INPUT_BYTES * len(images) * math.prod(task.input_shape))
     with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
@@ -126,11 +126,12 @@ def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[
 
 
 def require_known(folder: Path) -> None:
-    """Refuse unknown files next to the images: a typo must not lose the marks.
+    """Refuse unknown files beside the images, since a typo in a file's name must not lose the marks.
+
+    Hidden files are allowed anywhere.
 
     Raises:
-        ConfigError: a file is neither an image nor, at the top of the folder, `sensitive.txt` or `split.json`. Hidden
-            files are allowed anywhere.
+        ConfigError: a file is neither an image nor, at the top of the folder, `sensitive.txt` or `split.json`.
     """
     known = (SENSITIVE_FILE, SPLIT_FILE)
     for path in sorted(folder.rglob("*")):
@@ -146,13 +147,13 @@ def require_known(folder: Path) -> None:
 
 
 def read_sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
-    """Return (n,) flags of images that `sensitive.txt` lists by path; without it, all False.
+    """Return flags (n,) of the images that `sensitive.txt` lists by path; all False without that file.
 
     Raises:
-        ConfigError: it lists an image that does not exist, or is not text.
+        ConfigError: the file lists an image that does not exist, or is not text.
     """
     file = folder / SENSITIVE_FILE
-    if not os.path.lexists(file):  # a link to nowhere: the marks are somewhere else
+    if not os.path.lexists(file):  # a broken link counts as a file, since its marks are somewhere else
         return np.zeros(len(images), dtype=np.bool_)
     with raise_as(ConfigError, f"{file} must name an image a line, in UTF-8", on=(OSError, UnicodeDecodeError)):
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -163,10 +164,12 @@ def read_sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool
 
 
 def read_split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
-    """Return 0 train, 1 validation, 2 test by `split.json`, {"val": [paths], "test": ...}, or None without it.
+    """Return each image's part by `split.json` (0 train, 1 validation, 2 test), or None without that file.
+
+    The file is {"val": [paths], "test": [paths]}; all other images are for training.
 
     Raises:
-        ConfigError: not such a file, or it names a missing image or lists one twice.
+        ConfigError: the file is malformed, names a missing image, or lists an image twice.
     """
     file = folder / SPLIT_FILE
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Labels and what else is one whole number per sample: what is none is refused, and how to make it one is said."""
+"""Checks of labels and other whole numbers per sample; refusals say how to convert the values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 
 NUMBERING: Final = "`classes, y = np.unique(y, return_inverse=True)`"
-"""Gives class numbers without gaps to labels of any kind."""
+"""Code that turns labels of any kind into class numbers without gaps."""
 
 
 def require_whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
-    """Return one whole number per sample, (n,), 0 to `largest`; a mask with gaps is an error.
+    """Check that values are one whole number per sample, (n,), 0 to `largest`, and return them as int64.
 
     Raises:
-        ConfigError: they are something else; the text begins with `what`.
+        ConfigError: the values are something else; the text begins with `what`.
     """
     if values.shape != (n_samples,) or values.dtype.kind not in "bui":
         message = f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"
@@ -29,10 +29,10 @@ def require_whole_numbers(values: NDArray[Any], n_samples: int, largest: int, wh
 
 
 def require_class_numbers(values: NDArray[Any], n_samples: int, n_classes: int | None, what: str) -> NDArray[np.int64]:
-    """Return each sample's place in the list of classes, (n,); `n_classes` None: not known.
+    """Check that values are class numbers, (n,), places in the list of classes; `n_classes` is None if unknown.
 
     Raises:
-        ConfigError: they are something else; the text begins with `what` and says how to make class numbers of them.
+        ConfigError: the values are something else; the text begins with `what` and says how to convert them.
     """
     last = np.iinfo(np.int64).max if n_classes is None else n_classes - 1
     try:
@@ -48,7 +48,7 @@ def require_class_numbers(values: NDArray[Any], n_samples: int, n_classes: int |
 
 
 def _explain_conversion(values: NDArray[Any], n_samples: int) -> str:
-    """Say how to make whole numbers of these, if that is plain, or ""."""
+    """Return how to convert these values to whole numbers, if that is obvious, or ""."""
     if values.ndim == 2 and len(values) == n_samples and values.dtype.kind in "buif":
         if values.shape[1] == 1:
             return ": `y[:, 0]` is such an array"

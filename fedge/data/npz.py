@@ -1,4 +1,4 @@
-"""Arrays from untrusted .npz and .npy files: claimed sizes are checked before memory is allocated."""
+"""Loading of arrays from untrusted .npz and .npy files, with a check of claimed sizes before memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fedge.errors import ConfigError
 from fedge.system.files import require_there
 
 MEMORY_SHARE: Final = 0.25
-"""Of this machine's memory, that the samples of a file may take as model inputs; while they are made, there are up to
-three copies."""
+"""Share of this machine's memory that the samples of a file may take as model inputs. While these are made, there are
+up to three copies."""
 INPUT_BYTES: Final = 4
-"""Of a number of a model input, however small it is in the file."""
+"""Bytes of a number in a model input, however small the number is in the file."""
 
 _DAMAGED: Final = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, RecursionError, AttributeError,
     zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
-"""What NumPy and zipfile raise of a file whose bytes are anything."""
+"""Errors that NumPy and zipfile raise for damaged files."""
 
 
 def load_arrays(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
-    """Load the arrays of these names that a file holds, or all.
+    """Load those of the named arrays that a file holds, or all its arrays.
 
     Raises:
-        ConfigError: it cannot be read, is not an .npz file, or its arrays need more than a quarter of the memory.
+        ConfigError: the file cannot be read, is not an .npz file, or its arrays need more than a quarter of the memory.
     """
     require_there(file, "file of samples")
     try:
@@ -51,7 +51,7 @@ def load_array(file: Path) -> NDArray[Any]:
     """Load the array of an .npy file.
 
     Raises:
-        ConfigError: it cannot be read, is not an .npy file, or its array needs more than a quarter of the memory.
+        ConfigError: the file cannot be read, is not an .npy file, or its array needs over a quarter of the memory.
     """
     require_there(file, "file of samples")
     try:
@@ -64,10 +64,10 @@ def load_array(file: Path) -> NDArray[Any]:
 
 
 def require_room(file: Path, claimed: int) -> None:
-    """Refuse a file whose content takes more than a quarter of the memory.
+    """Refuse a file whose content takes more than a quarter of the memory; `claimed` is its size there in bytes.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the content takes more.
     """
     allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if claimed > allowed:
@@ -78,23 +78,23 @@ def require_room(file: Path, claimed: int) -> None:
 
 
 def _require_readable(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the same array once its text is checked: invalid characters crash readers."""
+    """Return the array after a check of its text, since invalid characters crash readers."""
     if array.dtype.kind == "U":
         numbers = np.ascontiguousarray(array).reshape(-1).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
         if numbers.size and numbers.max() > sys.maxunicode:
-            raise ValueError("text that holds no characters")
+            raise ValueError("its text holds numbers that are no characters")
     return array
 
 
 def _read_claimed_size(archive: zipfile.ZipFile, name: str) -> int:
-    """Return an array's size as model input by its header; a member of another size is damaged."""
+    """Return the bytes that an array takes as model input, by its header; refuse a member of another size."""
     member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(member) as file:
         return _read_npy_size(file, name, archive.getinfo(member).file_size)
 
 
 def _read_npy_size(file: IO[bytes], name: str, size: int) -> int:
-    """Return the same for an open .npy file of `size` bytes."""
+    """Return the bytes that the array of an open .npy file of `size` bytes takes as model input."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(file)

@@ -1,4 +1,4 @@
-"""From raw samples to model inputs: one function for training and inference, without torch."""
+"""The conversion of raw samples to model inputs, the same for training and inference, without torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """Reshape raw samples into model inputs and scale them: (x / scale - mean) / std.
 
-    With the mean and std of each column or channel, if the task has them. The numbers are computed in double precision
-    where a mean is large beside its std.
+    If the task has a mean and a std for each column or channel, these are used. The numbers are computed in double
+    precision if a mean is large compared with its std.
 
-    `raw`: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
+    `raw` is (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
 
     Returns:
         (n, *input_shape) float32, finite, a new array.
 
     Raises:
-        ConfigError: the samples have another shape, are not numbers, or too large to compute with in single precision;
-            the text says where.
+        ConfigError: the samples have another shape, are not numbers, or are too large to compute with in single
+            precision; the text says where.
     """
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
     shaped = _reshape(task.input_shape, raw)
     mean, std = _get_scale(task)
     kind = choose_precision(mean, std)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is refused below
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # numbers that are not finite are refused below
         x: NDArray[np.floating] = np.array(shaped, dtype=kind, order="C")
         np.subtract(x, mean.astype(kind), out=x)
         np.divide(x, std.astype(kind), out=x)
@@ -50,7 +50,7 @@ def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def choose_input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
-    """Return the type for raw samples that loses nothing that tells them apart before they are scaled."""
+    """Return the type in which raw samples keep their differences until they are scaled."""
     return choose_precision(*_get_scale(task))
 
 
@@ -60,10 +60,10 @@ def load_image(
     """Read an image file in the task's colours, size and upright orientation.
 
     Args:
-        task: with an `image_mode`, and an input shape (channels, height, width).
-        source: a PNG or JPEG file, or an open one.
-        name: of an open file in error messages.
-        max_pixels: limit for untrusted images; None: Pillow's own limit, 89 million.
+        task: a task with an `image_mode` and an input shape (channels, height, width).
+        source: the path of a PNG or JPEG file, or the open file.
+        name: name of an open file for error messages.
+        max_pixels: limit for untrusted images; None for Pillow's own limit, 89 million.
 
     Returns:
         (height, width) uint8 for a grey task, (height, width, 3) for colour.
@@ -85,7 +85,7 @@ def load_image(
 
 
 def _load_upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
-    """Return the image upright and in these colours, copied only if needed: memory is short."""
+    """Return the image upright and in these colours, copied only if needed, since memory is short."""
     from PIL import Image, ImageOps
 
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def _load_upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -
 
 
 def _get_scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what raw samples are reduced by and then divided by, in their unit and broadcastable."""
+    """Return the mean and the std of raw samples, in the samples' unit and broadcastable over them."""
     how = task.preprocessing
     if how.table:
         return tables.get_scale(how.table)
@@ -109,7 +109,7 @@ def _get_scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]
 
 
 def _reshape(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
-    """View of the samples as (n, *shape)."""
+    """Return a view of the samples as (n, *shape)."""
     if raw.shape[1:] == shape and raw.ndim > 1:
         return raw
     if len(shape) == 3:

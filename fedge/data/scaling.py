@@ -1,4 +1,4 @@
-"""In which precision samples are scaled, and which numbers a network cannot see. Its inputs are single precision."""
+"""The precision in which samples are scaled, and checks for numbers that networks, in single precision, cannot take."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from numpy.typing import ArrayLike, NDArray
 
 LARGEST: Final = float(np.finfo(np.float32).max)
 FURTHEST: Final = LARGEST**0.5
-"""Of a model input: the square of a larger one is not finite, so its gradient's norm is not, and training diverges."""
+"""Largest absolute model input. The square of a larger one is not finite, so the gradient's norm is not, and training
+diverges."""
 FAR: Final = 16
-"""Deviations. Of the 24 bits of single precision, a mean of up to 16 deviations costs 4."""
+"""Largest mean, in standard deviations, for single precision; it costs 4 of the 24 bits."""
 
 
 def choose_precision(mean: ArrayLike, std: ArrayLike) -> type[np.float32 | np.float64]:
-    """Return the type to compute (x - mean) / std in: double if the mean is too large for single."""
+    """Return the type in which to compute (x - mean) / std: double if the mean is too large for single precision."""
     return np.float64 if (np.abs(mean) > FAR * np.asarray(std)).any() else np.float32
 
 
 def are_inputs(x: NDArray[Any]) -> bool:
-    """Return whether all numbers of x (n, ...) fit a network. It is cheap; `explain_unfit` says what is wrong."""
+    """Return whether a network can take all numbers of x (n, ...). Cheap; `explain_unfit` says what is wrong."""
     return bool(x.max(initial=0) <= FURTHEST and x.min(initial=0) >= -FURTHEST)  # not if there is NaN
 
 
 def explain_unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
-    """Say what is wrong with the first unfit sample, and what to do; "" if nothing is.
+    """Return what is wrong with the first unfit sample, and what to do, or "" if all are fit.
 
-    x: (n, ...) numbers. inputs: the same, scaled; None: only x is looked at.
+    `x` (n, ...) holds the raw numbers, `inputs` the scaled ones; if `inputs` is None, only `x` is checked.
     """
     fits = _is_finite(x) if inputs is None else _is_finite(x) & (np.abs(inputs) <= FURTHEST)
     if fits.all():
@@ -41,9 +42,9 @@ def explain_unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) ->
 
 
 def describe_fault(at: tuple[np.intp, ...], fault: str) -> str:
-    """Describe the number at a place of samples (n, ...), and what to do.
+    """Describe the fault of the number at a place of samples (n, ...), and what to do.
 
-    Not the number itself: the sentence gets into logs, which people send to others.
+    The text does not contain the number, since it gets into logs, which people send to others.
     """
     sample, *place = (int(i) for i in at)
     where = f"column {place[0]}" if len(place) == 1 else f"place {tuple(place)}"

@@ -1,7 +1,7 @@
 """Tables, CSV or Parquet, and the schema that defines their columns.
 
-The schema is a TOML file, equal on all machines: it defines which columns become numbers and how they are scaled;
-nothing is learned from a device's rows. Nothing here needs torch.
+The schema is a TOML file that is equal on all machines. It defines which columns become numbers and how they are
+scaled, so nothing is learned from a device's rows. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fedge.system.text import escape_controls, suggest_nearest
 
 SUFFIXES: Final = (".csv", ".parquet")
 NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
-"""Cells that count as missing, in any case."""
+"""Words of cells that count as missing, in upper or lower case."""
 MARKS: Final = {"0": 0, "1": 1, "false": 0, "true": 1}
 BATCH: Final = 4096
-"""Rows that are read together."""
+"""Number of rows that are read together."""
 
 Cells = Mapping[str, Sequence[object]]
 
@@ -40,7 +40,7 @@ def read_schema(file: Path) -> Schema:
     """Read the schema in a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or contradicts itself; the text says where.
+        ConfigError: the schema cannot be read, or contradicts itself; the text says where.
     """
     require_there(file, "schema of a table")
     with raise_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
@@ -70,7 +70,7 @@ def get_schema(task: TaskSpec) -> Schema:
     """Return the schema of a task whose samples are rows.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the task's samples are not rows.
     """
     if not task.preprocessing.table:
         raise ConfigError(f"task {task.name} takes no tables: name a schema, --task SCHEMA.toml")
@@ -78,22 +78,22 @@ def get_schema(task: TaskSpec) -> Schema:
 
 
 def get_scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and std of each network input, (width,) each; 0 and 1 for a category."""
+    """Return the mean and the std of each network input, (width,) each; 0 and 1 for inputs of categories."""
     widths = [column.width for column in schema.columns]
     mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
     return mean.astype(np.float64), std.astype(np.float64)
 
 
 def read_table(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
-    """Read a table's rows as arrays, as in an .npz; unless `labelled`, the class column may be missing.
+    """Read a table's rows into arrays like those of an .npz; unless `labelled`, the class column may be missing.
 
     Returns:
-        x (n, width) unscaled, float32, or float64 where a mean is large beside its std; y (n,) int64; if the schema
-        names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of appearance.
+        x (n, width), unscaled, in float32, or in float64 if a mean is large compared with its std; y (n,) int64; and if
+        the schema names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of appearance.
 
     Raises:
-        ConfigError: the file cannot be read, has other columns than the schema or an invalid cell (the text names the
-            row, counted from 1 after the header), or is too large for the memory.
+        ConfigError: the file cannot be read, is too large for the memory, has other columns than the schema, or has an
+            invalid cell; the text then names the row, counted from 1 after the header.
     """
     parts: list[dict[str, NDArray[Any]]] = []
     users: dict[object, int] = {}
@@ -122,13 +122,13 @@ def read_table(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str
 
 
 class _Reader:
-    """The cells of one batch as numbers; `first` is the number of its first row, for errors."""
+    """Converts the cells of one batch to numbers; `first` is the number of the batch's first row, for errors."""
 
     def __init__(self, file: Path, first: int) -> None:
         self._file, self._first = file, first
 
     def read_inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
-        """Return the network's inputs, (n, width)."""
+        """Return a column's network inputs, (n, width)."""
         if column.categories:
             known = {name: number for number, name in enumerate(column.categories)}
             return np.eye(len(known), dtype=np.float32)[self.number_cells(column.name, cells, known, column.missing)]
@@ -170,17 +170,17 @@ class _Reader:
         return value
 
     def _make_error(self, i: int, name: str, what: str) -> ConfigError:
-        """Make an error that names the cell and not its value: the text gets into logs, which people share."""
+        """Make an error that names the cell but not its value, since the text gets into logs, which people share."""
         return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
 
 
 def _fits(column: Column, value: float) -> bool:
-    """Return whether the network can see a number."""
+    """Return whether a number is small enough to compute with, also once it is scaled."""
     return abs(value) <= LARGEST and abs(value - column.mean) <= FURTHEST * column.std
 
 
 def _format_cell(cell: object) -> str:
-    """Return a cell as text; a whole number stored as a float because of gaps loses its ".0"."""
+    """Return a cell as text, without the ".0" of a whole number that is stored as a float because of gaps."""
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     return "" if cell is None else str(cell).strip()
@@ -204,7 +204,7 @@ def _read_csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
 
 
 def _require_whole(row: list[str], header: list[str], where: str) -> list[str]:
-    """Return the row, which has a cell for each column."""
+    """Return the row, after a check that it has a cell for each column."""
     if not row:
         raise ConfigError(f"{where} is blank: delete it")
     if len(row) != len(header):

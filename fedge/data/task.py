@@ -13,23 +13,23 @@ INPUT: Final = "x"
 
 
 LOGITS: Final = "logits"
-"""Output of branch.onnx."""
+"""Name of the output of branch.onnx."""
 
 
 PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
-"""Text that gives a terminal no command: without control characters."""
+"""Pattern of text without control characters, which could be commands to a terminal."""
 
 
 TRAIN, VALIDATION, TEST = range(3)
-"""Values of `split`: the part of the data that a sample belongs to."""
+"""Values of `split`, which say to which part of the data a sample belongs."""
 
 Word = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=200)]
 
 
 class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A column that the network sees: a number, (value - mean) / std, or one-hot `categories`.
+    """A column that becomes network inputs: a number, (value - mean) / std, or one-hot `categories`.
 
-    `missing`: replaces an empty cell; None: a row with one is refused.
+    `missing` replaces an empty cell; if None, a row with an empty cell is refused.
     """
 
     name: Word
@@ -45,10 +45,10 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the columns of a table mean (`fedge.data.tables`).
+    """The meaning of a table's columns (`fedge.data.tables`).
 
-    `target`: the column of the class, one of `classes`. `sensitive`: the column of marks, 0 or 1. `user`: the person
-    behind a row, for `--partition natural`. `ignore`: columns that are allowed and unused.
+    `target` is the column of the class, one of `classes`; `sensitive` the column of marks, 0 or 1; `user` the column of
+    the person behind a row, for `--partition natural`. `ignore` lists columns that are allowed but unused.
     """
 
     target: Word
@@ -68,10 +68,10 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a raw sample becomes a model input: (x / scale - mean) / std, after images are resized.
+    """The conversion of a raw sample into a model input: (x / scale - mean) / std, after images are resized.
 
-    `mean`, `std`: one number, or one for each column of samples (columns,), each channel of (channels, ...).
-    `image_mode` None: samples are arrays, not images; "L": grey; "RGB": colour. `table`: samples are rows, and each
+    `mean` and `std` are one number each, or one for each column of samples (columns,) or channel of (channels, ...).
+    `image_mode` is "L" for grey images, "RGB" for colour, None for arrays. With `table`, samples are rows, and each
     column has its own mean and std.
     """
 
@@ -84,7 +84,7 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 @alias_members(fingerprint="compute_fingerprint")
 class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is learned: classes, input and network. Coordinator and agents must have equal fingerprints."""
+    """A task: classes, input and network. Coordinator and agents must have tasks of equal fingerprints."""
 
     name: Annotated[str, Meta(pattern=PRINTABLE)]
     classes: Annotated[tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...], Meta(min_length=2)]
@@ -96,11 +96,11 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         table = self.preprocessing.table
         if table and self.input_shape != (table.width,):
-            raise ValueError(f"the table makes {table.width} numbers, the network takes {self.input_shape}")
+            raise ValueError(f"the table makes {table.width} numbers, but the network takes {self.input_shape}")
         for name in ("mean", "std"):
             own = getattr(self.preprocessing, name)
             if isinstance(own, tuple) and len(own) != self.input_shape[0]:
-                raise ValueError(f"{name} holds {len(own)} numbers, the network takes inputs of {self.input_shape}")
+                raise ValueError(f"{name} holds {len(own)} numbers, but the network takes {self.input_shape}")
 
     @property
     def n_classes(self) -> int:
@@ -113,16 +113,16 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return tuple(dict.fromkeys(path for path in (self.name, self.model) if ":" in path))
 
     def compute_fingerprint(self) -> str:
-        """Return 16 hex digits that any change to the task changes."""
+        """Return a hash of the whole task in 16 hexadecimal digits."""
         import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
 
 def choose_gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the gate's pooling window of an image, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
+    """Return the gate's pooling window for images, which leaves at most 8 x 8 numbers (scmoe_pfl.md 11.1).
 
-    (1, 1), no pooling, for small images and for inputs that are not (channels, height, width).
+    The window is (1, 1), no pooling, for small images and for inputs that are not (channels, height, width).
     """
     if len(input_shape) != 3:
         return (1, 1)
@@ -130,4 +130,4 @@ def choose_gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 MAX_POOL: Final = 400
-"""Private modules of a pool: an order names each of them in about 100 bytes."""
+"""Most private modules of a pool, since an order names each of them in about 100 bytes."""

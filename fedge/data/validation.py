@@ -22,7 +22,7 @@ FILE: Final = "validation.npz"
 class Validation:
     """Model inputs x (n, *input_shape) float32 with class numbers y (n,) int64, or None without labels.
 
-    sensitive: (n,) bool, samples about which nothing may be reported; None: none.
+    `sensitive` (n,) bool marks samples about which nothing may be reported; None if there are none.
     """
 
     x: NDArray[np.float32]
@@ -31,7 +31,7 @@ class Validation:
 
     @property
     def reportable(self) -> NDArray[np.bool_]:
-        """(n,) whether a sample is non-sensitive: figures on these may be reported."""
+        """Whether each sample is non-sensitive, (n,); figures on such samples may be reported."""
         return np.ones(len(self.x), np.bool_) if self.sensitive is None else ~self.sensitive
 
     def save(self, home: Path) -> None:
@@ -48,22 +48,22 @@ class Validation:
 
 
 def load_validation(home: Path, task: TaskSpec) -> Validation:
-    """Read HOME/validation.npz; without one there are no samples.
+    """Read HOME/validation.npz; return no samples if there is no such file.
 
     Raises:
-        ConfigError: it cannot be read, or does not hold samples of this task.
+        ConfigError: the file cannot be read, or does not hold samples of this task.
     """
     path = home / FILE
     if not path.exists():
         return Validation(np.zeros((0, *task.input_shape), np.float32), None)
     arrays = load_arrays(path)
     if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # misnamed marks would be lost
-        raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
+        raise ConfigError(f"{path} holds unknown arrays {', '.join(strange)}: only x, y and sensitive are known")
     if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
         raise ConfigError(f"{path} holds no samples")
     x, y, sensitive = np.asarray(arrays["x"], np.float32), arrays.get("y"), arrays.get("sensitive")
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
-        raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
+        raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, but the task has {task.input_shape}")
     if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
         raise ConfigError(f"{path} holds samples that are not finite, or labels that are not class numbers")
     if sensitive is not None and (sensitive.shape != x.shape[:1] or sensitive.dtype != np.bool_):

@@ -1,7 +1,7 @@
-"""Who somebody is: names in certificates, keys, and TLS.
+"""Identities: names in certificates, keys, and TLS.
 
-`names` says who a certificate is for, `authority` whom a federation trusts, `certificates` reads and makes the
-files, and `tls` the contexts. Signed messages, provisioning and both services use it. Begin with `names`.
+`names` says who owns a certificate, `authority` whom a federation trusts; `certificates` reads and makes the files, and
+`tls` makes the contexts. Signed messages, provisioning and both services use this package. Begin with `names`.
 """
 
 from fedge.system.moved import make_getattr

@@ -1,8 +1,8 @@
 """The authority of a federation, and signatures with the keys that it vouches for.
 
 A signature covers a context and the bytes, so a signature for one kind of message is invalid for any other. The
-authority's own list (CRL) says who is revoked, wherever it comes from; a list older than the known one, by its CRL
-number, is refused.
+authority's signed list (CRL) says who is revoked, whoever delivers the list. A list older than the known one, by its
+CRL number, is refused.
 
 `cryptography` is imported where needed and costs about 11 MB of memory (docs/protocol.md).
 """
@@ -26,15 +26,15 @@ log = logging.getLogger("fedge.identity")
 
 
 MAX_KNOWN: Final = 20_000
-"""Certificates whose issuer was checked and is not checked again."""
+"""Most certificates whose checked issuer is remembered, so that it need not be checked again."""
 
 
 MAX_REVOCATIONS_BYTES: Final = 120 * 1024
-"""Of a list of revoked certificates on the wire, in one message: some 3,000 entries."""
+"""Largest revocation list on the wire, in one message; it has some 3,000 entries."""
 
 
 MAX_REVOCATIONS_FILE_BYTES: Final = 16 << 20
-"""Of such a list in a file: some 300,000 entries."""
+"""Largest revocation list in a file; it has some 300,000 entries."""
 
 
 class Key:
@@ -44,7 +44,7 @@ class Key:
         """Read both files.
 
         Raises:
-            ConfigError: they cannot be read, or cannot sign messages.
+            ConfigError: the files cannot be read, or cannot sign messages.
         """
         from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -79,7 +79,7 @@ def verify_signature(key: EllipticCurvePublicKey, context: str, data: bytes, sig
     """Check that a key signed these bytes in this context.
 
     Raises:
-        ProtocolError: `forged`.
+        ProtocolError: `forged` if it did not.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
@@ -89,7 +89,7 @@ def verify_signature(key: EllipticCurvePublicKey, context: str, data: bytes, sig
         key.verify(signature, _make_signed_bytes(context, data), ECDSA(SHA256()))
     except InvalidSignature:
         raise ProtocolError(
-            "forged", "its signature is not by the key of its certificate, or of something else"
+            "forged", "its signature is not by the key of its certificate, or is for something else"
         ) from None
 
 
@@ -97,9 +97,9 @@ class Authority:
     """A federation's authority and its revocations.
 
     Args:
-        ca_file: its certificate; several during a changeover.
-        kept: where the newest revocation list is stored, if any yet; None: nowhere. A list beside ca_file counts, too.
-            If a stored one is damaged and there is no other, nobody is believed until one comes.
+        ca_file: file with the authority's certificate, or with several during a changeover.
+        kept: file in which the newest revocation list is stored; None to store none. A list beside ca_file counts, too.
+            If the stored list is damaged and there is no other, no certificate is accepted until a list comes.
 
     Raises:
         ConfigError: one of the files cannot be used.
@@ -116,7 +116,7 @@ class Authority:
         self._number = -1
         self._kept: Path | None = None
         self.revocations = b""
-        """The newest list of revoked certificates (DER); empty: none is known."""
+        """The newest list of revoked certificates (DER); empty if none is known."""
         beside = Path(ca_file).with_name(CRL)
         if beside.exists():
             self.read_revocations(beside)
@@ -126,11 +126,11 @@ class Authority:
     # ------------------------------------------------------------------------------------------------- revocation
 
     def read_revocations(self, file: Path) -> bool:
-        """Read the revocation list in a file unless a newer one is known; False: nothing new.
+        """Read the revocation list in a file; return False if that list or a newer one is known.
 
         Raises:
-            ConfigError: it cannot be read, or is not by this authority.
-            StoreError: it cannot be stored.
+            ConfigError: the list cannot be read, or is not by this authority.
+            StoreError: the list cannot be stored.
         """
         try:
             with file.open("rb") as opened:
@@ -142,7 +142,7 @@ class Authority:
             raise ConfigError(f"{file} is not a list of certificates that {self._file} revoked: {error}") from error
 
     def _read_stored(self, file: Path) -> str:
-        """Read the stored list; returns why nobody can be believed, or "". A damaged one stays until another comes."""
+        """Read the stored list; return why no certificate can be accepted, or "". A damaged list is not deleted."""
         try:
             if file.exists():
                 self.read_revocations(file)
@@ -152,14 +152,14 @@ class Authority:
         return ""
 
     def accept_revocations(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
-        """Accept a revocation list (PEM or DER); False: it is the known one.
+        """Accept a revocation list (PEM or DER); return False if it is the known one.
 
-        `max_bytes`: the default is for lists from the wire.
+        The default of `max_bytes` is for lists from the wire.
 
         Raises:
             ProtocolError: `oversized`, `malformed`, `forged` (not by this authority) or `replayed` (a newer one is
                 known); nothing changed.
-            StoreError: it cannot be stored, but takes effect.
+            StoreError: the list cannot be stored; it takes effect all the same.
         """
         from cryptography import x509
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -167,7 +167,7 @@ class Authority:
 
         if len(data) > max_bytes:
             raise ProtocolError(
-                "oversized", f"a list of revoked certificates of {len(data)} bytes, at most {max_bytes} allowed"
+                "oversized", f"the list of revoked certificates has {len(data)} bytes; at most {max_bytes} allowed"
             )
         try:
             load = x509.load_pem_x509_crl if data.startswith(b"-----") else x509.load_der_x509_crl
@@ -203,7 +203,9 @@ class Authority:
         from cryptography.exceptions import UnsupportedAlgorithm
 
         if self._lost:
-            raise ProtocolError("unknown-revocations", f"nobody is believed until such a list comes: {self._lost}")
+            raise ProtocolError(
+                "unknown-revocations", f"no certificate is accepted until a revocation list comes: {self._lost}"
+            )
 
         if der not in self._known:
             try:
@@ -217,9 +219,9 @@ class Authority:
             self._known[der] = _identify(certificate)
         subject, certificate, key = self._known[der]
         if trouble := explain_out_of_date(certificate):
-            raise ProtocolError("certificate", f"that of {subject} {trouble}")
+            raise ProtocolError("certificate", f"the certificate of {subject} {trouble}")
         if certificate.serial_number in self._revoked:
-            raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x})")
+            raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x}) was revoked")
         return subject, key
 
     def explain_invalid(self, certificate: x509.Certificate) -> str:
@@ -238,7 +240,7 @@ class Authority:
 
 
 def explain_certificate_fault(cert_file: str, ca_file: str) -> str:
-    """Say what is visibly wrong with our own certificate of any kind, or ""."""
+    """Return what is visibly wrong with our own certificate, or ""."""
     from fedge.identity.certificates import load_certificate
 
     try:
@@ -253,7 +255,7 @@ def _identify(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate,
 
     subject, key = find_subject(certificate), certificate.public_key()
     if subject is None or not isinstance(key, EllipticCurvePublicKey):
-        raise ProtocolError("certificate", "it names nobody of a federation with an EC key")
+        raise ProtocolError("certificate", "it does not name a member of a federation, or its key is no EC key")
     return subject, certificate, key
 
 

@@ -4,8 +4,8 @@
     own.crt   certificate of this machine
     own.key   its private key, on the curve P-256
 
-`fedge provision` writes the folders of the server, `fedge enrol` that of a device. `fedge.identity` defines what a
-certificate says. Importing this module loads `cryptography`.
+`fedge provision` writes the folders of the server, `fedge enrol` the folder of a device. `fedge.identity` defines what
+a certificate says. Importing this module loads `cryptography`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ UNREADABLE: Final = (
     *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
     *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
 )
-"""What `cryptography` raises of certificates, requests and lists whose bytes are anything."""
+"""Errors that `cryptography` raises for malformed certificates, requests and lists."""
 RENEW_AT: Final = 2 / 3
-"""Share of its life after which a certificate or a revocation list is renewed."""
+"""Share of its validity period after which a certificate or a revocation list is renewed."""
 WARN_AT: Final = 3 / 4
-"""Share after which a warning says that this did not happen."""
+"""Share of the validity period after which a warning says that the renewal did not happen."""
 Dated = x509.Certificate | x509.CertificateRevocationList
 
 
@@ -46,7 +46,7 @@ def make_device_subject(federation: str, device_id: str) -> Subject:
     """Return the subject of a device's certificate.
 
     Raises:
-        ConfigError: not a valid device name.
+        ConfigError: the device name is not valid.
     """
     if re.match(NAME, device_id) is None:
         words = "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"
@@ -60,7 +60,7 @@ def load_certificate(path: Path) -> x509.Certificate:
     """Load the certificate in a PEM file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file holds no certificate.
     """
     with raise_as(ConfigError, f"{path} holds no certificate", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_certificate(path.read_bytes())
@@ -70,7 +70,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Load the private key in a PEM file.
 
     Raises:
-        ConfigError: there is none, it is encrypted, or of an unsupported kind.
+        ConfigError: the file holds no key, or the key is encrypted or of an unsupported kind.
     """
     with raise_as(ConfigError, f"{path} holds no private key that can be read", on=(OSError, ValueError, TypeError)):
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
@@ -83,7 +83,7 @@ def load_crl(path: Path) -> x509.CertificateRevocationList:
     """Load the list of revoked certificates in a PEM file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file holds no such list.
     """
     with raise_as(ConfigError, f"{path} holds no list of revoked certificates", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_crl(path.read_bytes())
@@ -106,21 +106,21 @@ def encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def make_x509_name(subject: Subject) -> x509.Name:
-    """Return the subject of a certificate as brokers show it."""
+    """Return a subject as the X.509 name that brokers show."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject.name)])
 
 
 def make_certificate_request(device_id: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateSigningRequest:
-    """Make a device's request for a certificate, signed with the key that it is for."""
+    """Make a device's request for a certificate for this key, and sign it with the key."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device_id)])
     return x509.CertificateSigningRequestBuilder(name).sign(key, hashes.SHA256())
 
 
 def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
-    """Return the device that requests a certificate, and the key that it is for.
+    """Return the device that requests a certificate, and the key for which it requests one.
 
     Raises:
-        ConfigError: not such a request, or not signed with that key.
+        ConfigError: the data is not such a request, or is not signed with that key.
     """
     with raise_as(ConfigError, "that is not a request for a certificate", on=UNREADABLE):
         request = x509.load_pem_x509_csr(data)
@@ -148,13 +148,13 @@ def get_validity(item: Dated) -> tuple[dt.datetime, dt.datetime]:
 
 
 def is_past(share: float, item: Dated, at: dt.datetime) -> bool:
-    """Return whether this share of its validity period has passed."""
+    """Return whether this share of the item's validity period has passed."""
     begin, end = get_validity(item)
     return at >= begin + share * (end - begin)
 
 
 def explain_overdue(what: str, item: Dated, at: dt.datetime) -> str:
-    """Return a warning in words that renewal is overdue, or ""."""
+    """Return a warning that the item's renewal is overdue, or ""."""
     if not is_past(WARN_AT, item, at):
         return ""
     end = get_validity(item)[1]
@@ -163,10 +163,10 @@ def explain_overdue(what: str, item: Dated, at: dt.datetime) -> str:
 
 
 def list_overdue(ca_file: Path, cert_file: Path, at: dt.datetime) -> list[str]:
-    """Return the overdue renewals of an identity: certificate, and revocation list if any.
+    """Return warnings of the overdue renewals of an identity's certificate and of its revocation list, if any.
 
     Raises:
-        ConfigError: one of them cannot be read.
+        ConfigError: the certificate or the list cannot be read.
     """
     crl = ca_file.with_name(CRL)
     found = [explain_overdue(f"the certificate {cert_file}", load_certificate(cert_file), at)]

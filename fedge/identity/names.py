@@ -1,6 +1,6 @@
-"""Names in certificates: who somebody is in a federation.
+"""Names in certificates, which say who a member of a federation is.
 
-A certificate names its owner twice: the common name is the name at the broker, and a URI among the alternative names
+A certificate names its owner twice. The common name is the name at the broker, and a URI among the alternative names
 gives federation, role and name:
 
     urn:fedge:FEDERATION:ROLE:NAME
@@ -21,11 +21,11 @@ log = logging.getLogger("fedge.identity")
 
 URN: Final = "urn:fedge:"
 CRL: Final = "crl.pem"
-"""The authority's list of revoked certificates, beside the certificate of the authority."""
+"""File name of the authority's list of revoked certificates, beside the certificate of the authority."""
 
 
 class Role(StrEnum):
-    """What a certificate is for."""
+    """The role of a certificate's owner."""
 
     DEVICE = "device"
     COORDINATOR = "coordinator"
@@ -38,7 +38,7 @@ class Role(StrEnum):
 
     @property
     def effective_role(self) -> Role:
-        """The role whose messages it may send: a relay sends a device's, in the name of its site."""
+        """The role whose messages the owner may send; a relay sends those of a device, in the name of its site."""
         return Role.DEVICE if self is Role.RELAY else self
 
 

@@ -1,4 +1,4 @@
-"""TLS contexts, of a broker's clients and of our small servers, and the format of the servers' tokens."""
+"""TLS contexts of a broker's clients and of our small servers, and the format of the servers' tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ListenHost = Annotated[
 ListenPort = Annotated[int, Meta(ge=0, le=65535), Heading.SERVER, "The server listens on this port; 0 is a free one."]
 HttpCertificate = Annotated[str | None, Heading.SERVER, "This certificate of the server turns HTTPS on."]
 HttpKey = Annotated[str | None, Heading.SERVER, "This file is the private key of --http-cert-file."]
-"""Settings of our small servers."""
+"""These types are the settings of our small servers."""
 
 
 def make_client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
-    """Return the context of a client that trusts this authority alone, perhaps with a certificate.
+    """Return the context of a client that trusts only this authority and may show a certificate.
 
-    ca_file: None: whoever the system trusts.
+    If `ca_file` is None, the client trusts the authorities that the system trusts.
 
     Raises:
         ConfigError: a file is unusable; the text names it.
@@ -42,7 +42,7 @@ def make_client_tls(ca_file: str | None, cert_file: str | None, key_file: str | 
 def make_server_tls(
     token: str | None, cert_file: str | None, key_file: str | None, ca_file: Path | None = None
 ) -> ssl.SSLContext | None:
-    """Return a server's context, or None for plain HTTP. `ca_file`: of certificates that clients may show.
+    """Return a server's context, or None for plain HTTP. `ca_file` is the authority of certificates of clients.
 
     Raises:
         ConfigError: the certificate, the key or the token is unusable.
@@ -77,5 +77,5 @@ def _present_certificate(context: ssl.SSLContext, cert_file: str, key_file: str 
 
 
 def _refuse_passphrase() -> str:
-    """Refuse a key with a passphrase, which nobody is there to type."""
+    """Refuse a key with a passphrase, since nobody is present to type it."""
     raise ConfigError("the private key of the certificate is encrypted; give one that is not")

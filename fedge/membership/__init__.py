@@ -1,6 +1,6 @@
-"""Belonging to a federation: what a member has and does to be heard.
+"""Membership of a federation: credentials, start-up kits, signed messages and certificate renewal.
 
-`credentials` are the settings of every connection, `kit` is what a device gets to join, `signed_messages` seals and
-opens what travels, `renewal` keeps the certificate valid, `broker_configuration` is what Mosquitto is told. Begin with
+`credentials` has the settings of every connection, `kit` the file with which a device joins. `signed_messages` seals
+and opens messages, `renewal` keeps the certificate valid, and `broker_configuration` configures Mosquitto. Begin with
 `signed_messages`.
 """

@@ -1,8 +1,8 @@
-"""Mosquitto configuration: an open broker for this machine, or one for the members of a federation.
+"""Mosquitto's configuration, for an open broker on this machine or a broker for the members of a federation.
 
-The second admits clients whose certificate the federation's authority has signed and not revoked, over TLS 1.2 or
-later, under the name in the certificate; its access list says who may publish and subscribe to what (docs/protocol.md).
-It is made for Mosquitto 2.0, which reads the revocation list only at start.
+The broker for members admits clients whose certificate the federation's authority has signed and not revoked, over TLS
+1.2 or later, under the name in the certificate. Its access list says who may publish and subscribe to what
+(docs/protocol.md). The configuration is for Mosquitto 2.0, which reads the revocation list only at its start.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from fedge.wire.topics import ROOT, add_prefix
 
 ACCESS_LIST: Final = "acl"
 MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
-"""Announced to clients; chunks are 512 KiB."""
+"""Largest packet, as announced to clients; chunks are 512 KiB."""
 MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
-"""For each client. Beyond it Mosquitto drops in silence; a receiver never asks for that much (fedge.wire.transfer)."""
+"""Most bytes queued for a client. Beyond them Mosquitto drops messages silently; a receiver never asks for so much
+(`fedge.wire.transfer`)."""
 MEMORY_BYTES: Final = 1024 * 1024 * 1024
-"""Of the whole broker: four full queues, in a number that 32-bit systems take. Beyond it Mosquitto refuses messages."""
+"""Most memory of the whole broker, enough for four full queues and small enough for 32-bit systems. Beyond it Mosquitto
+refuses messages."""
 SESSION_LASTS: Final = "7d"
-"""A client that stays away is then forgotten with its queue; fedge's own ask for an hour."""
+"""Time after which an absent client is forgotten together with its queue; fedge's own clients ask for an hour."""
 
 
 def _format_limits() -> str:
@@ -39,12 +41,12 @@ persistent_client_expiration {SESSION_LASTS}
 
 
 def format_open_listener(host: str, port: int) -> str:
-    """Return one listener that asks no one for a name."""
+    """Return the configuration of a listener that admits everybody without a name."""
     return f"listener {port} {host}\nallow_anonymous true\n{_format_limits()}"
 
 
 def format_global_settings() -> str:
-    """Return the settings that stand once, before the first listener for members."""
+    """Return the settings that must stand once, before the first listener for members."""
     return f"per_listener_settings true\n{_format_limits()}"
 
 
@@ -55,10 +57,10 @@ def format_member_listener(identity: Path, rules: Path, port: int, host: str = "
     disconnect each other.
 
     Args:
-        identity: the broker's folder, including the revocation list.
+        identity: folder of the broker's identity, including the revocation list.
         rules: folder of the access list.
-        port: to listen on.
-        host: address to listen on; by default all of the machine's.
+        port: TCP port to listen on.
+        host: address to listen on; by default all addresses of the machine.
     """
     return f"""\
 {f"listener {port} {host}".rstrip()}
@@ -75,7 +77,7 @@ acl_file {rules / ACCESS_LIST}
 
 
 def format_access_list(federation: str, topic_prefix: str = "") -> str:
-    """Return who may publish and subscribe to what in a federation. %u: the name in a certificate."""
+    """Return the access list of a federation; %u in it stands for the name in a client's certificate."""
     here = add_prefix(topic_prefix, f"{ROOT}/{federation}")
     return f"""\
 # A device speaks for itself alone, and hears what is for it or for all.

@@ -1,4 +1,4 @@
-"""A process's identity at the broker: settings of every command that connects to one."""
+"""A process's identity at the broker: the settings of all commands that connect to a broker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedge.wire.connection.route import Proxy, parse_address, parse_proxy
 CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"
 KEY: Final = "own.key"
-"""Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
+"""Names of the files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
 Broker = Annotated[
     str,
     Heading.BROKER,
@@ -71,10 +71,10 @@ class Credentials(Struct, frozen=True, kw_only=True):
     ] = None
 
     def make_broker_settings(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
-        """Say how to reach the broker at this address.
+        """Return the settings for connecting to the broker at this address.
 
         Raises:
-            ConfigError: not an address, the proxy is none, or the certificates cannot be used.
+            ConfigError: the address or the proxy is malformed, or the certificates cannot be used.
         """
         at = parse_address(address)
         files = self.with_files()
@@ -95,7 +95,7 @@ class Credentials(Struct, frozen=True, kw_only=True):
             self.topic_prefix or "",
             self.client_prefix or "",
         )
-        broker.make_tls()  # read once at start: at a connection, a missing file would look like an outage
+        broker.make_tls()  # check the files now, since at a connection a missing file would look like an outage
         return broker
 
     def find_proxy(self) -> Proxy | None:
@@ -110,7 +110,7 @@ class Credentials(Struct, frozen=True, kw_only=True):
         """Return the same settings with the identity replaced by its three files.
 
         Raises:
-            ConfigError: the files are given as well, or one is missing beside the others.
+            ConfigError: both the identity and files are given, or one of the files is missing.
         """
         if self.identity is not None:
             if self.ca_file or self.cert_file or self.key_file:

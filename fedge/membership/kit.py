@@ -1,8 +1,8 @@
 """A device's start-up kit: one file, signed by the authority, with all it needs to join a federation.
 
-A kit holds names, certificates, perhaps a key, and perhaps the description of the task: data, no code. A kit without a
-key answers a certificate request, whose key never left the device. A kit with a key is as good as the device: anyone
-who reads it can impersonate the device, so it is deleted after use.
+A kit holds names, certificates, perhaps a key, and perhaps the description of the task. It holds data only, no code. A
+kit without a key answers a certificate request, whose key never left the device. With the key in a kit, anyone who
+reads the kit can impersonate the device, so such a kit is deleted after use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Pem = Annotated[str, Meta(max_length=10_000)]
 
 
 class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The content of a kit. What it does not say is left out, so that an earlier fedge can read it.
+    """The content of a kit. Fields with default values are left out, so that an earlier fedge can read it.
 
-    ca, certificate: in PEM, of the authority and of the device; key: private key in PEM, unless the device made one
-    itself; task: what is learned, without code.
+    `ca` and `certificate` are the certificates of the authority and of the device, in PEM. `key` is the private key in
+    PEM, unless the device made one itself. `task` is the task, which names no code.
     """
 
     federation: Name
@@ -48,17 +48,17 @@ class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a kit: the kit as JSON, and the authority's signature over that."""
+    """The file of a kit: the kit as JSON, and the authority's signature over that JSON."""
 
     kit: str
     signature: bytes
 
 
 def seal_kit(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
-    """Serialise a kit into its file, signed.
+    """Serialise and sign a kit as a file.
 
     Raises:
-        ConfigError: its task names code.
+        ConfigError: the kit's task names code.
     """
     refuse_code(kit.task)
     text = msgspec.json.encode(kit)
@@ -67,10 +67,10 @@ def seal_kit(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def unseal_kit(data: bytes) -> Kit:
-    """Open a kit and check that it is intact, of one authority, for one device, and not out of date.
+    """Open a kit and check that it is intact, by one authority, for one device, and not out of date.
 
     Raises:
-        ConfigError: it is not; the text says what to do.
+        ConfigError: a check fails; the text says what to do.
     """
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
@@ -94,10 +94,10 @@ def unseal_kit(data: bytes) -> Kit:
 
 
 def refuse_code(task: TaskSpec | None) -> None:
-    """Refuse a task that names code: only the device's owner decides what may be imported.
+    """Refuse a task that names code, since only the device's owner decides what may be imported.
 
     Raises:
-        ConfigError: it names code.
+        ConfigError: the task names code.
     """
     if task and task.code:
         raise ConfigError(f"no kit may name code, and its task names {task.code[0]}: give --task on the device")

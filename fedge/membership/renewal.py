@@ -1,10 +1,10 @@
-"""Certificate renewal over the wire, device side: request a new one before the present one expires, and install it.
+"""A device's certificate renewal over the wire: it requests a certificate before the present one expires.
 
     agents/{id}/renewal      request, signed with the key of the present certificate; retained  ──▶  authority
     agents/{id}/certificate  certificate for that key; retained                                 ◀──  authority
 
-Neither the broker nor anyone in between can use one or forge the other: the request proves the key, and the answer must
-be by the authority, for this device and that key. The next connection uses it.
+Neither the broker nor anyone in between can use the request or forge the answer. The request proves the key, and the
+answer must be by the authority, for this device and that key. The next connection uses the new certificate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHECK_RULES: Final = (
     "earlier version; run `fedge provision broker` again where the broker is"
 )
 MAX_BYTES: Final = 10_000
-"""Of a certificate; ours have 900."""
+"""Largest certificate; ours have 900 bytes."""
 
 
 class Renewal:
@@ -52,7 +52,7 @@ class Renewal:
         self._refused = False
 
     async def attach(self) -> None:
-        """Request on each connection and listen for answers; no effect without a certificate by `fedge provision`."""
+        """Request when due on each connection and listen for answers; only for certificates of `fedge provision`."""
         if self._transport.settings.cert_file is None or self._read_own() is None:
             return
         answers = self._topics.make_agent_topic(self._device_id, "certificate")
@@ -70,7 +70,7 @@ class Renewal:
         return certificate if (subject.federation, subject.role.effective_role, subject.name) == mine else None
 
     async def _request_when_due(self) -> None:
-        """Request whenever it is time, while this connection lasts."""
+        """Request a certificate whenever renewal is due, while this connection lasts."""
         from fedge.identity.certificates import (
             RENEW_AT,
             encode_pem,
@@ -97,20 +97,20 @@ class Renewal:
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:
-        """Log why nothing is renewed, and go on: the present certificate may be good for a long time."""
+        """Log why nothing is renewed and go on, since the present certificate may be valid for a long time."""
         try:
             yield
         except (ConfigError, StoreError, TransportError) as error:
             log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
 
     def _log_refusal(self, reason: str) -> None:
-        """Say once what to do about a broker whose rules are older than renewal, and go on without it."""
+        """Log once what to do about a broker whose rules are older than renewal, and go on without renewal."""
         if not self._refused:
             log.error("event=not_renewed device=%s reason=%r check=%r", self._device_id, reason, CHECK_RULES)
         self._refused = True
 
     async def _handle_answer(self, inbound: Inbound) -> None:
-        """Keep a received certificate if it is ours and valid for longer than the present one."""
+        """Install a received certificate if it is ours and valid for longer than the present one."""
         with self._log_failures():  # the answer stays at the broker
             own = self._read_own()
             if not inbound.payload or own is None:
@@ -123,7 +123,7 @@ class Renewal:
             await self._transport.publish(inbound.topic, b"", retain=True)
 
     def _verify_answer(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
-        """Return the certificate in an answer, checked."""
+        """Return the certificate in an answer after checking it."""
         from cryptography import x509
 
         from fedge.identity.certificates import UNREADABLE, is_issued_by, load_certificate
@@ -131,13 +131,13 @@ class Renewal:
         try:
             certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
         except UNREADABLE as error:
-            raise ProtocolError("certificate", f"what came as our new one is none: {error}") from error
+            raise ProtocolError("certificate", f"what came as our new certificate is none: {error}") from error
         if not is_issued_by(certificate, load_certificate(_get_path(self._transport.settings.ca_file))):
-            raise ProtocolError("certificate", "our new one is not by our authority")
+            raise ProtocolError("certificate", "our new certificate is not by our authority")
         if find_subject(certificate) != find_subject(own) or certificate.public_key() != own.public_key():
-            raise ProtocolError("certificate", "our new one is for somebody else, or for another key")
+            raise ProtocolError("certificate", "our new certificate is for somebody else, or for another key")
         if trouble := explain_out_of_date(certificate):
-            raise ProtocolError("certificate", f"our new one {trouble}")
+            raise ProtocolError("certificate", f"our new certificate {trouble}")
         return certificate
 
 

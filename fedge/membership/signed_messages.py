@@ -1,16 +1,16 @@
-"""Signed messages, which a hostile broker can hold back but neither forge nor replay.
+"""Signed messages, which a hostile broker can withhold but neither forge nor replay.
 
 A process with a certificate of its federation's authority (`fedge.identity`) signs all its messages and accepts only
-those signed by somebody in the right role. On the wire, the bytes of a message are then in an envelope:
+those signed by a member in the right role. On the wire, the bytes of a message are then in an envelope:
 
     [bytes, number, to, certificate, signature]
 
-The signature covers the topic, `number`, `to` and the bytes: a message is valid only on its own topic, and so in one
-federation, for one device. `number` increases with every message of a sender: a message older than the last one on a
-topic by the same key is refused. `to` is the incarnation of the receiving agent: messages from before its last start
-are refused, whatever the clocks say. Within one incarnation, each life of the sender is counted separately, since a
-coordinator that lost its home after its clock was ahead starts with lower numbers. A last will, made before everything
-else, has number 0.
+The signature covers the topic, `number`, `to` and the bytes. So a message is valid only on its own topic, and thus in
+one federation and for one device. `number` increases with every message of a sender; a message older than the last one
+on a topic by the same key is refused. `to` is the incarnation of the receiving agent, which therefore refuses messages
+from before its last start, whatever the clocks say. Within one incarnation, each life of the sender is counted
+separately, since a coordinator that lost its home after its clock was ahead starts with lower numbers. A last will,
+made before everything else, has number 0.
 
 Without such a certificate messages travel unsigned (`Plain`); the broker and its rules must then be trusted.
 """
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.identity")
 
 MAX_ENVELOPE_BYTES: Final = 3 * 1024
-"""Certificate, signature and the rest."""
+"""Most bytes that an envelope adds to its message: certificate, signature and the rest."""
 BEGINS: Final = b"\x95"
-"""First byte of an envelope, an array of five in MessagePack; that of a message is an array of two."""
+"""First byte of an envelope, which is an array of five in MessagePack; a plain message is an array of two."""
 WITHOUT_CERTIFICATE: Final = "/context"
-"""The most frequent message carries no certificate: receivers know it from the status."""
+"""End of the topics of context messages, the most frequent ones. They carry no certificate, since receivers know it
+from the status."""
 
 
 MAX_LIFE: Final = (1 << 32) - 1
-"""Lives are times in seconds; with the number of the message they fit into 64 bits."""
+"""Largest life, a time in seconds; together with the message's number, a life fits into 64 bits."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A signed message as it travels."""
+    """A signed message as it is on the wire."""
 
     payload: bytes
     number: int
@@ -62,7 +63,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     signature: bytes
 
     def make_context(self, topic: str) -> str:
-        """Return what is signed besides the payload."""
+        """Return the text that is signed together with the payload."""
         return f"{topic} {self.number} {self.to}"
 
 
@@ -81,16 +82,16 @@ class Plain:
         """Return the message unchanged.
 
         Raises:
-            ProtocolError: `signed`.
+            ProtocolError: `signed` if the message is an envelope.
         """
         if data.startswith(BEGINS):
-            raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
+            raise ProtocolError("signed", f"this {roles[0]} signs, but we have no certificate of its federation")
         return data
 
     is_behind = False
 
     def open_overheard(self, topic: str, data: bytes, name: str) -> bytes | None:
-        """Return the message unchanged; raises as `open`."""
+        """Return the message unchanged; raises the same errors as `open`."""
         return self.open(topic, data, Role.DEVICE, name=name)
 
     def start_new_life(self) -> None:
@@ -108,11 +109,11 @@ class Plain:
 
 
 class Signed:
-    """Messages that are all signed.
+    """Signs all messages of this process and verifies those of others.
 
     Args:
-        broker: certificate, key and authority; read again when the certificate changes.
-        home: of the process, for lasting state; None: it only listens.
+        broker: settings with certificate, key and authority; the certificate is read again when it changes.
+        home: folder of the process, for lasting state; None if the process only listens.
 
     Raises:
         ConfigError: certificate or key cannot be used.
@@ -129,23 +130,23 @@ class Signed:
         self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
         self._require_usable(broker.cert_file)
         self.admit: Callable[[Subject], None] = lambda _: None
-        """Raises a ProtocolError for anybody who is not on the list, if there is one."""
+        """Raises a ProtocolError for a subject who is not on the member list, if there is such a list."""
         self._home = home
         self._life = self._overheard = 0
         self.start_new_life()
         self._said = 0
-        self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
+        self._certificates: dict[str, bytes] = {}  # certificates of the latest senders, by name
         self.heard: dict[str, int] = {}
-        """The highest number by topic and key; it may be kept, and given back to the next process."""
+        """The highest number by topic and key; it may be stored and given to the next process."""
 
     def _require_usable(self, cert_file: str) -> None:
         if trouble := explain_out_of_date(self._key.certificate):  # the clock may not be set yet
-            raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
+            raise TransportError(f"cert_file {cert_file} {trouble}: nobody would accept it")
         if trouble := self.authority.explain_invalid(self._key.certificate):
-            raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
+            raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would accept it")
 
     def start_new_life(self) -> None:
-        """Begin another life, with numbers above those of a process that has spoken with our key meanwhile.
+        """Begin another life, with numbers above those of any process that has signed with our key meanwhile.
 
         Raises:
             StoreError: the disk is full or broken.
@@ -156,7 +157,7 @@ class Signed:
     # ---------------------------------------------------------------------------------------------- outwards
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
-        """Seal a payload with our signature. `to`: the receiving agent's incarnation; `will`: a last will."""
+        """Seal a payload with our signature. `to` is the receiving agent's incarnation; `will` marks a last will."""
         self._renew()
         self._said += 1
         certificate = b"" if topic.endswith(WITHOUT_CERTIFICATE) else self._key.der
@@ -179,10 +180,10 @@ class Signed:
         """Return the bytes of a message that a member in one of these roles signed for this topic.
 
         Args:
-            topic: on which it came.
-            data: as received.
-            roles: permitted senders.
-            name: required sender; empty: anybody in such a role.
+            topic: the topic on which the message came.
+            data: the bytes as received.
+            roles: roles of permitted senders.
+            name: name of the required sender; empty for any sender in these roles.
             to: our incarnation, if the message must be addressed to it.
 
         Raises:
@@ -191,7 +192,7 @@ class Signed:
         """
         envelope, subject, key = self._verify_envelope(topic, data, roles, name)
         if envelope.to != to:
-            raise ProtocolError("replayed", "it was for this device before its last start")
+            raise ProtocolError("replayed", "the message was for this device before its last start")
         life = f" {envelope.number >> 32}" if to else ""
         self._require_newest(f"{topic} {_format_key(key)}{life}", envelope.number)
         if subject.role.effective_role is Role.DEVICE and envelope.certificate:
@@ -201,15 +202,15 @@ class Signed:
     def _verify_envelope(
         self, topic: str, data: bytes, roles: Sequence[Role], name: str
     ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
-        """Return the envelope, signed for this topic in one of these roles, and its signer; replays pass."""
+        """Verify an envelope's signature, topic and sender, but not its number; return it with its signer and key."""
         if not data.startswith(BEGINS):
-            raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
+            raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} must sign its messages")
         if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
-            raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed in an envelope")
+            raise ProtocolError("oversized", f"{len(data)} bytes; at most {MAX_MESSAGE_BYTES} allowed in an envelope")
         envelope = _decode_envelope(data)
         certificate = envelope.certificate or self._certificates.get(name, b"")
         if not certificate:
-            raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
+            raise ProtocolError("unknown-device", f"{name} has sent no certificate yet")
         subject, key = self.authority.identify(certificate)
         ours = subject.federation == self.subject.federation and subject.role.effective_role in roles
         if not ours or (name and subject.name != name):
@@ -220,13 +221,14 @@ class Signed:
 
     @property
     def is_behind(self) -> bool:
-        """Whether another process with our key has used higher numbers: nobody would believe us now."""
+        """Whether another process with our key has used higher numbers, so that receivers would refuse our messages."""
         return self._overheard >= self._life
 
     def open_overheard(self, topic: str, data: bytes, name: str) -> bytes | None:
-        """Return what another process said in our own name, or None if it is older than ours.
+        """Return a message that another process sent in our own name, or None if it is older than our life.
 
-        If it has our key, our next life (`start_new_life`) has higher numbers than it. Raises as `open`.
+        If that process has our key, our next life (`start_new_life`) has higher numbers. Raises the same errors as
+        `open`.
         """
         envelope, _, key = self._verify_envelope(topic, data, [Role.DEVICE], name)
         if envelope.number and _format_key(key) == _format_key(self._key.public):
@@ -236,14 +238,14 @@ class Signed:
         return envelope.payload
 
     def sign(self, topic: str, data: bytes) -> bytes:
-        """Sign data that other members receive through somebody else, at any time."""
+        """Sign data that other members may receive through a third party at any later time."""
         return self.seal(topic, data)
 
     def verify(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
         """Check that a device vouched for these bytes.
 
         Raises:
-            ProtocolError: as `open`, or `forged`: it was for others.
+            ProtocolError: as for `open`; `forged` also if the proof is for other bytes.
         """
         envelope, _, _ = self._verify_envelope(topic, proof, [Role.DEVICE], name)
         if envelope.payload != data:
@@ -255,7 +257,7 @@ class Signed:
         if number < self.heard.get(source, 0):
             raise ProtocolError(
                 "replayed",
-                f"message {number}, and {self.heard[source]} came before; its clock was ahead and its home was "
+                f"message {number} came after {self.heard[source]}; the sender's clock was ahead and its home was "
                 "lost, or another process speaks with its key: revoke it, and enrol it again",
             )
         self.heard[source] = number
@@ -270,12 +272,12 @@ class Signed:
         try:
             if self.authority.accept_revocations(inbound.payload):
                 log.info("event=revocations bytes=%d", len(inbound.payload))
-        except StoreError as error:  # in force until this process ends, and received again after that
+        except StoreError as error:  # the list is in force until this process ends, and received again after that
             log.error("event=revocations_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
 
 
 def open_unverified(data: bytes) -> bytes:
-    """Return a message's bytes, signed or not, unchecked, to look at our own messages.
+    """Return a message's bytes without checking any signature, to inspect our own messages.
 
     Raises:
         ProtocolError: `malformed`.
@@ -297,11 +299,11 @@ def _decode_envelope(data: bytes) -> Envelope:
 
 
 def make_speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
-    """Return our identity on this broker; it signs if a federation's authority made our certificate.
+    """Return `Signed` if a federation's authority made our certificate, else `Plain`.
 
     Raises:
         ConfigError: the certificate is somebody else's, revoked, or not by the authority in ca_file.
-        TransportError: it is not valid by this machine's clock.
+        TransportError: the certificate is not valid by this machine's clock.
     """
     if broker.cert_file is None:
         return Plain()
@@ -310,7 +312,7 @@ def make_speaker(broker: BrokerSettings, subject: Subject, home: Path | None) ->
     from fedge.identity.certificates import load_certificate
 
     der = load_certificate(Path(broker.cert_file)).public_bytes(Encoding.DER)
-    if URN.encode() not in der:  # it is of another authority
+    if URN.encode() not in der:  # another authority made the certificate
         if subject.role is Role.DEVICE and subject.name.encode() not in der:
             log.warning(
                 "event=other_name cert_file=%s detail=%r",
@@ -334,9 +336,9 @@ def _decode_life(data: bytes) -> int:
 
 
 def _start_next_life(file: Path, overheard: int = 0) -> int:
-    """Return a number above that of any earlier process, although clock or file may be lost.
+    """Store and return a life above that of any earlier process, even if the clock or the file was reset.
 
-    `overheard`: of another process with our key.
+    `overheard` is the highest life heard of another process with our key.
     """
     before = max(read_kept(file, _decode_life) or 0, overheard)
     life = max(before + 1, int(time.time()))

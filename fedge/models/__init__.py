@@ -1,8 +1,8 @@
 """Networks in torch, and their weights as vectors.
 
-`build` makes a task's network, `network` turns it into a vector and back, `training` is SGD on that vector,
-`dp_sgd` the private one; `networks` are the built-in ones, `adapters` frozen ones. Tasks, agents and exports use it.
-Begin with `network`.
+`build` makes a task's network, `network` turns it into a vector and back, `training` is SGD on that vector, and
+`dp_sgd` its private form. `networks` has the built-in networks, `adapters` partly frozen ones. Tasks, agents and
+exports use this package. Begin with `network`.
 """
 
 from fedge.system.moved import make_getattr

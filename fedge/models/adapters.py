@@ -1,13 +1,13 @@
 """Networks that start from given weights and of which only a part is trained.
 
-`--adapt` selects what is trained (`fedge.tensors.layout.Selector`), whole layers at a time: `head`, or
-`head,layer4.*`, or `!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other
-convolutions and linear layers each get an adapter. Everything else is frozen: it is not a part of the layout, so it is
-neither sent nor averaged, and its running statistics do not change.
+`--adapt` selects which whole layers are trained (`fedge.tensors.layout.Selector`), such as `head`, `head,layer4.*` or
+`!norm` (all but the normalisation). The head is always trained. With `lora` or `lora:RANK` the other convolutions and
+linear layers each get an adapter. Everything else is frozen and no part of the layout, so it is neither sent nor
+averaged, and its running statistics do not change.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random values as in
-Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024 (FFA-LoRA): the mean of the devices'
-B A then equals the mean of their B times A, and half of the numbers travel.
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024 (FFA-LoRA). The mean of the devices'
+B A then equals the mean of their B times A, and only half of the numbers are sent.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fedge.tensors.layout import Tensors, view_bytes
 LORA: Final = "lora"
 RANK: Final = 4
 LARGE: Final = 2**16
-"""Weights of a layer from which a gradient of W costs more than two more operations."""
+"""Number of a layer's weights from which computing a gradient of W costs more than two further operations."""
 
 
 class Adapter(nn.Module):
     """A convolution or linear layer with W + B A in place of W; only B (rows, rank) is trained, starting at 0.
 
     Args:
-        layer: W is (rows, ...), seen as a matrix (rows, n).
-        rank: of B A; at most min(rows, n).
-        seed: of A (rank, n), whose numbers are N(0, 1/n).
+        layer: the layer, whose weights W (rows, ...) are treated as a matrix (rows, n).
+        rank: the rank of B A; at most min(rows, n).
+        seed: the seed of A (rank, n), whose numbers are N(0, 1/n).
 
     In training a large layer adds B A x to W x, so that no gradient of the size of W is computed. A step of ResNet-18
-    on 32 samples of 32 x 32 takes 155 ms instead of 232, of its last stage 33 instead of 83 (one core). Otherwise the
-    weights are summed, which ONNX Runtime does once, when it loads the graph.
+    on 32 samples of 32 x 32 then takes 155 ms instead of 232, and a step of its last stage 33 instead of 83 (one core).
+    Otherwise the weights are summed, which ONNX Runtime does once, when it loads the graph.
     """
 
     a: Tensor
@@ -70,7 +70,7 @@ class Adapter(nn.Module):
         return out + functional.conv2d(low, self.b[..., None, None])
 
     def _apply_weights(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute what the layer would give with these weights."""
+        """Compute the layer's output with these weights in place of its own."""
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, bias)
         out: Tensor = self.layer._conv_forward(x, weight, bias)  # noqa: SLF001 - with any kind of padding
@@ -103,7 +103,7 @@ def load_initial_weights(module: nn.Module, task: TaskSpec) -> None:
     """Load the weights that a task names into a network, in place; a head for other classes keeps its own.
 
     Raises:
-        ConfigError: they are missing, or do not fit; the text says what does not.
+        ConfigError: the weights are missing or do not fit; the text says which of them.
     """
     ref = weights.find_weights(task)
     if ref is None:
@@ -135,10 +135,10 @@ def load_initial_weights(module: nn.Module, task: TaskSpec) -> None:
 
 
 def adapt_network(module: nn.Module, task: TaskSpec) -> None:
-    """Freeze what is not trained, and add adapters, in place.
+    """Freeze the layers that are not trained, and add adapters, in place.
 
     Raises:
-        ConfigError: `adapt_network` matches no layer of the network, or is invalid.
+        ConfigError: `--adapt` matches no layer of the network, or is invalid.
     """
     patterns = [p.strip() for p in str(task.model_options[weights.ADAPT]).split(",") if p.strip()]
     rank = max((_parse_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
@@ -169,7 +169,7 @@ def _parse_rank(pattern: str) -> int:
 
 
 def _freeze(layer: nn.Module) -> None:
-    """Turn the layer's own tensors into constants, which are in no layout (`fedge.models.network.iterate_tensors`)."""
+    """Turn the layer's own tensors into constants, outside any layout (`fedge.models.network.iterate_tensors`)."""
     for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
         delattr(layer, name)
         layer.register_buffer(name, tensor.detach(), persistent=False)

@@ -22,7 +22,7 @@ from fedge.tensors.layout import Layout, Model
 
 
 def make_network(task: TaskSpec) -> nn.Module:
-    """Make the task's network, its weights by torch's global generator or, if adapted, the given ones.
+    """Make the task's network, with weights from torch's global generator or, if adapted, the given ones.
 
     A user's factory is called with the task, or without arguments if it takes none; a module class works, too. A module
     passed in Python is copied with its weights.
@@ -65,9 +65,9 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
     """Refuse a network whose tensors cannot be sent, averaged and put back by name.
 
     Raises:
-        ConfigError: it is scripted or compiled, its state holds something else than tensors, or a tensor has no shape
-            yet, no elements, a wrong type, a name that graphs use, or its memory in common with another, or is not in
-            main memory.
+        ConfigError: the network is scripted or compiled; its state holds something else than tensors; or a tensor has
+            no shape yet, has no elements, has a wrong type or a name that graphs use, shares its memory with another
+            tensor, or is not in main memory.
     """
     for name, layer in module.named_modules():
         if (maker := _find_maker(layer)) is not None:
@@ -88,7 +88,7 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
 
 
 def _explain_fault(name: str, tensor: torch.Tensor) -> str | None:
-    """Say what is wrong with a tensor, and what to do, or None. ConfigError: it has a wrong type."""
+    """Return what is wrong with a tensor and what to do, or None. Raises ConfigError if its type is wrong."""
     if nn.parameter.is_lazy(tensor):
         do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
         return f"is lazy, it has no shape before the first input: {do}"
@@ -103,7 +103,7 @@ def _explain_fault(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def _find_maker(layer: nn.Module) -> str | None:
-    """Name what turned a layer into code that nothing can look into or export, or None."""
+    """Return the name of the function that made a layer impossible to inspect or export, or None."""
     if isinstance(layer, torch.jit._script.RecursiveScriptModule):  # noqa: SLF001 - a traced one can be looked into
         return "torch.jit.script"
     if isinstance(layer, nn.DataParallel):
@@ -122,7 +122,7 @@ def make_initial_model(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     """Return layout and initial weights of the task's network; equal seeds give equal bytes.
 
     Raises:
-        ConfigError: as `make_network`; or a weight is NaN or infinite.
+        ConfigError: as for `make_network`; also if a weight is NaN or infinite.
     """
     from fedge.models import adapters
 

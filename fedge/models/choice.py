@@ -1,4 +1,4 @@
-"""The network of a task, as a person chooses it: a name or a factory, given weights, and what of it is trained."""
+"""A person's choice of a task's network: a name or a factory, initial weights, and the layers that are trained."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def with_network(
 ) -> TaskSpec:
     """Return the task with another network, initial weights and choice of trained layers.
 
-    What another network turns into whole numbers is not scaled (`fedge.models.lookups`).
+    Inputs that another network turns into whole numbers are not scaled (`fedge.models.lookups`).
 
     Args:
-        task: whose own network is used if `model` is None.
-        model: as `TaskSpec.model`.
+        task: the task, whose own network is used if `model` is None.
+        model: the network, as in `TaskSpec.model`.
         weights: a safetensors file with the network's tensors by name.
-        adapt: see `fedge.models.adapters`; None: everything is trained.
+        adapt: see `fedge.models.adapters`; if None, everything is trained.
 
     Raises:
         ConfigError: the file cannot be read, or `adapt` is given without weights.
@@ -39,6 +39,6 @@ def with_network(
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
     if model is None or ":" not in model:
         return task
-    from fedge.models.lookups import unscale_lookups  # torch: only the network itself shows what it does
+    from fedge.models.lookups import unscale_lookups  # needs torch, since only running the network shows what it does
 
     return unscale_lookups(task)

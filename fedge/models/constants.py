@@ -1,7 +1,7 @@
-"""What a network computes with besides the tensors of its state: nothing sends it, so every build must make it alike.
+"""Values outside its state with which a network computes. They are never sent, so every build must make the same ones.
 
-Such are tensors, arrays and numbers in plain attributes, buffers that are not persistent, and layers in a plain list.
-An exported graph holds them as constants.
+Such values are tensors, arrays and numbers in plain attributes, buffers that are not persistent, and layers in a plain
+list. An exported graph holds them as constants.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedge.models import network
 
 _EVERY_MODULES: Final = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
+"""Names of the attributes that torch gives every module."""
 
 
 def collect_constants(module: nn.Module) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def collect_constants(module: nn.Module) -> dict[str, Any]:
 
 
 def compute_digest(value: Any) -> str:
-    """Return a word that is the same only for the same value."""
+    """Return a string that identifies a value: equal only for equal values."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -44,7 +44,7 @@ def compute_digest(value: Any) -> str:
 
 
 def _collect(place: str, value: Any, seen: set[int], found: dict[str, Any]) -> None:
-    """Add what is at and below a place; what is reached twice, or is in `seen`, is left out."""
+    """Add the values at and below a place to `found`, without objects in `seen`, such as those reached before."""
     if isinstance(value, bool | int | float | complex | str | np.generic):
         found[place] = value
     elif id(value) not in seen:

@@ -1,14 +1,14 @@
-"""DP-SGD: per-sample gradients, clipped, summed, and blurred with secret noise.
+"""DP-SGD: per-sample gradients that are clipped, summed, and blurred with secret noise.
 
 Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, with Poisson sampling. The noise
 is the sum of four normal numbers, which protects against attacks on the last bits of a floating-point sample: Holohan,
 Braghin, "Secure Random Sampling in Differential Privacy", ESORICS 2021.
 
 Gradients come from `torch.func`, not from the hooks of Opacus' `GradSampleModule`. Each sample passes through the
-network alone, so its gradient is independent of the others in any user's network, while hooks assume that no layer
-mixes the samples of a batch; and the network, which other steps also use, needs no wrapper. Both give the same numbers
-(tested). A batch of 32 takes one core 1.0 against Opacus' 0.7 ms (`mlp`, digits), 16 against 20 ms (`cnn`, 28 x 28),
-198 against 302 ms (`cnn_fedavg`).
+network alone, so its gradient is independent of the others in any user's network. Hooks, in contrast, assume that no
+layer mixes the samples of a batch. Also, the network, which other steps use, needs no wrapper. Both ways give the same
+numbers (tested). On one core, a batch of 32 takes 1.0 ms against Opacus' 0.7 ms (`mlp`, digits), 16 against 20 ms
+(`cnn`, 28 x 28), and 198 against 302 ms (`cnn_fedavg`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.func import functional_call, grad, vmap
 from fedge.models.training import Loss, Network, Objective, Part, to_tensor
 
 MOST_NUMBERS: Final = 2**24
-"""Of the gradients that are held at once: 64 MB, however large a batch is drawn."""
+"""Most numbers of per-sample gradients held at once, 64 MB, however large a drawn batch is."""
 Source = Callable[[int], bytes]
-"""n -> n random bytes: `os.urandom`, but in a simulation."""
+"""Function from n to n random bytes: `os.urandom`, except in a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Per-sample bound `clip_norm`, C, in L2, and `noise_multiplier`, sigma: the noise is N(0, (sigma C)^2)."""
+    """`clip_norm`, the L2 bound C of a sample's gradient, and `noise_multiplier`, sigma; noise is N(0, (sigma C)^2)."""
 
     clip_norm: float
     noise_multiplier: float
@@ -53,7 +53,7 @@ def draw_normal(n: int, source: Source) -> NDArray[np.float64]:
 
 
 def draw_poisson_batches(n: int, rate: float, source: Source) -> Iterator[NDArray[np.int64]]:
-    """Yield endless batches with each of n samples at probability `rate`; some may be empty."""
+    """Yield endless batches that contain each of n samples with probability `rate`; some may be empty."""
     while True:
         yield np.flatnonzero(draw_uniform(n, source) < rate)
 
@@ -62,10 +62,10 @@ class PrivateNetwork:
     """A network for DP-SGD: like `Network`, but with a noisy gradient.
 
     Args:
-        network: whose weights learn.
+        network: the network whose weights learn.
         clipping: C and sigma.
-        expected: mean batch size; a gradient is the noisy sum divided by it.
-        source: of the noise.
+        expected: mean batch size, by which the noisy sum of gradients is divided.
+        source: source of the noise's random bytes.
         moves: the part of the weights that learns; the rest adds to no norm and gets no noise.
     """
 
@@ -84,7 +84,7 @@ class PrivateNetwork:
         self._infos = network.layout.select_kind("param")
 
     def get_slice(self, part: Part) -> slice:
-        """Return the slice of the network."""
+        """Return the slice of `weights` that holds a part."""
         return self._network.get_slice(part)
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Inputs that a network turns into whole numbers, such as token numbers for an embedding: nobody may scale these."""
+"""Finds inputs that a network turns into whole numbers, such as tokens for an embedding, which must not be scaled."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedge.system.loading import FAILURES
 log = logging.getLogger("fedge.models")
 
 MOST_COLUMNS: Final = 512
-"""Columns that are tried one by one; of more, all or none are looked up."""
+"""Most columns that are tried one by one; of more columns, all or none count as whole numbers."""
 TRIED: Final = (1.0, 2.0)
-"""In place of 0: a number that a table of two rows has, and one that differs also where 0 stands for padding."""
+"""Numbers tried in place of 0: one that a table of two rows has, and one that differs even if 0 stands for padding."""
 _CASTS: Final = (
     torch.Tensor.long, torch.Tensor.int, torch.Tensor.short, torch.Tensor.byte, torch.Tensor.to, torch.Tensor.type,
     torch.Tensor.type_as,
@@ -31,10 +31,10 @@ _WHOLE: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def unscale_lookups(task: TaskSpec) -> TaskSpec:
-    """Return the task, unscaled where its network turns inputs into whole numbers.
+    """Return the task without scaling of the inputs that its network turns into whole numbers.
 
-    A task class and the schema of a table say themselves what is scaled, and stay as they are; so does a task whose
-    network cannot be built, or does not take its inputs: whoever builds it next says so.
+    Task classes and table schemas define their own scaling, so such tasks are unchanged. A task whose network cannot be
+    built, or does not take its inputs, is unchanged, too; whoever builds the network next reports that.
     """
     how = task.preprocessing
     if ":" in task.name or how.table or ":" not in task.model:
@@ -57,7 +57,7 @@ def unscale_lookups(task: TaskSpec) -> TaskSpec:
 
 
 def _find_lookups(task: TaskSpec) -> NDArray[np.bool_]:
-    """Return which columns (d,) of one-dimensional samples become whole numbers; of others, if any does, (1,)."""
+    """Return which columns of one-dimensional samples become whole numbers, (d,); for others, whether any do, (1,)."""
     one_by_one = len(task.input_shape) == 1 and task.input_shape[0] <= MOST_COLUMNS and task.preprocessing.scale == 1
     n = task.input_shape[0] if one_by_one else 1
     found = np.zeros(n, np.bool_)
@@ -77,7 +77,7 @@ def _find_lookups(task: TaskSpec) -> NDArray[np.bool_]:
 
 
 def _trace_whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the whole numbers that a network makes of inputs, in order, as far as it comes."""
+    """Return the whole numbers that a network makes of inputs, in order, up to any failure."""
     casts = _Casts()
     with casts, torch.no_grad():
         try:
@@ -88,14 +88,14 @@ def _trace_whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[t
 
 
 class _Casts(TorchFunctionMode):
-    """A dispatch mode that notes what becomes of real numbers that are turned into whole ones."""
+    """A dispatch mode that records the results of casts from real to whole numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
+        """Call a function of torch, and record its result if it is such a cast."""
         found = func(*args, **(kwargs or {}))
         if func in _CASTS and args[0].is_floating_point() and found.dtype in _WHOLE:
             self.seen.append(found)

@@ -1,8 +1,8 @@
 """Networks, and the conversion between a network and the vectors of `fedge.tensors`.
 
-A layout lists the parameters in the order of `named_parameters` with the head's last, then the persistent buffers:
-float32 ones (running statistics and frozen parameters: "buffer") and int64 ones ("counter"). A tensor shared by two
-layers counts once.
+A layout lists the parameters in the order of `named_parameters`, but the head's last, then the persistent buffers. A
+float32 buffer (running statistics, frozen parameters) is a "buffer", an int64 buffer is a "counter". A tensor shared by
+two layers counts once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
 
 @contextmanager
 def listen_to_layers(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Call `hear` with each of these layers, its inputs and output; it may return another output."""
+    """Call `hear` with layer, inputs and output whenever one of these layers runs; `hear` may return another output."""
     hooks = [layer.register_forward_hook(hear) for layer in layers]
     try:
         yield
@@ -42,8 +42,8 @@ def listen_to_layers(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any
 def find_head_name(module: nn.Module, task: TaskSpec) -> str | None:
     """Find the head: the linear layer that turns features (n, D) into the network's logits (n, C).
 
-    It is identified by behaviour: random numbers in place of its output must come out of the network unchanged. None:
-    no such layer that is trainable, used once, and has its own weight and bias. The network is left unchanged.
+    It is identified by behaviour: random numbers in place of its output must come out of the network unchanged. Return
+    None if no such layer is trainable, used once, and has its own weight and bias. The network is left unchanged.
 
     Raises:
         ConfigError: the network does not take inputs of the task's shape.
@@ -82,7 +82,7 @@ def _is_head(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
 
 
 def get_head(module: nn.Module, layout: Layout) -> nn.Linear:
-    """Return a network's head; its input is the features (n, D), its output the logits (n, C).
+    """Return a network's head, which turns the features (n, D) into the logits (n, C).
 
     Raises:
         ConfigError: the network has no head.
@@ -108,7 +108,7 @@ def compute_features_and_logits(
 
 
 def make_layout(module: nn.Module, head: str | None = None) -> Layout:
-    """Return names, shapes and kinds of all tensors in a module's state, `head` by `find_head_name`.
+    """Return names, shapes and kinds of all tensors in a module's state; `head` is the name by `find_head_name`.
 
     Raises:
         ConfigError: a tensor is neither float32 nor an int64 buffer.
@@ -149,7 +149,7 @@ def iterate_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def find_aliases(module: nn.Module) -> dict[str, str]:
-    """Return further names of tensors that have several, each with that in `iterate_tensors`: weights may be shared."""
+    """Return further names of shared tensors, each with the tensor's name in `iterate_tensors`."""
     names = {id(tensor): name for name, tensor in iterate_tensors(module)}
     every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     found = {name: names[id(tensor)] for each in every for name, tensor in each if id(tensor) in names}
@@ -157,12 +157,12 @@ def find_aliases(module: nn.Module) -> dict[str, str]:
 
 
 def _get_layer_kind(layer: nn.Module) -> str:
-    """Return the kind of a layer, as selectors name it."""
+    """Return the kind of a layer in selectors, or "" for other layers."""
     return next((kind for kind, classes in _LAYERS.items() if isinstance(layer, classes)), "")
 
 
 def make_tensor_info(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
-    """Describe a tensor of a network for its layout. Raises ConfigError: its type cannot travel."""
+    """Describe a tensor of a network for its layout. Raises ConfigError if its type cannot be sent."""
     kind = "param" if tensor.requires_grad and tensor.dtype is torch.float32 else _KINDS.get(tensor.dtype)
     if kind is None:
         raise ConfigError(f"tensor {name} is {tensor.dtype}; a network may have float32 tensors and int64 buffers")

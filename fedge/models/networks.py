@@ -1,4 +1,4 @@
-"""The built-in networks: small ones without batch normalisation, quick to export, and two of torchvision's."""
+"""The built-in networks: small ones without batch normalisation, which are quick to export, and two of torchvision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Options = Mapping[str, int | float | str | bool]
 
 
 def mlp(task: TaskSpec) -> nn.Module:
-    """Flatten, linear, ReLU, linear. Option: hidden=32. Digits (8x8, 10 classes): d = 2410."""
+    """Build a perceptron: flatten, linear, ReLU, linear. Option: hidden=32. For digits (8x8, 10 classes) d = 2410."""
     options = _parse_sizes(task, hidden=32)
     hidden = options["hidden"]
     return nn.Sequential(
@@ -27,7 +27,7 @@ def mlp(task: TaskSpec) -> nn.Module:
 
 
 def cnn(task: TaskSpec) -> nn.Module:
-    """Build two 3x3 convolutions, each with ReLU and 2x2 pooling, and a hidden layer; channels=16, hidden=64."""
+    """Build two 3x3 convolutions with ReLU and 2x2 pooling, and a hidden layer. Options: channels=16, hidden=64."""
     options = _parse_sizes(task, channels=16, hidden=64)
     return _make_two_convolutions(task, 3, (options["channels"], 2 * options["channels"]), options["hidden"])
 
@@ -42,7 +42,7 @@ def cnn_fedavg(task: TaskSpec) -> nn.Module:
 
 
 def resnet_moe(task: TaskSpec) -> nn.Module:
-    """Build a residual network with routed branches (`resnet_moe`); experts=2 a block, top=1 a sample."""
+    """Build a residual network with routed branches (`resnet_moe`). Options: experts=2 per block, top=1 per sample."""
     options = _parse_sizes(task, experts=2, top=1)
     _require_images(task, 4)
     if options["top"] > options["experts"]:
@@ -51,7 +51,7 @@ def resnet_moe(task: TaskSpec) -> nn.Module:
 
 
 def mobilenet_v3_small(task: TaskSpec) -> nn.Module:
-    """Build torchvision's, d = 1.53 M for ten classes; below 64 pixels the first stride is 1.
+    """Build torchvision's MobileNetV3-Small, d = 1.53 M for ten classes; below 64 pixels the first stride is 1.
 
     Source: Howard et al., "Searching for MobileNetV3", ICCV 2019.
     """
@@ -62,7 +62,7 @@ def mobilenet_v3_small(task: TaskSpec) -> nn.Module:
 
 
 def resnet_18(task: TaskSpec) -> nn.Module:
-    """Build torchvision's, d = 11.2 M for ten classes; below 64 pixels the first stride is 1.
+    """Build torchvision's ResNet-18, d = 11.2 M for ten classes; below 64 pixels the first stride is 1.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
     """
@@ -80,7 +80,7 @@ NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
     "resnet-18": resnet_18,
 }
 _SMALL: Final = 64
-"""Pixels; torchvision's networks are made for 224, and leave little of fewer."""
+"""Side in pixels below which the first stride is 1; torchvision's networks are made for 224 and shrink images much."""
 
 
 def _make_torchvision(task: TaskSpec, name: str) -> nn.Module:
@@ -94,7 +94,7 @@ def _make_torchvision(task: TaskSpec, name: str) -> nn.Module:
 
 
 def _make_first_convolution(task: TaskSpec, usual: Any) -> nn.Conv2d:
-    """Make the first convolution, for images with any number of channels and small ones."""
+    """Make the first convolution, for any number of channels and for small images."""
     channels, *sides = task.input_shape
     stride = 1 if min(sides) < _SMALL else 2
     return nn.Conv2d(channels, usual.out_channels, usual.kernel_size, stride, usual.padding, bias=False)
@@ -124,7 +124,7 @@ def _require_images(task: TaskSpec, side: int) -> None:
 
 
 def _parse_sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
-    """Return the options of a network, positive whole numbers; `defaults` has missing ones."""
+    """Return a network's options, which are positive whole numbers; missing ones come from `defaults`."""
     if unknown := set(task.model_options) - {*defaults, *RESERVED}:
         raise ConfigError(f"{task.model} has no option {sorted(unknown)}; it has {sorted(defaults)}")
     sizes: dict[str, int] = {}

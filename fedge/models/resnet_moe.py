@@ -1,7 +1,8 @@
 """ResNet-MoE small: a residual network whose blocks route each sample to expert branches.
 
-Source: FedCoE, arXiv 2605.21264, in the edge size of docs/methods/fedcoe.md, section 8. GroupNorm, not BatchNorm:
-averaging running statistics over devices with different data is wrong. Routers are ordinary parameters.
+Source: FedCoE, arXiv 2605.21264, in the edge size of docs/methods/fedcoe.md, section 8. It uses GroupNorm instead of
+BatchNorm, since averaging running statistics over devices with different data is wrong. Routers are ordinary
+parameters.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-CHANNELS: Final = (8, 8, 16, 32)  # of the stem and the three blocks
-GROUPS: Final = 4  # of every GroupNorm
+CHANNELS: Final = (8, 8, 16, 32)  # channels of the stem and the three blocks
+GROUPS: Final = 4  # groups of every GroupNorm
 SMALL: Final = 8  # pixels; smaller images keep their size in the second block
 
 
 class ResNetMoE(nn.Module):
-    """Stem, three blocks, global average pool, linear head.
+    """The network: a stem, three blocks, global average pooling, and a linear head.
 
     Args:
         input_shape: (channels, height, width).
-        n_classes: C.
-        experts: m, branches of each block.
-        top: k <= m, branches of a sample.
+        n_classes: C, the number of classes.
+        experts: m, the number of branches of each block.
+        top: k <= m, the number of branches for a sample.
 
     Parameters with one input channel and ten classes: 38,536 with m = 2; 19,845 with m = 1.
     """
@@ -48,7 +49,7 @@ class ResNetMoE(nn.Module):
 
 
 class Block(nn.Module):
-    """y = ReLU(sum over the k largest r_e of u_e branch_e(x) + shortcut(x)), r = softmax(W_r avgpool(x) + b)."""
+    """A block: ReLU(sum over the k largest r_e of u_e branch_e(x) + shortcut(x)), r = softmax(W_r avgpool(x) + b)."""
 
     def __init__(self, n_in: int, n_out: int, stride: int, experts: int, top: int) -> None:
         super().__init__()
@@ -62,20 +63,21 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Sequential(*_make_convolution(n_in, n_out, stride, kernel=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (n, n_in, h, w) to (n, n_out, h', w'); all branches are computed, as a batch needs most."""
+        """Map (n, n_in, h, w) to (n, n_out, h', w'); all branches are computed, as a batch needs most of them."""
         u = self.compute_shares(x)
         outputs = torch.stack([branch(x) for branch in self.branches], dim=1)
         return functional.relu((u[:, :, None, None, None] * outputs).sum(dim=1) + self.shortcut(x))
 
     def compute_shares(self, x: Tensor) -> Tensor:
-        """Return weights u (n, m): the best branch's r for k = 1, else the k largest r / their sum; rest 0.
+        """Return weights u (n, m): r of the best branch for k = 1, else the k largest r divided by their sum; others 0.
 
-        On a tie the lowest index wins. With k = 1 normalising would make the weight a constant 1, without gradient for
-        the router.
+        On a tie the lowest index wins. With k = 1 normalising would make the weight a constant 1, without a gradient
+        for the router.
         """
         r = functional.softmax(self.router(x.mean(dim=(2, 3))), dim=1)
         rivals, own = r[:, None, :], r[:, :, None]
-        # Counted, not sorted: torch and ONNX Runtime break ties in `topk` differently, and no stable sort is exported.
+        # Count instead of sorting: torch and ONNX Runtime break ties in `topk` differently, and stable sorts cannot be
+        # exported.
         earlier = torch.ones(r.shape[1], r.shape[1], dtype=torch.bool, device=r.device).tril(-1)
         better = (rivals > own) | ((rivals == own) & earlier)
         u = r * (better.sum(dim=2) < self.top)

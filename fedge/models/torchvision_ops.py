@@ -1,10 +1,10 @@
 """Makes torchvision importable beside a torch build that does not fit its compiled operators.
 
 Importing torchvision registers shape functions for its operators `torchvision::nms` and `torchvision::qnms`. These are
-declared by torchvision's C++ library, which does not load if built for another torch (the usual CUDA wheel beside the
-CPU build of torch): the import then fails with "operator torchvision::nms does not exist", although the networks in
-`torchvision.models` need no compiled operator. `declare_operators` provides the two signatures. They have no
-implementation: calling one is an error, as it would be without this module.
+declared by torchvision's C++ library, which does not load if it was built for another torch (the usual CUDA wheel
+beside the CPU build of torch). The import then fails with "operator torchvision::nms does not exist", although the
+networks in `torchvision.models` need no compiled operator. `declare_operators` provides the two signatures without
+implementations, so calling one is an error, as it would be without this module.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def _can_load(folder: Path) -> bool:
 
 
 def describe_torch() -> str:
-    """Return torch's version, and the GPU that it sees."""
+    """Return torch's version and the GPU that torch sees."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{torch.__version__}, {gpu}"

@@ -1,8 +1,8 @@
 """Local training: SGD with momentum on one vector of weights; losses and gradients on a device's samples.
 
 All trainable tensors of the network are views of one vector, and so are their gradients: an optimiser step is three
-vector operations, however many layers there are. For networks of a few thousand weights, where a step is mostly
-overhead, a step became a third quicker than `torch.optim.SGD` (digits MLP, batch 32, one core: 97 against 154 µs).
+vector operations, however many layers there are. In networks of a few thousand weights a step is mostly overhead; there
+it takes a third less time than with `torch.optim.SGD` (digits MLP, batch 32, one core: 97 against 154 µs).
 
 The same loop trains one model (`Network`) or n of them side by side (`Stack`), whose weights are the rows of a matrix.
 
@@ -40,28 +40,28 @@ from fedge.system.stopping import StoppedError, never
 from fedge.tensors.layout import BASE, Layout, Model
 
 Loss = Callable[..., Tensor]
-"""Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient.
+"""Function from a module in training mode, inputs (b, ...) and labels (b,) to the batch's mean loss, with its gradient.
 
-Of a stack it is also given, one by one, what the stack's `given` holds for the model."""
+For each model of a stack, the function also gets that model's tensors in the stack's `given`, as further arguments."""
 Part = Literal["all", "base", "head"]
 """Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
-"""Samples per forward pass outside training: bounds the memory."""
+"""Samples per forward pass outside training; this bounds the memory."""
 PADDING: Final = -100
-"""Label of a sample that is not there: it counts in no loss and no gradient."""
+"""Label of a padding sample, which counts in no loss and no gradient."""
 MOST_STACKED: Final = 2**15
 """Weights of the largest network of which several are trained side by side (see `can_stack`)."""
 CPU: Final = torch.device("cpu")
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SHARED: Final = 4
-"""Networks that are kept in a thread, and for which it is remembered what was found out about them."""
+"""Number of networks kept per thread, and number for which the results of `can_stack` and the like are cached."""
 
 
 def get_torch_device(processor: Processor) -> torch.device:
     """Return the torch device of a processor, set to full float32 and repeatable results.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the processor is CUDA, and torch finds no usable GPU.
     """
     if processor is Processor.CUDA:
         if not torch.cuda.is_available():
@@ -76,19 +76,19 @@ def get_torch_device(processor: Processor) -> torch.device:
 
 @contextmanager
 def seed_torch(seed: int, processor: torch.device = CPU) -> Iterator[None]:
-    """Have torch draw from this seed within, as for dropout; draws outside are unaffected."""
+    """Seed torch's random numbers, as for dropout, inside the `with` block; draws outside are unaffected."""
     elsewhere = [] if processor.type == CPU.type else [processor.index or 0]
     with torch.random.fork_rng(elsewhere, device_type=processor.type):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed also waits for a GPU, at length
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also waits for a GPU, which takes long
         if elsewhere:
             torch.get_device_module(processor).manual_seed(seed)
         yield
 
 
 class Network:
-    """The task's network; its trainable tensors are views of `weights`, (d,), their gradients of `gradient`.
+    """The task's network; its trainable tensors are views of `weights` (d,), their gradients views of `gradient` (d,).
 
-    `given`: tensors that the loss gets beside a batch.
+    `given` holds further tensors that the loss gets beside a batch.
     """
 
     def __init__(self, task: TaskSpec, processor: torch.device = CPU) -> None:
@@ -146,7 +146,7 @@ class Network:
         _set_evaluation_mode(self.module)
 
     def present(self) -> Model:
-        """The weights as they are, finite or not: a view that later training changes."""
+        """Return the present weights, finite or not, as a view that later training may change."""
         return Model(
             params=self.weights.cpu().numpy(),
             buffers=np.concatenate([np.zeros(0, np.float32), *(own.cpu().numpy().ravel() for own in self._buffers)]),
@@ -157,7 +157,7 @@ class Network:
         """Copy the weights as a new model.
 
         Raises:
-            ProtocolError: `not-finite`, training diverged.
+            ProtocolError: `not-finite` if training diverged.
         """
         now = self.present()
         if not (np.isfinite(now.params).all() and np.isfinite(now.buffers).all()):
@@ -198,8 +198,8 @@ class Network:
 class Stack:
     """n models of a network without buffers, side by side: `weights` and `gradient` are (n, d), one model per row.
 
-    Inputs are (n, b, ...), labels (n, b): b samples per model. `given`: tensors (n, ...) for the loss, one row
-    per model.
+    Inputs are (n, b, ...) and labels (n, b), b samples per model. `given` holds further tensors (n, ...) for the loss,
+    one row per model.
     """
 
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
@@ -214,13 +214,13 @@ class Stack:
         self._infos = self.layout.select_kind("param")
 
     def get_slice(self, part: Part) -> slice:
-        """Return all of the weights; training parts of a model needs one model at a time.
+        """Return the slice of all weights; training only a part needs one model at a time.
 
         Raises:
-            ValueError: another part than all.
+            ValueError: the part is not "all".
         """
         if part != "all":
-            raise ValueError("models side by side learn in whole")
+            raise ValueError(f"models side by side can train only all weights, not the {part}")
         return slice(None)
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
@@ -246,7 +246,7 @@ class Stack:
         return out
 
     def present(self) -> list[Model]:
-        """The models as they are, finite or not: views that later training changes."""
+        """Return the present models, finite or not, as views that later training may change."""
         nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
         return [Model(row, *nothing) for row in self.weights.cpu().numpy()]
 
@@ -279,19 +279,26 @@ class Features(nn.Module):
 
 @lru_cache(maxsize=_SHARED)
 def can_stack(network: Network) -> bool:
-    """Return whether models of this network can train side by side, and that pays off.
+    """Return whether models of this network can train side by side, and whether that pays off.
 
-    It pays where a step is mostly overhead (`is_small`). MLPs, batch 32, one thread, microseconds of processor time per
-    step and model, median of five on a machine in use (load 7), alone against 2, 10, 40 and 64 models side by side:
-    2,410 weights 173 against 451, 131, 61 and 53; 9,610 222 against 639, 225, 119 and 106; 18,314 289 against 693, 298,
-    181 and 181; 25,450 233 against 560, 264, 201 and 205; 50,890 304 against 646, 392, 312 and 311; 159,010 647 against
-    1534, 980, 1037 and 1579. So a few models gain nothing, and large ones never do. Convolutions lost, too: `cnn` on
-    28 x 28 6.3 ms against 8.1 with 4 models, `cnn_fedavg` 35 ms against 42 with 2 and 35 with 8.
+    It pays off where a step is mostly overhead (`is_small`). The table gives microseconds of processor time per step
+    and model for MLPs (batch 32, one thread, median of five on a machine in use, load 7), by models side by side:
+
+        weights     1     2     10     40     64
+          2,410   173   451    131     61     53
+          9,610   222   639    225    119    106
+         18,314   289   693    298    181    181
+         25,450   233   560    264    201    205
+         50,890   304   646    392    312    311
+        159,010   647  1534    980   1037   1579
+
+    So two models gain nothing, and large networks never do. Convolutions lost, too: `cnn` on 28 x 28 took 6.3 ms alone
+    and 8.1 with 4 models; `cnn_fedavg` took 35 ms alone, 42 with 2 and 35 with 8.
 
     On a GPU all networks are tried, since a step on a few dozen samples is mostly launch overhead (not measured by us).
 
-    It is possible for networks without buffers and random numbers whose code can be vectorised, which is tried out.
-    This changes the network's weights.
+    Networks can be stacked if they have no buffers and no random numbers and their code can be vectorised; the function
+    tries that out. This changes the network's weights.
     """
     if network.processor == CPU and not is_small(network):
         return False
@@ -315,7 +322,7 @@ def can_stack(network: Network) -> bool:
 
 
 def is_small(network: Network) -> bool:
-    """Return whether a step is mostly overhead: linear layers alone, at most `MOST_STACKED` weights."""
+    """Return whether a step is mostly overhead: all weights are in linear layers, at most `MOST_STACKED` of them."""
     linear = sum(p.numel() for m in network.module.modules() if isinstance(m, nn.Linear) for p in m.parameters())
     return linear == network.layout.n_params <= MOST_STACKED
 
@@ -336,7 +343,7 @@ def uses_randomness(network: Network) -> bool:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch's `FlopCounterMode` without its compiler, whose import takes 1 s, 70 MB and a folder in TMPDIR."""
+    """Torch's `FlopCounterMode` without torch's compiler, whose import takes 1 s, 70 MB and a folder in TMPDIR."""
 
     total = 0
 
@@ -353,7 +360,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=_SHARED)
 def count_flops(network: Network) -> int:
-    """Count one sample's forward operations as torch does: matrix products, convolutions."""
+    """Count the operations of one sample's forward pass as torch does: those of matrix products and convolutions."""
     network.module.eval()
     with _Counter() as counter, torch.no_grad():  # type: ignore[no-untyped-call]
         network.compute_outputs(torch.zeros((1, *network.task.input_shape), device=network.processor))
@@ -366,7 +373,7 @@ _of_thread = threading.local()
 def get_shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = CPU) -> Network:
     """Return this thread's network for the task; load weights before each use.
 
-    Sharing lets a thousand workers use the memory of one. The most recent networks are kept.
+    Sharing lets a thousand workers use the memory of one worker. The most recent networks are kept.
     """
     if not hasattr(_of_thread, "networks"):
         _of_thread.networks = OrderedDict()
@@ -381,7 +388,7 @@ def get_shared_network(task: TaskSpec, fingerprint: str, processor: torch.device
 
 
 def _fill(own: Tensor, numbers: NDArray[np.generic]) -> None:
-    """Overwrite a tensor that has no gradient. Torch would first copy an array that is read-only."""
+    """Overwrite a tensor that has no gradient, without torch's copy of a read-only array."""
     if own.device == CPU:
         np.copyto(own.numpy(), numbers.reshape(own.shape))
     else:
@@ -389,7 +396,7 @@ def _fill(own: Tensor, numbers: NDArray[np.generic]) -> None:
 
 
 def to_tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
-    """Return a tensor that shares the array's memory if possible, else a copy on the processor."""
+    """Return a tensor that shares the array's memory if possible, else is a copy on the processor."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(processor)
 
 
@@ -412,7 +419,7 @@ def draw_stacked_batches(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield endless batches (n, b) for n clients whose samples are joined (`join_samples`).
 
-    Each row is what `draw_batches` yields, padded with the ignored sample for clients with fewer samples.
+    Each row is a batch of `draw_batches` for one client; shorter batches are padded with the ignored sample.
     """
     *offsets, last = np.cumsum([0, *sizes]).tolist()
     drawn = [draw_batches(size, batch_size, rng) for size, rng in zip(sizes, rngs, strict=True)]
@@ -427,7 +434,7 @@ def draw_stacked_batches(
 def join_samples(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Concatenate the samples of n clients, with one ignored sample (`PADDING`) behind."""
+    """Concatenate the samples of n clients and append one ignored sample (`PADDING`)."""
     x = np.concatenate([*(own for own, _ in samples), np.zeros_like(samples[0][0][:1])])
     return x, np.concatenate([*(own for _, own in samples), [PADDING]])
 
@@ -444,7 +451,7 @@ def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Trainable(Protocol):
-    """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` for a `Trainer`."""
+    """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` that a `Trainer` uses."""
 
     module: nn.Module
     processor: torch.device
@@ -461,14 +468,14 @@ class Trainable(Protocol):
 class Trainer:
     """A run of SGD from the present weights of a network or stack; each `run` continues the previous one.
 
-    `loss`: default cross-entropy; `moves`: the part of the weights that learns; `anchor`: (d,) the weights that the
-    proximal term pulls towards, by default the present ones. `optimizer`: of that part; by default SGD with momentum
-    (`fedge.models.optimizer.Momentum`).
+    `loss` is cross-entropy by default. `moves` names the part of the weights that learns, and `optimizer` updates that
+    part, by default by SGD with momentum (`fedge.models.optimizer.Momentum`). `anchor` (d,) holds the weights towards
+    which the proximal term pulls, by default the present ones.
 
-    Batches of one sample have no variance: batch normalisation then uses its running statistics and leaves them
+    A batch of one sample has no variance, so batch normalisation then uses its running statistics and leaves them
     unchanged.
 
-    `rng`: of the batches, or the batches themselves: positions (b,) in `x` and `y`, for a stack (n, b)
+    `rng` draws the batches, or yields them: positions (b,) in `x` and `y`, or (n, b) for a stack
     (`draw_stacked_batches`). A stack's loss must ignore samples with the label `PADDING`, as cross-entropy does.
     """
 
@@ -491,7 +498,7 @@ class Trainer:
         self._x, self._y = to_tensor(x, network.processor), to_tensor(y, network.processor)
         self._batches = draw_batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
-        self._gradient: Tensor | None = None  # as the last run left it
+        self._gradient: Tensor | None = None  # the gradient that the last run left
         self._optimizer = optimizer or Momentum(sgd, self._make_anchored(anchor) if sgd.proximal_mu else None)
 
     def _make_anchored(self, anchor: NDArray[np.float32] | None) -> Tensor:
@@ -543,7 +550,7 @@ def compute_loss_and_gradient_norm(
 
 
 def compute_mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute `compute_mean_loss` for each model; for a stack x is (n, m, ...), y (n, m), padded (`pad_samples`)."""
+    """Compute each model's mean loss; for a stack, x is (n, m, ...) and y (n, m), padded (`pad_samples`)."""
     with torch.inference_mode():
         total = sum((loss.double() for loss in _sum_losses(network, x, y)), torch.zeros(()))
     return np.asarray(total.cpu().numpy() / _count_samples(y))
@@ -552,7 +559,7 @@ def compute_mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDA
 def compute_losses_and_gradient_norms(
     network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Compute `compute_loss_and_gradient_norm` for each model; inputs as in `compute_mean_losses`."""
+    """Compute each model's mean loss and its gradient's L2 norm; inputs as for `compute_mean_losses`."""
     network.gradient.zero_()
     total = torch.zeros(())
     for loss in _sum_losses(network, x, y):
@@ -563,7 +570,7 @@ def compute_losses_and_gradient_norms(
 
 
 def compute_accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Share of the samples that each model classifies correctly, (n,); NaN where a model has no samples."""
+    """Compute the share of samples that each model classifies correctly, (n,); NaN where a model has no samples."""
     if not y.size:
         return np.full(len(y), np.nan)
     with torch.inference_mode():
@@ -582,7 +589,7 @@ def compute_accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64
 def pad_samples(
     samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Pad samples of n clients with `PADDING` to the largest, m: inputs (n, m, ...), labels (n, m)."""
+    """Pad the samples of n clients to the largest client's number m: inputs (n, m, ...), labels (n, m)."""
     longest = max(len(y) for _, y in samples)
     x = np.zeros((len(samples), longest, *samples[0][0].shape[1:]), np.float32)
     y = np.full((len(samples), longest), PADDING, np.int64)

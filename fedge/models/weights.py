@@ -1,8 +1,8 @@
 """Initial weights of a network, from the user's file: `--weights FILE.safetensors`.
 
-A task names them by digest, so that all machines of a federation use the same. Only the coordinator has the file. A
-device needs them if a part of the network is frozen (`fedge.models.adapters`): it fetches them once into the cache
-folder. They are never unpickled.
+A task names the weights by digest, so that all machines of a federation use the same. Only the coordinator has the
+file. A device needs them only if a part of the network is frozen (`fedge.models.adapters`); it then fetches them once
+into the cache folder. The file is never unpickled.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WEIGHTS: Final = "weights"
 SIZE: Final = "weights_bytes"
 ADAPT: Final = "adapt"
 RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
-"""The names of these settings among a task's `model_options`."""
+"""Names of the entries in a task's `model_options` that describe the weights."""
 
-_held: dict[str, bytes] = {}  # if the cache folder cannot be written
+_held: dict[str, bytes] = {}  # weights by digest, if the cache folder cannot be written
 _whole: set[Path] = set()  # files that this process has verified
 
 TaskName = Annotated[
@@ -66,13 +66,13 @@ Adapt = Annotated[
 
 
 def find_weights(task: TaskSpec) -> BlobRef | None:
-    """Return the digest of the task's initial weights, or None for random ones."""
+    """Return the reference to the task's initial weights, or None if these are random."""
     digest, size = task.model_options.get(WEIGHTS), task.model_options.get(SIZE)
     return BlobRef(digest=digest, size_bytes=size) if isinstance(digest, str) and isinstance(size, int) else None
 
 
 def find_device_weights(task: TaskSpec) -> BlobRef | None:
-    """Return the weights of a partly frozen network, which no order includes, or None."""
+    """Return the reference to the weights of a partly frozen network, which no order includes, or None."""
     return find_weights(task) if ADAPT in task.model_options else None
 
 
@@ -87,7 +87,7 @@ def log_fresh_head(task: TaskSpec, layout: Layout) -> None:
 
 
 def store_weights(data: bytes) -> str:
-    """Keep weights for this and later processes; returns their digest."""
+    """Store weights for this and later processes; return their digest."""
     digest = compute_digest(data)
     if not has_weights(digest):
         try:
@@ -111,7 +111,7 @@ def read_weights(digest: str) -> bytes:
     """Read the weights of this digest.
 
     Raises:
-        ConfigError: missing or damaged.
+        ConfigError: the weights are missing or damaged.
     """
     if digest in _held:
         return _held[digest]

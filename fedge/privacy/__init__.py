@@ -1,5 +1,5 @@
-"""What may leave a device, the record of what left, and sums that hide their parts.
+"""Rules on what may leave a device, the record of what left, and sums that hide their parts.
 
-`egress` is the door that every message passes, `ledger` its record; `masked_sums` and `shares` are the shared part of
-secure aggregation. Agents and the runtime use it. Begin with `egress`.
+`egress` is the door that every message passes, `ledger` its record; `masked_sums` and `shares` are the part of secure
+aggregation that both sides use. Agents and the runtime use this package. Begin with `egress`.
 """

@@ -1,13 +1,13 @@
-"""What may leave a device: the owner's rules, and the door that every message passes.
+"""The owner's rules on what may leave a device, and the door that every message passes.
 
-The owner's file (HOME/egress.toml, or another one) names a preset, and further kinds (`fedge.steps.contract.Reveals`):
+The owner's file (HOME/egress.toml, or another file) names a preset and further kinds (`fedge.steps.contract.Reveals`):
 
     [egress]
     preset = "strict"
     allow = "loss, machine"
 
 `Rules` remove from a message what the owner withholds. The `Door` is part of the transport (`Transport`, argument
-`door`). It takes nothing for granted: it checks each message again and records it before it leaves.
+`door`). It does not rely on that removal, but checks each message again and records it before it leaves.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ S = TypeVar("S", bound=Struct)
 Revealed = Mapping[str, Reveals]
 
 FILE: Final = "egress.toml"
-"""In a device's home: where its owner says what may leave, unless --egress names another file."""
+"""Name of the file in a device's home that holds the owner's rules, unless --egress names another file."""
 RULES_HELP: Final = "This file of the owner says what may leave; by default it is HOME/egress.toml."
 RulesFile = Annotated[Path | None, Heading.EGRESS, RULES_HELP]
 
 PRIVACY_LEDGER: Final = "privacy.json"
-"""In a device's home: the privacy budget that its training has spent (`edge_agent.privacy.dp_ledger`)."""
+"""Name of the file in a device's home with the privacy budget spent by training (`edge_agent.privacy.dp_ledger`)."""
 
 REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
     Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
@@ -77,7 +77,7 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
         "latency_ms": Reveals.LOAD,
     },
 }
-"""What messages let out beside the results of steps; fields that are not named say nothing of the device's data."""
+"""The kind that each field of a message reveals, results of steps aside; unlisted fields reveal nothing of the data."""
 
 PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
     "strict": frozenset(
@@ -94,13 +94,13 @@ MESSAGES: Final[Mapping[str, Any]] = {
     "release-wants": Want,
     "health": Health,
 }
-"""A device's messages, by the last level of the topic. It also sends blobs, predictions and certificate requests."""
+"""A device's messages by the last level of the topic. Devices also send blobs, predictions and certificate requests."""
 
 REQUEST: Final = b"-----BEGIN CERTIFICATE REQUEST-----"
-"""How a certificate request begins. It holds the name and public key that the previous certificate already showed."""
+"""First bytes of a certificate request, whose name and public key the previous certificate already showed."""
 
 REMEMBERED: Final = 256
-"""Blobs whose reports have passed the door; a report names one or two, and 16 orders are open at a time."""
+"""Most remembered blobs of reports that have passed; a report names one or two, and 16 orders are open at a time."""
 
 
 class EgressSettings(Struct, frozen=True, kw_only=True):
@@ -112,12 +112,12 @@ class EgressSettings(Struct, frozen=True, kw_only=True):
 
 
 class WithheldError(Exception):
-    """A message needs a field that may not leave."""
+    """A required field of a message may not leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The kinds that may leave."""
+    """The owner's rules, as the kinds that may leave."""
 
     allowed: frozenset[Reveals] = PRESETS["default"]
 
@@ -127,7 +127,9 @@ class Rules:
         return tuple(kind for kind in Reveals if kind not in self.allowed)
 
     def strip(self, message: S, revealed: Revealed | None = None) -> S:
-        """Return the message without what may not leave; `revealed` None: what `REVEALED_FIELDS` says of its fields.
+        """Return the message without the fields that may not leave.
+
+        `revealed` gives each field's kind; if None, `REVEALED_FIELDS` does.
 
         Raises:
             WithheldError: a required field is withheld.
@@ -138,7 +140,7 @@ class Rules:
             value = getattr(message, field.name)
             kind = revealed.get(field.name, Reveals.NOTHING)
             if kind not in self.allowed and field.required:
-                raise WithheldError(f"{field.name} of {type(message).__name__} tells {kind.words}")
+                raise WithheldError(f"{field.name} of {type(message).__name__} reveals {kind.words}")
             if kind not in self.allowed:
                 left_out[field.name] = _get_default(field)
             elif type(value) in REVEALED_FIELDS:
@@ -151,7 +153,7 @@ class Rules:
         return msgspec.structs.replace(message, **left_out)
 
     def allows(self, action: Action) -> bool:
-        """Return whether the action can be carried out unchanged."""
+        """Return whether a device with these rules can carry out the action unchanged."""
         return action.without(self.withheld) == action
 
 
@@ -160,9 +162,9 @@ ALL: Final = Rules(frozenset(Reveals))
 
 
 def without_figures(rules: Rules, home: Path) -> Rules:
-    """Return a runtime's rules: no noise-free figures once this home promised differential privacy.
+    """Return a runtime's rules, which forbid noise-free figures once this home has promised differential privacy.
 
-    The outcome of a rollout still leaves if the owner allows it: the one bit described in docs/privacy.md.
+    The outcome of a rollout, one bit (docs/privacy.md), may still leave if the owner allows it.
     """
     private = os.path.lexists(home / PRIVACY_LEDGER)
     return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
@@ -203,7 +205,7 @@ def _get_default(field: msgspec.structs.FieldInfo) -> object:
 
 
 def iterate_kinds(message: Struct, revealed: Revealed | None = None) -> Iterator[Reveals]:
-    """Yield the kinds in a message's non-empty fields; `told` as in `Rules.strip`."""
+    """Yield the kinds of a message's non-default and required fields; `revealed` is as for `Rules.strip`."""
     revealed = REVEALED_FIELDS[type(message)] if revealed is None else revealed
     for field in fields_of(type(message)):
         value = getattr(message, field.name)
@@ -215,9 +217,9 @@ def iterate_kinds(message: Struct, revealed: Revealed | None = None) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The door's view of a message: its kind, its step and order, and what it reveals.
+    """The door's view of a message: its type, its step and order, and the kinds that it reveals.
 
-    `blobs`: those that may follow it, by digest.
+    `blobs` are the blobs that may follow the message, by digest.
     """
 
     message: str
@@ -227,13 +229,13 @@ class Seen:
 
 
 class Door:
-    """The exit for everything that leaves a device: withheld data is stopped, the rest is recorded first.
+    """The exit for everything that leaves a device. It stops withheld data, and records the rest before it leaves.
 
     Args:
-        rules: of the owner.
-        home: of the device, with its ledger; None: nothing is recorded.
-        topics: of the federation.
-        action_of: the action of an open order; None: no such order.
+        rules: the owner's rules.
+        home: the device's home, with its ledger; if None, nothing is recorded.
+        topics: the federation's topics.
+        action_of: returns the action of an open order, or None if there is no such order.
     """
 
     def __init__(
@@ -250,8 +252,8 @@ class Door:
         """Let a message out.
 
         Raises:
-            TransportError: the owner withholds part of it, or it is not a device's message.
-            StoreError: it cannot be recorded.
+            TransportError: the owner withholds a part of the message, or it is not a device's message.
+            StoreError: the message cannot be recorded.
         """
         with raise_as(TransportError, "held back", on=ProtocolError):
             seen = self._inspect(topic, payload)
@@ -289,10 +291,10 @@ class Door:
         raise TransportError(f"held back: nothing that a device sends goes to {topic}")
 
     def _inspect_report(self, report: Report) -> Seen:
-        """View a report, with its result and the tensors that it names; a refusal has neither."""
+        """View a report together with its result and the blobs that it names; a refusal has neither."""
         if report.outcome is not Outcome.DONE:
             if report.body or report.blobs:
-                raise ProtocolError("malformed", "a refusal carries nothing")
+                raise ProtocolError("malformed", "the report is a refusal, but has a result or blobs")
             return Seen("reports", report.order_id, frozenset(iterate_kinds(report)))
         action = self._action_of(report.order_id)
         if action is None:
@@ -300,7 +302,7 @@ class Door:
         about, revealed, result = f"{action.STEP} {report.order_id}", action.reveals(), decode_result(report, action)
         _require_same(encode_body(result), report.body)
         if report.blobs != tuple(iterate_blobs(result)):
-            raise ProtocolError("malformed", "a blob that the result does not name")
+            raise ProtocolError("malformed", "the report's blobs are not those that the result names")
         blobs = tuple(
             (ref.digest, Seen("blobs", about, frozenset({kind})))
             for name, kind in revealed.items()
@@ -310,10 +312,10 @@ class Door:
 
 
 def _require_same(read: bytes, sent: bytes) -> None:
-    """Check that a message holds nothing beyond what was read of it; 1 and 1.0 are the same.
+    """Check that a message holds nothing but the fields that were read; 1 and 1.0 count as the same.
 
     Raises:
-        ProtocolError: it has a field that no rule covers, and that receivers ignore.
+        ProtocolError: the message has a field that no rule covers and that receivers ignore.
     """
     if msgspec.msgpack.decode(read) != msgspec.msgpack.decode(sent):
-        raise ProtocolError("malformed", "a field that the message does not have")
+        raise ProtocolError("malformed", "the message has a field that its type does not have")

@@ -1,9 +1,9 @@
-"""A record of everything that has left a device, written beforehand: HOME/egress.db.
+"""The ledger HOME/egress.db, a record of everything that leaves a device, written before it leaves.
 
 It uses SQLite, since agent and runtime write concurrently while `fedge egress` reads. Messages of one day that reveal
 the same about the same order share a line with a count. kill -9 loses nothing; a power cut loses no line, but perhaps
-the last seconds of its count. When `MAX_LINES` is reached, the oldest `FOLDED` lines are merged into one per kind of
-message, without order and day, so that nothing counted is ever forgotten.
+the last seconds of a count. When there are more than `MAX_LINES`, the oldest `FOLDED` lines are merged into one per
+kind of message, without order and day, so that nothing counted is ever forgotten.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger("fedge")
 
 FILE: Final = "egress.db"
 MAX_LINES: Final = 20_000
-"""Some 4 MB: with 16 lines for each order of a round, of the last 1,000 rounds and more."""
+"""Most lines, some 4 MB. With 16 lines per round they cover the last 1,000 rounds and more."""
 FOLDED: Final = 1_000
 WAIT_S: Final = 5.0
-"""For another process that writes; it takes a millisecond."""
+"""Longest wait for another process that writes, which usually takes a millisecond."""
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS left (
@@ -53,9 +53,9 @@ SET n = n + excluded.n, bytes = bytes + excluded.bytes, last = MAX(last, exclude
 class Line(Struct, frozen=True, kw_only=True):
     """Messages of one kind that left on one day for one order.
 
-    message: the last level of its topic. about: step and order, or ""; day "": several days and orders together. kinds:
-    what it revealed (`fedge.steps.contract.Reveals`). n, bytes: messages and their payloads. first, last: by the
-    device's clock.
+    `message` is the last level of the topic; `about` is step and order, or "". If `day` is "", the line covers several
+    days and orders. `kinds` is what the messages revealed (`fedge.steps.contract.Reveals`). `n` counts the messages,
+    `bytes` their payload bytes; `first` and `last` are times by the device's clock, in seconds since the epoch.
     """
 
     day: str
@@ -69,13 +69,13 @@ class Line(Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """The file of one device; several processes may have it open."""
+    """The ledger of one device; several processes may have it open."""
 
     def __init__(self, home: Path) -> None:
-        """Open or create the file; a damaged one is put aside.
+        """Open or create the file; a damaged file is put aside first.
 
         Raises:
-            StoreError: it cannot be read or written.
+            StoreError: the file cannot be read or written.
         """
         self._path = home / FILE
         with _convert_failures(self._path):
@@ -93,7 +93,7 @@ class Ledger:
         """Record that a message is about to leave.
 
         Raises:
-            StoreError: it cannot be recorded, so the message must not leave.
+            StoreError: the message cannot be recorded, so it must not leave.
         """
         now = time.time()
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
@@ -118,7 +118,7 @@ class Ledger:
         self._db.execute("PRAGMA synchronous = NORMAL")
 
     def _start_anew(self, error: sqlite3.DatabaseError) -> None:
-        """Put a damaged file aside; re-raise if it is merely unwritable."""
+        """Put a damaged file aside and begin a new one; re-raise the error if the file is merely unwritable."""
         if isinstance(error, sqlite3.OperationalError):
             raise error
         with contextlib.suppress(AttributeError):

@@ -5,36 +5,38 @@ Source: Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Ov
 
 Device i sends x_i + PRG(b_i) + sum of PRG(s_ij) over neighbours j > i - sum of PRG(s_ij) over neighbours j < i. The
 seed s_ij of a pair is the X25519 secret of i's and j's keys. The neighbours of i hold Shamir shares of b_i and of i's
-key: at the end those of b_i are revealed if i is in the sum, those of its key if it dropped out, never both.
+key. At the end the shares of b_i are revealed if i is in the sum, those of i's key if i dropped out, never both.
 
-The cohort is the roster, one file, the same for all: the participants, with three public keys each. Its digest
-determines the neighbours, so no single party chooses them. U2 are those that have shared secrets, S those that are
-summed.
+The cohort is listed in the roster, one file that is the same for all: the participants, with three public keys each.
+The roster's digest determines the neighbours, so no single party chooses them. U2 is the set of devices that have
+shared secrets, S the set that is summed.
 
-A server that tells devices different things learns no other sum, as long as no third of the cohort works for it and
-fewer than t neighbours of a device do:
+A server that sends devices different messages learns no other sum, as long as less than a third of the cohort and fewer
+than t neighbours of each device work for the server:
 
     1. Device i masks once, with all its neighbours in one U2, and signs (roster, U2).
     2. It confirms one S within U2, and signs (roster, U2, S), if its neighbours in S have signed the same (roster, U2).
     3. It shows shares only for that S, and only if more than two thirds of the cohort have confirmed the same.
 
-Of two sums one has no shares: more than two thirds of n confirm each, an honest device one, so that more than n / 3
-would have to confirm both. And b_i is opened by t neighbours, one of them honest, which has seen that i masked with
-this U2. So each two neighbours in S whose b are open have masked with one another; their keys stay closed, and what is
-left is the sum of all honest devices of S that neighbours join. In a cohort of up to 81 these are all; in a larger one
-at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`join`).
+Only one sum of a cohort can be opened. Opening a sum takes the confirmation of more than two thirds of the n devices.
+Then more than n / 3 would have to confirm both of two sums, but an honest device confirms only one. Opening b_i takes t
+neighbours; one of them is honest and has seen that i masked with this U2. So any two neighbours in S whose b are open
+have masked with one another, and their keys stay closed. What is left is the sum of all honest devices of S that are
+joined through neighbours. In a cohort of up to 81 these are all honest devices of S. In a larger one they are at least
+t + 1, less those of a device's neighbours that work for the server, since each device has t neighbours in S
+(`are_joined`).
 
-Nor is one update the whole sum, because the server asks all others to learn nothing (Pasquini et al., "Eluding Secure
-Aggregation in Federated Learning via Model Inconsistency", CCS 2022): s_ij depends on what a device was asked to learn,
-so masks of two that were not asked the same do not cancel, and the sum is noise.
+Nor can the server isolate one update by asking all other devices to learn nothing (Pasquini et al., "Eluding Secure
+Aggregation in Federated Learning via Model Inconsistency", CCS 2022). The seed s_ij depends on what a device was asked
+to learn, so the masks of two devices with different requests do not cancel, and the sum is noise.
 
 More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
-hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
-(`Sums.explain_too_close`).
+hear of both sums. If m devices are in both sums and d in only one of them, more than (m - d) / 3 confirm both, or
+refuse because d is too small (`Sums.explain_too_close`).
 
-Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
-that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency check"), not each
-neighbourhood.
+Departures from the papers: the graph is drawn from the hash of all advertised keys, not by the server; each device
+commits to b_i, so that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency
+check"), not each neighbourhood.
 """
 
 from __future__ import annotations
@@ -71,15 +73,15 @@ from fedge.wire.messages import BlobRef, Id, Order
 T = TypeVar("T")
 
 DEGREE: Final = 80
-"""k, neighbours of a device in a cohort of more than 81. If a tenth of a cohort of 1,000 (10,000) conspires with the
-server and a fifth drops out, some mask is revealed with probability 2^-66 (2^-53), and a round's sum is lost with 2^-22
-(2^-15)."""
+"""k, the number of a device's neighbours in a cohort of more than 81. Suppose that a tenth of a cohort of 1,000
+(10,000) conspires with the server and a fifth drops out. Then some mask is revealed with probability 2^-66 (2^-53), and
+a round's sum is lost with probability 2^-22 (2^-15)."""
 MAX_REMEMBERED: Final = 2**24
-"""About so many bytes of sums are kept in a run: 13,000 different sums of 10,000 devices, 100,000 of 1,000."""
+"""Approximate limit on the bytes of a run's sums: 13,000 different sums of 10,000 devices, or 100,000 of 1,000."""
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the cohort with its public keys for shares, masks and statements, and their proof."""
+    """A device of the cohort: its public keys for shares, masks and statements, and a proof that they are its own."""
 
     id: Id
     encryption: PublicKey
@@ -94,7 +96,7 @@ class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def make_member(device_id: str, keys: KeysMade) -> Member:
-    """Return a device with what it advertised."""
+    """Return a device of the cohort with the keys that it advertised."""
     return Member(
         id=device_id, encryption=keys.encryption, masking=keys.masking, signing=keys.signing, proof=keys.proof
     )
@@ -114,12 +116,12 @@ class Roster:
 
     @property
     def threshold(self) -> int:
-        """t, the number of shares that open a secret: over half of the neighbours, who cannot open both then."""
+        """t, the number of shares that open a secret: over half of the neighbours, who thus cannot open two secrets."""
         return self.degree // 2 + 1
 
     @cached_property
     def _circle(self) -> list[int]:
-        """The positions in an order drawn from the digest."""
+        """All positions, in an order drawn from the digest."""
         drawn = [hashlib.sha256(f"{self.digest}.{k}".encode()).digest() for k in range(len(self.members))]
         return sorted(range(len(drawn)), key=drawn.__getitem__)
 
@@ -140,9 +142,10 @@ class Roster:
         return tuple(sorted(self._circle[(place + step) % n] for step in near))
 
     def are_joined(self, positions: Collection[int]) -> bool:
-        """Return whether masks join each of these to at least t others: few masks might cancel separately.
+        """Return whether each of these devices shares masks with at least t others of them.
 
-        Then they join all: a device beside a gap that no masks cross would have half of its neighbours, fewer than t.
+        With fewer, the masks of a part of the devices might cancel separately. With t they cannot, because a device
+        beside a gap that no mask crosses would have at most half of its neighbours, fewer than t.
         """
         there = set(positions)
         return self.degree == len(self.members) - 1 or all(
@@ -156,20 +159,20 @@ class Roster:
     # ----------------------------------------------------------------------------------------------- statements
 
     def make_mask_statement(self, sharers: BlobRef) -> bytes:
-        """Return the statement of a device that has masked with all its neighbours among these."""
+        """Return the statement that a device has masked with all its neighbours among `sharers`."""
         return f"fedge masked {self.digest} {sharers.digest}".encode()
 
     def make_sum_statement(self, sharers: BlobRef, summed: BlobRef) -> bytes:
-        """Return the statement that opens this sum of the cohort and no other."""
+        """Return the statement by which a device confirms this sum of the cohort and no other."""
         return f"fedge sum {self.digest} {sharers.digest} {summed.digest}".encode()
 
     def find_signers(self, statement: bytes, signatures: Mapping[int, bytes]) -> set[int]:
-        """Return the positions whose devices have signed the statement."""
+        """Return the positions of the devices that have signed the statement."""
         there = {k: signature for k, signature in signatures.items() if k < len(self.members)}
         return {k for k, signature in there.items() if _is_signed(self.members[k].signing, statement, signature)}
 
     def explain_dispute(self, summed: Collection[int], confirmed: Collection[int]) -> str:
-        """Return why a sum that these devices have confirmed stays closed, or ""."""
+        """Return why too few devices have confirmed a sum for it to be opened, or "" if enough have."""
         for among, words in ((range(len(self.members)), "the cohort"), (summed, "the sum")):
             there, needed = len(set(among).intersection(confirmed)), 2 * len(among) // 3 + 1
             if there < needed:
@@ -179,7 +182,7 @@ class Roster:
     # -------------------------------------------------------------------------------------------------- secrets
 
     def derive_secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
-        """Derive a 32-byte secret of two devices for one purpose in this cohort.
+        """Derive the 32-byte secret that two devices share for one purpose in this cohort.
 
         Raises:
             ValueError: the peer's key is invalid.
@@ -188,11 +191,12 @@ class Roster:
         return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
 
     def derive_pair_seed(self, key: X25519PrivateKey, own: int, peer: int, training: str) -> bytes:
-        """Derive s_ij of a masking key's owner, at position `own`, and the device at `peer`.
+        """Derive the seed s_ij of the key's owner, at position `own`, and the device at `peer`.
 
-        It depends on both positions: several X25519 keys make the same secrets, so a device could take one that makes
-        those of another device, whose masks would then cancel. And on what both were asked to learn
-        (`fedge.steps.masked.train_masked.compute_common_digest`): if not the same, their masks do not cancel.
+        The seed depends on both positions. Several X25519 keys make the same secrets, so a device could otherwise take
+        a key with the secrets of another device, whose masks would then cancel. The seed also depends on what both were
+        asked to learn (`fedge.steps.masked.train_masked.compute_common_digest`), so that different requests leave masks
+        that do not cancel.
         """
         return self.derive_secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)} {training}")
 
@@ -200,11 +204,11 @@ class Roster:
         return ChaCha20Poly1305(self.derive_secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
 
     def seal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes:
-        """Encrypt one message from one position to another; the key is for this cohort and direction only."""
+        """Encrypt a message from one position to another, with a key for this cohort and direction only."""
         return self._make_cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
 
     def unseal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes | None:
-        """Decrypt the output of `seal`, or return None if it was not sealed that way."""
+        """Decrypt the output of `seal` for the same positions; return None if the data is anything else."""
         try:
             return self._make_cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
         except (InvalidTag, ValueError):
@@ -213,7 +217,7 @@ class Roster:
 
 @lru_cache(MAX_COHORT)
 def _is_signed(key: bytes, statement: bytes, signature: bytes) -> bool:
-    """Return whether this is a key's signature. Cached: all devices of a simulation check the same ones."""
+    """Return whether the key signed the statement. Cached, since all devices of a simulation check the same ones."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, statement)
     except (InvalidSignature, ValueError):
@@ -241,17 +245,17 @@ def read_roster(data: bytes) -> Roster:
     """Parse the output of `write_roster`.
 
     Raises:
-        ProtocolError: `malformed`: not a roster, or it names a device or a key twice.
+        ProtocolError: `malformed` if the bytes are no roster, or the roster names a device or a key twice.
     """
     members = _decode(_members, data, "roster")
     ids = [member.id for member in members]
     if ids != sorted(set(ids)) or len({key for member in members for key in member.keys}) != 3 * len(members):
-        raise ProtocolError("malformed", "a roster that names a device or a key twice")
+        raise ProtocolError("malformed", "the roster names a device or a key twice, or is not sorted")
     return Roster(members, compute_digest(data))
 
 
 def write_positions(positions: Iterable[int]) -> bytes:
-    """Serialise a set of devices of a roster."""
+    """Serialise a set of a roster's devices, given by their positions."""
     return msgspec.msgpack.encode(sorted(positions))
 
 
@@ -259,11 +263,11 @@ def read_positions(data: bytes, roster: Roster) -> tuple[int, ...]:
     """Parse the output of `write_positions`; equal sets have equal bytes.
 
     Raises:
-        ProtocolError: `malformed`: no positions, or not in the roster, or not written like that.
+        ProtocolError: `malformed` if the bytes are no positions, not in the roster, or not written that way.
     """
     found: tuple[int, ...] = _decode(_positions, data, "positions")
     if data != write_positions(set(found)) or found[-1:] > (len(roster.members) - 1,):
-        raise ProtocolError("malformed", "positions that are not in the roster, or not ascending")
+        raise ProtocolError("malformed", "the positions are not in the roster, or not ascending")
     return found
 
 
@@ -273,7 +277,7 @@ def write_signatures(signatures: Mapping[int, bytes]) -> bytes:
 
 
 def read_signatures(data: bytes) -> dict[int, bytes]:
-    """Parse the output of `write_signatures`; whether they are genuine, `Roster.find_signers` says.
+    """Parse the output of `write_signatures`, without checking the signatures (`Roster.find_signers` does).
 
     Raises:
         ProtocolError: `malformed`.
@@ -282,7 +286,7 @@ def read_signatures(data: bytes) -> dict[int, bytes]:
 
 
 def _make_proof_context(order: Order, session: str) -> str:
-    """Return the context of a proof, which ties it to one sum."""
+    """Return the context that ties a proof to one sum."""
     return f"masking {order.run} {order.round} {session}"
 
 
@@ -294,12 +298,12 @@ def prove_keys(keys: KeysMade, order: Order, session: str, signed: Plain | Signe
 
 
 def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
-    """Check that all keys belong to devices of the federation: a coordinator could invent all but one.
+    """Check that all keys belong to devices of the federation, since a coordinator could invent all devices but one.
 
     Without signed messages this cannot be checked.
 
     Raises:
-        ProtocolError: as `fedge.membership.signed_messages.Signed.open`; the text names the device.
+        ProtocolError: `certificate` if a proof does not hold; the text names the device.
     """
     for member in members:
         try:
@@ -309,7 +313,7 @@ def require_genuine(members: Iterable[Member], order: Order, session: str, signe
 
 
 def expand_seed(seed: bytes, layout: Layout) -> Summand:
-    """Expand a seed into a mask, uniform in the rings to all without the seed (ChaCha20, RFC 8439)."""
+    """Expand a seed by ChaCha20 (RFC 8439) into a mask that looks uniform in the rings to all who lack the seed."""
     stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor()
     return fixed_point.from_bytes(stream.update(bytes(fixed_point.count_bytes(layout))), layout)
 
@@ -320,14 +324,15 @@ def add_pair_mask(total: Summand, own: int, peer: int, seed: bytes, layout: Layo
 
 
 def make_commitment(seed: bytes) -> bytes:
-    """Return a commitment to the device's own mask seed b, 256 random bits, before it is shared."""
+    """Return a commitment to a device's own mask seed b (256 random bits), made before the seed is shared."""
     return hashlib.sha256(b"fedge own mask" + seed).digest()
 
 
 class Sums(Struct, frozen=True, array_like=True):
-    """The sums of a run by their devices, a bit for each device: a sum of 10,000 takes 1,250 bytes.
+    """The sums of a run, each as a set of devices with one bit per device; a sum of 10,000 devices takes 1,250 bytes.
 
-    `devices`: of all sums, as they came. Bit k of a sum, from the lowest, is that of `devices[k]`; no zeros at the end.
+    `devices` holds the devices of all sums, in the order of their first sum. Bit k of a sum, from the lowest, stands
+    for `devices[k]`; zero bytes at the end are left out.
     """
 
     sums: tuple[bytes, ...] = ()
@@ -340,17 +345,17 @@ class Sums(Struct, frozen=True, array_like=True):
             yield tuple(sorted(self.devices[k] for k in np.flatnonzero(bits)))
 
     def with_sum(self, summed: Iterable[str]) -> Sums:
-        """Return these sums and one more, unless it is there."""
+        """Return these sums with one more, unless it is among them already."""
         devices = frozenset(summed)
         known = (*self.devices, *sorted(devices.difference(self.devices)))
         bits = _encode_bits(devices, known)
         return self if bits in self.sums else Sums((*self.sums, bits), known)
 
     def explain_too_close(self, summed: Iterable[str], fewest: int) -> str:
-        """Return why these devices may not be summed, given the sums so far, or "".
+        """Return why these devices may not be summed, given the sums so far, or "" if they may.
 
-        A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
-        difference of two sums is a sum, too. And whoever checks this must be able to remember it.
+        A sum must cover at least `fewest` devices. Two sums must cover the same devices or differ by at least `fewest`,
+        since the difference of two sums is a sum, too. And all sums must fit into `MAX_REMEMBERED`.
         """
         devices = frozenset(summed)
         if len(devices) < fewest:
@@ -366,5 +371,5 @@ class Sums(Struct, frozen=True, array_like=True):
 
 
 def _encode_bits(devices: Collection[str], known: Sequence[str]) -> bytes:
-    """Return which of the known devices are among these, as bits."""
+    """Return one bit for each known device, set if it is among `devices`; zero bytes at the end are left out."""
     return np.packbits(np.array([i in devices for i in known], bool), bitorder="little").tobytes().rstrip(b"\0")

@@ -1,7 +1,7 @@
 """Shamir's secret sharing: any t shares give the secret; fewer reveal nothing.
 
-Source: Shamir, "How to Share a Secret", CACM 22(11), 1979: the secret is f(0) of a random polynomial of degree t - 1, a
-share is f(x). Here over the integers modulo the prime 2^256 + 297, for secrets of 32 bytes.
+Source: Shamir, "How to Share a Secret", CACM 22(11), 1979. The secret is f(0) of a random polynomial f of degree t - 1,
+and a share is f(x). The polynomial is over the integers modulo the prime 2^256 + 297, for secrets of 32 bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def split_secret(secret: bytes, threshold: int, holders: Collection[int]) -> dic
     Args:
         secret: 32 bytes.
         threshold: t >= 1, the number of shares needed.
-        holders: x of each, distinct and > 0; at least t.
+        holders: the number x of each holder, distinct and > 0; at least t of them.
 
     Raises:
-        ValueError: fewer holders than t, or an invalid secret or x.
+        ValueError: there are fewer holders than t, or the secret or an x is invalid.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders) or min(holders) < 1:
         raise ValueError(
@@ -42,10 +42,10 @@ def split_secret(secret: bytes, threshold: int, holders: Collection[int]) -> dic
 
 
 def combine_shares(shares: Mapping[int, bytes]) -> bytes:
-    """Recover the secret from t shares, by holder. Too few or false shares give a wrong one: the caller checks it.
+    """Recover the secret from t shares, by holder. Too few or false shares give a wrong secret; the caller checks it.
 
     Raises:
-        ValueError: no valid secret.
+        ValueError: the shares give no valid secret.
 
     Example:
         >>> shares = split_secret(bytes(range(32)), 3, [1, 2, 3, 4, 5])

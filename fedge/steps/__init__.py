@@ -1,8 +1,8 @@
-"""Steps: what a device can be asked to do.
+"""Steps, the work that a device can be asked to do.
 
 `contract` defines actions and results; `training`, `mixture`, `masked` and `descriptions` hold one contract per
-module. Methods write actions, agents carry them out: the device half of `fedge.steps.training.train` is
-`edge_agent.steps.training.train`. `public` lists what a step of one's own may use; its names are this room's, too.
+module. Methods write actions, and agents carry them out: the device half of `fedge.steps.training.train` is
+`edge_agent.steps.training.train`. `public` lists the names for a user's own step, which this package has, too.
 Begin with `training.train`.
 """
 

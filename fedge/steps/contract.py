@@ -1,4 +1,4 @@
-"""Steps: what a device can be asked to do. This is the contract half; it needs no torch.
+"""Steps, the work that a device can be asked to do. This is the contract half, which needs no torch.
 
 A step consists of an `Action` (the request, with bounds), its `Result`, and a device half, which is a module with
 
@@ -36,16 +36,16 @@ from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, are_all_fi
 
 T = TypeVar("T", bound=Struct)
 fields_of = cache(msgspec.structs.fields)
-"""The fields of a type of struct: finding them takes longer than most messages do."""
+"""Return the fields of a type of struct. Cached, since finding them takes longer than handling most messages."""
 
 GROUP: Final = "fedge.steps"
-"""Entry points of installed packages, ours among them, that name an `Action` each."""
+"""Group of the entry points by which installed packages, ours among them, each name an `Action`."""
 
 
 class Reveals(Worded):
-    """What a field of a message reveals about a device. The device's owner allows kinds (`fedge.privacy.egress`).
+    """Kinds of what message fields reveal about a device. The device's owner allows some (`fedge.privacy.egress`).
 
-    docs/privacy.md says what can be learned from each.
+    docs/privacy.md says what can be learned from each kind.
     """
 
     NOTHING = "nothing", "nothing of its data"
@@ -69,7 +69,7 @@ class Reveals(Worded):
 
 
 HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
-"""What differential privacy lets out: the number of samples is public (`fedge.steps.training.train_dp`)."""
+"""Kinds that differential privacy permits; the number of samples counts as public (`fedge.steps.training.train_dp`)."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class Refusal(Result, frozen=True, kw_only=True):
 
 
 class Declined(Refusal, frozen=True, kw_only=True):
-    """The device's refusal for now (RAM, temperature, battery, no data), which is no fault."""
+    """The device's refusal for now (RAM, temperature, battery, no data). This is not a failure."""
 
 
 class Failed(Refusal, frozen=True, kw_only=True):
@@ -114,9 +114,9 @@ REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.U
 class Action(Struct, frozen=True, kw_only=True):
     """A request to a device; each subclass is the contract of one step.
 
-    STEP, VERSION: its name on the wire; raise the version when old devices would misunderstand the action.
-    RESULT: the type of the result. DEVICE: module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS:
-    whether it needs torch and labels.
+    STEP is the step's name on the wire. VERSION must be raised when old devices would misunderstand the action. RESULT
+    is the type of the result. DEVICE is the module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS is
+    whether the step needs torch and labels.
     """
 
     STEP: ClassVar[str]
@@ -125,22 +125,22 @@ class Action(Struct, frozen=True, kw_only=True):
     DEVICE: ClassVar[str] = ""
     TRAINS: ClassVar[bool] = True
     weights: BlobRef | UnsetType = UNSET
-    """What a frozen part of the network is (`fedge.models.weights`): set by the fleet, whatever the step."""
+    """The weights of a frozen part of the network (`fedge.models.weights`), set by the fleet for any step."""
     EXPORTS: ClassVar[bool] = False
-    """Whether the device exports a network to ONNX and writes a bundle: that takes long, however little it trains."""
+    """Whether the device exports a network to ONNX and writes a bundle, which takes long however little it trains."""
     TIMED: ClassVar[bool] = True
-    """Whether the report gives the time of the work. False if sensitive samples shape it, or if there is hardly any
-    work."""
+    """Whether the report gives the time of the work. False if that time depends on sensitive samples, or if there is
+    hardly any work."""
 
     @property
     def exports(self) -> bool:
-        """Whether the step exports a bundle; of an order to a relay, whether any of its actions does."""
+        """Whether the step exports a bundle; for an order to a relay, whether any of its actions does."""
         return self.EXPORTS
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Estimate the cost in forward passes of one sample, for simulated time and deadlines.
 
-        n_shared, n_train, n_val: the device's non-sensitive, all training and validation samples.
+        n_shared, n_train, n_val: numbers of the device's non-sensitive, of all training, and of validation samples.
         """
         return n_train + n_val
 
@@ -148,13 +148,13 @@ class Action(Struct, frozen=True, kw_only=True):
         """Refuse a well-typed result that does not answer this action; see `require`.
 
         Raises:
-            ProtocolError: `wrong-result`, or another name.
+            ProtocolError: `wrong-result`, or another name, if the result does not fit.
         """
 
     def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """Return the blobs of a result and the tensors of each; `layout` is that of the task's network.
+        """Return the blobs of a result with the layout of each; `layout` is that of the task's network.
 
-        None: plain bytes, whose size this method has checked.
+        A blob's layout is None if it holds plain bytes, whose size this method has checked.
         """
         return {}
 
@@ -163,9 +163,9 @@ class Action(Struct, frozen=True, kw_only=True):
         return self.RESULT.get_revealed()
 
     def without(self, withheld: Collection[str]) -> Self | None:
-        """Return the action for a device that withholds these kinds, or None if it would be useless.
+        """Return the action for a device that withholds these kinds, or None if the action would be useless.
 
-        That is so if a field without default is withheld, or everything the result is about.
+        An action is useless if a result field without default is withheld, or all fields that reveal anything.
         """
         reveals = self.reveals()
         needed = {reveals[field.name] for field in fields_of(self.RESULT) if field.required}
@@ -180,10 +180,10 @@ def find_unaccounted(action: type[Action]) -> dict[str, Reveals]:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Refuse a result.
+    """Refuse a result unless a condition holds; `otherwise` is the error text.
 
     Raises:
-        ProtocolError: `wrong-result`, if it does not hold.
+        ProtocolError: `wrong-result` if the condition does not hold.
     """
     if not holds:
         raise ProtocolError("wrong-result", otherwise)
@@ -199,7 +199,7 @@ def load_installed_steps() -> Steps:
 
 
 def load_known_steps(paths: Iterable[str] = ()) -> Steps:
-    """Return this device's steps: the installed ones, and its owner's, as `package.module:Class`.
+    """Return this device's steps by name: the installed ones, and its owner's, given as `package.module:Class`.
 
     Raises:
         ConfigError: a path names no step, or one that no device could carry out.
@@ -255,7 +255,7 @@ def _may_name_tensors(hint: object) -> bool:
 
 
 def _require_device_half(kind: type[Action]) -> None:
-    """Refuse a step without a device half, as far as this machine can tell: it may be on devices alone."""
+    """Refuse a step without a device half. A half that this machine cannot see passes, since only devices need it."""
     at = get_device_module(kind)
     if at in sys.modules:
         there = hasattr(sys.modules[at], "run")
@@ -280,7 +280,7 @@ def load_device_half(action: type[Action]) -> Any:
     """Import the module that carries out a step.
 
     Raises:
-        ConfigError: there is none, or it lacks `run`.
+        ConfigError: there is no such module, or it lacks `run`.
     """
     name = get_device_module(action)
     try:
@@ -301,7 +301,7 @@ def encode_body(value: Action | Result) -> bytes:
     """Encode an action or a result; equal values give equal bytes.
 
     Raises:
-        ValueError: it holds NaN or infinity (our own bug: never sent).
+        ValueError: the value holds NaN or infinity. That is our own bug, so nothing is sent.
     """
     if not are_all_finite(msgspec.to_builtins(value)):
         raise ValueError(f"{type(value).__name__} holds a number that is not finite")
@@ -322,7 +322,7 @@ def decode_action(order: Order, known: Steps) -> Action | Unsupported:
 
 
 def decode_result(report: Report, action: Action) -> Result:
-    """Decode the result in a report against its schema; the caller runs `Action.check` and checks the blobs.
+    """Decode the result in a report by its schema; the caller runs `Action.check` and checks the blobs.
 
     Raises:
         ProtocolError: `malformed` or `not-finite`.
@@ -333,7 +333,7 @@ def decode_result(report: Report, action: Action) -> Result:
 
 
 def get_outcome(result: Result) -> Outcome:
-    """Return the outcome that a report of this result tells."""
+    """Return the outcome to report for this result."""
     return next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), Outcome.DONE)
 
 

@@ -1,6 +1,6 @@
-"""How different two sparsity profiles are: the Jensen-Shannon-type divergence of FedEPC (fedepc.md section 4.1).
+"""The Jensen-Shannon-type divergence of two sparsity profiles (FedEPC, fedepc.md section 4.1).
 
-Both sides use it: the coordinator clusters by it (AIDC); a device measures the distance between two halves of its own
+Both sides use it. The coordinator clusters by it (AIDC); a device measures the divergence between two halves of its own
 data, which calibrates the scale.
 """
 
@@ -11,17 +11,17 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def compute_divergence(s: ArrayLike, r: ArrayLike) -> NDArray[np.float64]:
-    """Compute sum_c h(p_c, o_c) + mean_c h(s_c, r_c), D_raw(s, r); p, o are the normalised profiles.
+    """Compute D_raw(s, r) = sum_c h(p_c, o_c) + mean_c h(s_c, r_c), where p and o are the normalised profiles.
 
-    Only the second term sees the overall level of sparsity. D_raw is symmetric, 0 for equal profiles, and at most
+    Only the second term depends on the overall level of sparsity. D_raw is symmetric, 0 for equal profiles, and at most
     2 ln 2; its root obeys the triangle inequality.
 
     Args:
-        s: (..., q) profile, shares in [0, 1]; leading axes broadcast against those of `r`.
-        r: (..., q) profile, the same q >= 1.
+        s: profile (..., q), shares in [0, 1]; leading axes broadcast against those of `r`.
+        r: profile (..., q) with the same q >= 1.
 
     Returns:
-        (...) float64, in nats.
+        The divergence (...), float64, in nats.
 
     Raises:
         ValueError: the profiles differ in length, are empty, not finite, or outside [0, 1].
@@ -55,7 +55,7 @@ def _normalise(profiles: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _compute_elements(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute h(a, b) elementwise; rounding may push it below 0, hence the floor."""
+    """Compute h(a, b) elementwise, at least 0, since rounding may push it below."""
     return np.maximum(0.5 * (_compute_weighted_log(a, a + b) + _compute_weighted_log(b, a + b)), 0.0)
 
 

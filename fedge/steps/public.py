@@ -1,6 +1,6 @@
-"""All that a contract may use, for those who write a step of their own: `from fedge.steps import Train, Trained`.
+"""The names that the contract of a user's own step may use: `from fedge.steps import Train, Trained`.
 
-What is not in this list may change with any version. The device half has a list of its own, `edge_agent.steps.public`.
+Names outside this list may change with any version. The list for the device half is `edge_agent.steps.public`.
 """
 
 from fedge.data.task import TaskSpec

@@ -1,4 +1,4 @@
-"""How a model learns on a device."""
+"""Settings of a model's training on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from fedge.system.moved import alias_members
 
 TRAINING_PASSES: Final = 3
-"""A step of training costs as much as so many forward passes: one forward, two backward."""
+"""Cost of a training step in forward passes: one for the forward pass, two for the backward pass."""
 
 
 @alias_members(steps_for="count_steps", passes="count_passes")
@@ -17,7 +17,7 @@ class Sgd(Struct, frozen=True, kw_only=True):
     """Settings of local SGD: momentum (reset at the start), mean cross-entropy."""
 
     steps: Annotated[int, Meta(ge=0, le=10**7)] = 10
-    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # > 0: passes over the samples, instead of `steps`
+    epochs: Annotated[int, Meta(ge=0, le=10**5)] = 0  # if > 0, passes over the samples, in place of `steps`
     batch_size: Annotated[int, Meta(ge=1, le=2**20)] = 32
     learning_rate: Annotated[float, Meta(gt=0, le=100)] = 0.05
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -25,7 +25,7 @@ class Sgd(Struct, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 0.0  # times the weights, added to the gradient
 
     def count_steps(self, n: int) -> int:
-        """Return the number of steps for n samples: `steps`, or what `epochs` passes need."""
+        """Return the number of steps for n samples: `steps`, or as many as `epochs` passes need."""
         return -(-self.epochs * n // max(1, min(self.batch_size, n))) if self.epochs else self.steps
 
     def count_passes(self, steps: int, n: int) -> float:

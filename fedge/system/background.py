@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 STOP_S: Final = 4.0
-"""Time in which a process stops. What it has accepted is durable, so it may end anywhere."""
+"""Seconds in which a process must stop. What it has accepted is durable, so it may end at any point."""
 
 
 def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> None:
-    """Have SIGINT and SIGTERM call `act` in this event loop.
+    """Make SIGINT and SIGTERM call `act` in this event loop.
 
-    The process exits with `INTERRUPTED` if it has not ended `within_s` after the first signal, or at the second one: a
-    thread may not check whether to stop, a broker may hang, and a user who asks twice is in a hurry. This holds even
-    after the loop has ended.
+    If `within_s` is given, the process exits with `INTERRUPTED` when it has not ended that many seconds after the first
+    signal, or at the second signal. A thread may not check whether to stop, a broker may hang, and a user who asks
+    twice is in a hurry. This holds even after the loop has ended.
     """
     loop = asyncio.get_running_loop()
 
@@ -56,7 +56,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
 def run_in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
     """Run blocking work in a thread for which neither the loop nor the process waits on exit.
 
-    `orphaned`: is called, in that thread, if the loop has ended meanwhile.
+    `orphaned` is called in that thread if the loop has ended meanwhile.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -64,7 +64,7 @@ def run_in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: 
     def run() -> None:
         try:
             finish: Callable[[], None] = functools.partial(done.set_result, work())
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
+        except Exception as error:  # noqa: BLE001 - whoever waits gets the error
             finish = functools.partial(done.set_exception, error)
         try:
             loop.call_soon_threadsafe(lambda: None if done.done() else finish())
@@ -76,7 +76,7 @@ def run_in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: 
 
 
 class Background:
-    """Tasks kept until they end; `fail` gets the exception of one that fails, not its cancellation."""
+    """Tasks that are kept until they end. `fail` gets the exception of a task that fails, but no cancellation."""
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
@@ -102,7 +102,7 @@ class Background:
 
 @contextmanager
 def raise_first_failure() -> Iterator[None]:
-    """Raise only the first failure of a task group within, as if there were no group."""
+    """Raise only the first failure of a task group inside the `with` block, as if there were no group."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,8 +1,8 @@
-"""Work in a separate process: code that needs torch, or that may crash.
+"""Calls of functions in a separate process, for code that needs torch or may crash.
 
 The child is `python -m fedge.system.child MODULE:FUNCTION`. Arguments and results travel over a socket in MessagePack,
-typed by the function's annotations. Log records come the same way and are logged here; printed output goes to standard
-error.
+typed by the function's annotations. The child's log records come the same way and are logged here; its printed output
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ T = TypeVar("T")
 
 FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError, b"fruitless": FruitlessError}
 LOOK_S: Final = 0.05
-"""Interval at which `stop` is polled."""
+"""Seconds between two polls of `stop`."""
 END_S: Final = 5.0
-"""A child that has broken the connection has ended by then, or is killed."""
+"""Time in which a child that has broken the connection must end; otherwise it is killed."""
 
 
 def make_command(module: str, *words: str) -> list[str]:
-    """Return `python -m MODULE WORDS...`, which files in the present folder cannot shadow."""
+    """Return the command `python -m MODULE WORDS...`; files in the present folder cannot shadow the module."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def make_tethered_command(*words: str) -> list[str]:
-    """Return a command that the kernel kills with the thread that starts it."""
+    """Return a command whose process the kernel kills when the thread that started it ends."""
     return [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *words]
 
 
 def make_environment() -> dict[str, str]:
-    """Return our environment, in which a child finds the same modules, the user's, too."""
+    """Return our environment with a PYTHONPATH by which a child finds the same modules, also the user's."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class DiedError(ConfigError):
-    """The child ended before it answered; `status`: its exit code, below 0 for a signal, None if killed."""
+    """The child ended before it answered. `status` is its exit code, negative for a signal, None if we killed it."""
 
     def __init__(self, status: int | None) -> None:
         if status is None:
@@ -66,13 +66,14 @@ class DiedError(ConfigError):
 
 
 class Child:
-    """A function in a separate process, one call at a time. Context manager.
+    """A function in a separate process, for one call at a time. Context manager.
 
-    The process ends with the thread that started it, even if that is killed, and after a call that raises.
+    The process ends with the thread that started it, even if that thread is killed. It also ends after a call that
+    raises.
 
     Args:
         function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
-        first: the arguments of a first call, which is a part of loading; its result is dropped.
+        first: arguments of a first call, which counts as part of loading and whose result is dropped.
     """
 
     def __init__(self, function: str, *first: object) -> None:
@@ -101,18 +102,18 @@ class Child:
         return self._process.pid
 
     def close(self) -> None:
-        """Kill it at once."""
+        """Kill the child at once."""
         self._wire.close()
         self._process.kill()
         self._process.wait()
 
     def load(self, stop: Stop = never, until: float = math.inf) -> None:
-        """Wait until the child has loaded its code, and done its first call. If stopped, it goes on with that.
+        """Wait until the child has loaded its code and finished its first call. If we stop waiting, the child goes on.
 
-        `until`: when to give up, on the monotonic clock.
+        `until` is the time on the monotonic clock at which to give up.
 
         Raises:
-            DiedError, ConfigError, StoppedError, TimeoutError: as `call`.
+            DiedError, ConfigError, StoppedError, TimeoutError: as for `call`.
         """
         try:
             if not self._imported:
@@ -133,22 +134,22 @@ class Child:
     def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
         """Call the function in the child, and return its result.
 
-        `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
-        never.
+        `stop` is polled during the call; when it returns True, the child is killed. `timeout_s` is the time limit; None
+        for no limit.
 
         Raises:
             DiedError: the child ended by itself.
             ConfigError: the function failed; the text is the last line of the reason.
             StoreError, FruitlessError: raised by the function.
             StoppedError: `stop()` was true.
-            TimeoutError: it took longer.
+            TimeoutError: the call took longer than `timeout_s`.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self.load(stop, until)
             self._send(arguments)
             data = self._receive(stop, until)
-            with raise_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
+            with raise_as(ConfigError, "its result makes no sense", on=MALFORMED):  # such as a number out of range
                 return msgspec.msgpack.decode(data, type=returns, dec_hook=_restore)
         except TimeoutError:
             self.close()
@@ -161,10 +162,10 @@ class Child:
         self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_simplify)))
 
     def _receive(self, stop: Stop, until: float) -> bytes:
-        """Return what the child tells next; what it logs meanwhile is logged here."""
+        """Return the child's next message; records that it logs before that are logged here."""
         while True:
             while not self._wire.poll(LOOK_S):
-                status = self._process.poll()  # a process of its own may hold the connection
+                status = self._process.poll()  # the connection may stay open, held by a process that the child started
                 if status is not None and not self._wire.poll():
                     raise DiedError(status)
                 if stop():
@@ -189,7 +190,7 @@ class Child:
 
 
 def call_once(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
-    """Call a function in a separate process; raises as `Child.call`."""
+    """Call a function in a separate process; raises the same errors as `Child.call`."""
     with Child(function) as child:
         return child.call(*arguments, returns=returns, timeout_s=timeout_s)
 
@@ -198,7 +199,7 @@ def call_once(function: str, *arguments: object, returns: type[R], timeout_s: fl
 
 
 class _Wire(logging.Handler):
-    """What the child tells its parent: log records and the outcome of a call."""
+    """The child's side of the connection, which sends log records and the outcome of each call."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ class _Wire(logging.Handler):
             self._connection.send_bytes(data)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send template and values separately, as this process logs them (`fedge.system.logs`)."""
+        """Send a record's template and values separately, as `fedge.system.logs` needs them."""
         template, values = str(record.msg), record.args if isinstance(record.args, tuple) else ()
         if record.exc_info:
             template, values = (
@@ -247,7 +248,7 @@ def _serve(path: str, wire: Connection) -> None:
 
 
 def _simplify(value: object) -> object:
-    """Return an array or a path as MessagePack can hold it."""
+    """Convert an array or a path to values that MessagePack can hold."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Path):
@@ -256,7 +257,7 @@ def _simplify(value: object) -> object:
 
 
 def _restore(kind: Any, value: Any) -> Any:
-    """Reverse `_simplify`."""
+    """Convert such values back to an array or a path."""
     if issubclass(getattr(kind, "__origin__", kind), np.ndarray):
         dtype, shape, data = value
         return np.frombuffer(bytearray(data), dtype).reshape(shape)
@@ -266,6 +267,6 @@ def _restore(kind: Any, value: Any) -> Any:
 if __name__ == "__main__":
     function, descriptor, parent = sys.argv[1:]
     tether.die_with_parent(int(parent))
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group: the parent decides when the child ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent ends the child
         signal.signal(number, signal.SIG_IGN)
     _serve(function, Connection(int(descriptor)))

@@ -25,19 +25,19 @@ from fedge.system.text import suggest_nearest
 log = logging.getLogger("fedge")
 
 COPY_BYTES: Final = 1 << 20
-"""Read and written at a time."""
+"""Bytes that are read and written at a time."""
 LEFT_S: Final = 24 * 3600.0
 """Age at which an unfinished folder counts as abandoned."""
 
 DAMAGED: Final = (IsADirectoryError, NotADirectoryError, ValueError, *MALFORMED)
-"""What reading a damaged file raises, `errno.EIO` aside: something else lies there, or its bytes are wrong."""
+"""Errors raised by reading a damaged file, besides `errno.EIO`: its bytes are wrong, or the path is no plain file."""
 
 T = TypeVar("T")
 _durable = ContextVar("durable", default=True)
 
 
 def give_to_owner(made: int | Path, folder: Path) -> None:
-    """As root, give what was made, an open file or a path, to the owner of its folder, such as a service."""
+    """If we are root, give a new file or path to the owner of its folder, such as a service's user."""
     if os.geteuid() == 0:
         owner = folder.stat()
         os.chown(made, owner.st_uid, owner.st_gid)
@@ -45,7 +45,7 @@ def give_to_owner(made: int | Path, folder: Path) -> None:
 
 @contextmanager
 def skip_fsync() -> Iterator[None]:
-    """Leave out fsync within: for simulations, which start again after a power cut."""
+    """Leave out fsync inside the `with` block, for simulations, which start again after a power cut."""
     before = _durable.set(False)
     try:
         yield
@@ -54,12 +54,12 @@ def skip_fsync() -> Iterator[None]:
 
 
 def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False) -> None:
-    """Replace `path` by the pieces in `data`: after a crash it holds either the old or the new bytes, never a mixture.
+    """Replace `path` by the pieces in `data`; after a crash it holds either the old or the new bytes, never a mixture.
 
-    The file belongs to us or, if we are root, to the folder's owner, such as a service. A symbolic link at `path` is
-    replaced, not followed.
+    The file belongs to us or, if we are root, to the folder's owner, such as a service's user. A symbolic link at
+    `path` is replaced, not followed.
 
-    `public`: readable by everybody, not only by its owner.
+    If `public`, everybody can read the file; otherwise only its owner can.
 
     Raises:
         StoreError: the disk is full or the folder cannot be written.
@@ -112,10 +112,10 @@ def copy_durably(source: Path, target: Path) -> str:
 
 
 def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """Read a file that can be made anew, or None; a damaged one is put aside and counts as none.
+    """Read a file that can be made anew; return None if it is missing or was damaged and is now put aside.
 
     Raises:
-        StoreError: it cannot be read, or a damaged one not be moved.
+        StoreError: the file cannot be read, or a damaged file cannot be moved.
     """
     try:
         return decode(path.read_bytes())
@@ -129,10 +129,10 @@ def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
 
 
 def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """Read a file that cannot be made anew, or None if there is none.
+    """Read a file that cannot be made anew; return None if it is missing.
 
     Raises:
-        DamagedError: it cannot be read.
+        DamagedError: the file cannot be read or decoded.
     """
     try:
         return decode(path.read_bytes())
@@ -143,15 +143,15 @@ def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
 
 
 def get_cache_folder(name: str) -> Path:
-    """Return the user's folder for what can be made anew, $XDG_CACHE_HOME/fedge/NAME or in ~/.cache."""
+    """Return the user's cache folder $XDG_CACHE_HOME/fedge/NAME, or ~/.cache/fedge/NAME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / name
 
 
 def put_aside(path: Path, error: Exception) -> None:
-    """Rename a damaged file or folder to NAME.damaged, in place of an earlier one.
+    """Rename a damaged file or folder to NAME.damaged, replacing any earlier NAME.damaged.
 
     Raises:
-        StoreError: it cannot be moved.
+        StoreError: the damaged file or folder cannot be moved.
     """
     aside = path.with_name(f"{path.name}.damaged")
     log.error("event=damaged file=%s kept=%s reason=%r", path, aside.name, str(error))
@@ -166,7 +166,7 @@ def put_aside(path: Path, error: Exception) -> None:
 
 
 def get_version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when a file is replaced, or None without a file."""
+    """Return a value that changes when the file is replaced, or None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -175,7 +175,7 @@ def get_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def get_versions(source: Path) -> frozenset[tuple[Path, tuple[int, int, int] | None]]:
-    """Return `get_version` a file, or of each file below a folder."""
+    """Return each file below a folder, or the file itself, with its `get_version`."""
     files = source.rglob("*") if source.is_dir() else [source]
     return frozenset((file, get_version(file)) for file in files)
 
@@ -184,7 +184,7 @@ def require_writable(path: Path) -> None:
     """Check that a result file can be written before the work begins.
 
     Raises:
-        StoreError: its folder cannot be made or written, or it is a folder itself.
+        StoreError: the file's folder cannot be made or written, or `path` is a folder.
     """
     make_folder(path.parent)
     with raise_as(StoreError, f"cannot write {path}"):
@@ -194,10 +194,10 @@ def require_writable(path: Path) -> None:
 
 
 def require_there(path: Path, what: str) -> None:
-    """Refuse a path at which nothing lies; `what` was looked for there.
+    """Refuse a path at which nothing exists; `what` describes what was expected there.
 
     Raises:
-        ConfigError: names the absolute path, and the most similar name beside it.
+        ConfigError: nothing exists at the path; the text gives the absolute path and the most similar name beside it.
     """
     try:
         path.stat()
@@ -212,10 +212,10 @@ def require_there(path: Path, what: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, or see that it is there. Owners of new ones are as of `write_atomically`.
+    """Make a folder and its parents, if missing. New folders get the same owner as files of `write_atomically`.
 
     Raises:
-        StoreError: it cannot be made, or is a file.
+        StoreError: the folder cannot be made, or a file is in its place.
     """
     with raise_as(StoreError, f"cannot make folder {folder}"):
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -232,12 +232,11 @@ class InUseError(ConfigError):
 def lock_folder(folder: Path, taken: str | None) -> Iterator[None]:
     """Lock FOLDER/lock for this process; the kernel releases it however the process ends.
 
-    The file's owner is as of `write_atomically`.
-
-    `folder`: created if missing. `taken`: the error text if another process holds it; None: wait.
+    The file gets the same owner as files of `write_atomically`. The folder is created if missing. `taken` is the error
+    text if another process holds the lock; if None, wait until it is free.
 
     Raises:
-        InUseError: another process holds it.
+        InUseError: another process holds the lock.
         StoreError: the folder cannot be made or written.
     """
     make_folder(folder)
@@ -254,10 +253,10 @@ def lock_folder(folder: Path, taken: str | None) -> Iterator[None]:
 
 
 def require_utf8(folder: Path) -> None:
-    """Check that ONNX Runtime can read files in a folder.
+    """Check that a folder's name is UTF-8, since ONNX Runtime can read no files in others.
 
     Raises:
-        ConfigError: its name is not UTF-8.
+        ConfigError: the name is not UTF-8.
     """
     try:
         str(folder).encode()
@@ -266,7 +265,7 @@ def require_utf8(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content durable, or the renames and new files in a folder."""
+    """Make a file's content durable or, for a folder, the renames and new files in it."""
     if not _durable.get():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -278,15 +277,15 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def fill_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Fill a folder beside `folder`, which takes its place durably when the block ends well.
+    """Yield a temporary folder to fill; it takes the place of `folder` durably when the `with` block ends well.
 
-    It is locked for `lock_for_reading` until then, so that nobody takes it for a leftover (`remove_unfinished`).
+    Until then it is locked by `lock_for_reading`, so that `remove_unfinished` does not take it for a leftover.
     Leftovers of killed processes are removed after a day.
 
-    `replace`: what is there by then; otherwise only an empty folder gives way.
+    If `replace`, whatever is at `folder` by then is replaced; otherwise only an empty folder is.
 
     Raises:
-        FileExistsError: something is there that is not to be replaced.
+        FileExistsError: something at `folder` must not be replaced.
         OSError: the disk is full or broken.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +313,7 @@ def fill_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove at once what killed processes have left of `fill_folder` in a folder, not what another one is filling."""
+    """Remove leftovers of `fill_folder` by killed processes in a folder, but nothing that a process still fills."""
     for left in (*folder.glob(".unfinished-*"), *folder.glob(".replaced-*")):
         with contextlib.suppress(BlockingIOError, FileNotFoundError), lock_exclusively(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -339,23 +338,23 @@ def _flock(folder: Path, how: int) -> Iterator[None]:
 
 
 def lock_for_reading(folder: Path) -> AbstractContextManager[None]:
-    """Protect the folder from `remove_unread` within; entering raises OSError without a folder."""
+    """Protect a folder from `remove_unread` inside the `with` block; entering raises OSError if it does not exist."""
     return _flock(folder, fcntl.LOCK_SH)
 
 
 def lock_exclusively(folder: Path) -> AbstractContextManager[None]:
-    """Keep others out of a folder within; entering raises BlockingIOError if somebody uses or reads it.
+    """Lock a folder for one process inside the `with` block; entering raises BlockingIOError if it is in use.
 
-    Nothing is written for that, and the kernel ends it however the process ends.
+    The lock writes nothing, and the kernel releases it however the process ends.
     """
     return _flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def remove_unread(folder: Path) -> None:
-    """Remove a folder; it vanishes at once for readers, even if we are killed meanwhile.
+    """Remove a folder; for readers it vanishes at once, even if we are killed meanwhile.
 
     Raises:
-        OSError: somebody is `lock_for_reading` it (BlockingIOError), or the disk is broken.
+        OSError: somebody holds the folder by `lock_for_reading` (BlockingIOError), or the disk is broken.
     """
     with lock_exclusively(folder):
         old = _move_aside(folder)
@@ -363,18 +362,19 @@ def remove_unread(folder: Path) -> None:
 
 
 class _Slots(msgspec.Struct, frozen=True):
-    """The part of slots.json that is read here."""
+    """The part of slots.json that `find_highest_release` reads."""
 
     highest_release: int = 0
 
 
 def find_highest_release(home: Path) -> int:
-    """Return the highest release that a device has had from any source, or 0.
+    """Return the highest release that a device has had from any source, or 0 if it had none.
 
-    HOME/bundles/N are its agent's; HOME/slots.json has the highest release ever in service (`deploy.updates.slots`).
+    HOME/bundles/N come from its agent; HOME/slots.json has the highest release ever in service
+    (`deploy.updates.slots`).
     """
     numbers = [int(path.name) for path in (home / "bundles").glob("[0-9]*") if path.name.isdecimal()]
-    with contextlib.suppress(OSError, *MALFORMED):  # its own reader reports what is wrong
+    with contextlib.suppress(OSError, *MALFORMED):  # the file's own reader reports what is wrong
         numbers.append(msgspec.json.decode((home / "slots.json").read_bytes(), type=_Slots).highest_release)
     return max(numbers, default=0)
 
@@ -387,13 +387,13 @@ class BlobFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            if folder.is_symlink():  # whose disk may be mounted later
+            if folder.is_symlink():  # the link's disk may be mounted later
                 raise StoreError(f"{folder} points to {folder.readlink()}, and no folder is there") from error
             put_aside(folder, error)
             folder.mkdir()
 
     def get_path(self, digest: str) -> Path:
-        """Return the blob's path, existing or not."""
+        """Return the blob's path, whether or not the blob exists."""
         return self._folder / digest
 
     def __contains__(self, digest: str) -> bool:
@@ -403,7 +403,7 @@ class BlobFolder:
         return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
 
     def put(self, *data: bytes | memoryview) -> str:
-        """Store the pieces of a blob durably and return their digest; storing it again has no effect.
+        """Store the pieces of a blob durably and return the blob's digest; storing a blob again has no effect.
 
         Raises:
             StoreError: the disk is full or the folder cannot be written.
@@ -422,10 +422,10 @@ class BlobFolder:
             write_atomically(self.get_path(digest), *data)
 
     def put_as_made(self, digest: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Store a blob whose pieces are made one after the other; each is used before the next is asked for.
+        """Store a blob from an iterator of pieces; each piece is written before the next one is requested.
 
         Raises:
-            ProtocolError: `digest`: they are another blob; or what making them raises.
+            ProtocolError: `digest` if the pieces are another blob; also whatever the iterator raises.
             StoreError: the disk is full or the folder cannot be written.
         """
         import hashlib
@@ -436,7 +436,7 @@ class BlobFolder:
                 hasher.update(piece)
                 file.write(piece)
             if hasher.hexdigest() != digest:
-                raise ProtocolError("digest", f"it is {hasher.hexdigest()}, not {digest}")
+                raise ProtocolError("digest", f"the pieces make the blob {hasher.hexdigest()}, not {digest}")
 
     def get(self, digest: str) -> bytes:
         """Read a blob.
@@ -453,7 +453,7 @@ class BlobFolder:
 
 
 def compute_digest(*data: bytes | bytearray | memoryview) -> str:
-    """Return the SHA-256 of these pieces of bytes in hex, which is their name."""
+    """Return the hexadecimal SHA-256 of these pieces of bytes, by which a blob is named."""
     import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
     hasher = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Where a machine runs the task's network (everything else stays on the CPU), and its sensors."""
+"""The processor on which a machine runs the task's network (all else runs on the CPU), and the machine's sensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Processor(StrEnum):
 TrainOn = Annotated[
     Processor, Heading.RUNS, "Networks are trained on this processor; cuda is the first GPU that torch sees."
 ]
-"""The setting of all commands that train."""
+"""A setting of all commands that train."""
 
 
 def measure_temperature_c() -> float | None:
-    """Return the hottest sensor in °C, since it throttles, or None without sensors."""
-    import psutil  # only where somebody asks
+    """Return the temperature of the hottest sensor in °C, since the hottest part throttles, or None without sensors."""
+    import psutil  # imported only on use
 
     read = getattr(psutil, "sensors_temperatures", None)
     sensors = read() if read is not None else {}

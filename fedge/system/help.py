@@ -1,6 +1,6 @@
-"""The help of a command: its options under headings, each described by sentences.
+"""The help of a command, which lists options under headings, each option described by sentences.
 
-A setting names its heading where it is defined (`fedge.settings`), so it stands under the same one in all commands.
+A setting names its heading where it is defined (`fedge.settings`), so it has the same heading in all commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option under a heading. `setting`: whether a file and the environment can give it, too."""
+    """An option under a heading. `setting` is whether a file and the environment can give it, too."""
 
     def __init__(self, *args: Any, heading: Heading = Heading.GENERAL, setting: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class Command(click.Command):
     """A command whose help lists its options under their headings."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return the option --help, described by a sentence."""
+        """Return the option --help, described in a sentence as all options are."""
         found = super().get_help_option(ctx)
         if found is not None:
             found.help = "The command shows this text and ends."
@@ -54,12 +54,12 @@ class CommandGroup(click.Group, Command):
 
 
 WIDEST: Final = 28
-"""Flags that take more characters have a line of their own."""
+"""Most characters of a flag that shares its line with its text; longer flags have a line of their own."""
 JSON_HELP: Final = "The command prints its result as JSON."
 
 
 def find_heading(parameter: click.Parameter) -> Heading:
-    """Return where a parameter stands; click's own, such as --help, are general."""
+    """Return the heading of a parameter; click's own parameters, such as --help, are general."""
     return parameter.heading if isinstance(parameter, Option) else Heading.GENERAL
 
 

@@ -19,17 +19,17 @@ from fedge.errors import ConfigError
 from fedge.system.text import suggest_nearest
 
 HERE: Final = "here"
-"""Stands for a module in the names of objects that this process alone has, such as a class of a notebook."""
+"""Word in place of a module in the names of objects that only this process has, such as a class of a notebook."""
 
 FINE_TUNED: Final = "+ft"
-"""Follows the name of a method that is fine-tuned at the end."""
+"""Suffix of the name of a method whose models are fine-tuned at the end."""
 
 OURS: Final = frozenset({"fedge", "edge_agent", "coordinator", "export", "deploy"})
 FAILURES: Final = (Exception, SystemExit)
-"""What a user's code may raise where we call it; Ctrl-C is not its own."""
+"""Exceptions that count as failures of a user's code; Ctrl-C is not among them."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST: Final = 300
-"""Characters of a reason: libraries put whole programs into theirs."""
+"""Most characters of a reason, since libraries put whole programs into theirs."""
 
 _held: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -42,7 +42,7 @@ def is_code_path(path: str) -> bool:
 
 
 def find_code(text: str) -> tuple[str, ...]:
-    """Return the code that a setting names: several with commas, also in a method's options.
+    """Return all code (package.module:name) that a setting names, separated by commas or in a method's options.
 
     Example:
         >>> find_code("mine.median:Own+ft:a=1,fedavg:selection=mine.rules:largest")
@@ -59,13 +59,13 @@ def require_allowed(source: str, code: Iterable[str], allow: Container[str], how
     """Refuse code that a file names unless the owner of this machine allows exactly that code.
 
     Args:
-        source: the file, for the error.
-        code: what it names, each `package.module:name`.
-        allow: what the owner names, on the command line or in the environment.
-        how: the option that allows it, for example --allow.
+        source: the file, for the error text.
+        code: the code that the file names, each `package.module:name`.
+        allow: the code that the owner names, on the command line or in the environment.
+        how: the option that allows code, for example --allow.
 
     Raises:
-        ConfigError: some of it is not allowed.
+        ConfigError: some of the code is not allowed.
     """
     code = list(code)
     if foreign := [path for path in code if path not in allow]:
@@ -76,13 +76,13 @@ def require_allowed(source: str, code: Iterable[str], allow: Container[str], how
 
 
 def load_object(path: str) -> Any:
-    """Load the object at `package.module:name`, such as a task class or a network factory, or of `register_object`.
+    """Load the object at `package.module:name`, such as a task class or a network factory, or a registered object.
 
-    The path comes from this machine's command line or environment, never from the network, and from a file only if
-    the command line allows it (`require_allowed`).
+    The path comes from this machine's command line or environment, never from the network, and from a file only if the
+    command line allows it (`require_allowed`).
 
     Raises:
-        ConfigError: no such module or name, or the module's import fails.
+        ConfigError: there is no such module or name, or the module's import fails.
     """
     if path in _held:
         return _held[path]
@@ -104,7 +104,7 @@ def load_object(path: str) -> Any:
 
 @cache
 def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group in all packages, by name; not imported yet."""
+    """Return the entry points of a group in all packages, by name, without importing them."""
     return {point.name: point for point in sorted(entry_points(group=group))}
 
 
@@ -112,12 +112,12 @@ def load_named(name: str, group: str, what: str) -> Any:
     """Load the object that a package has installed under a name, or that `package.module:name` names.
 
     Args:
-        name: of an entry point, or a path, as for `load_object`.
-        group: of the entry points.
-        what: it is, for the error.
+        name: name of an entry point, or a path as for `load_object`.
+        group: group of the entry points.
+        what: kind of object, for the error text.
 
     Raises:
-        ConfigError: there is none (the text lists the installed ones), or its import fails.
+        ConfigError: there is no such object (the text lists the installed ones), or its import fails.
     """
     known = find_entry_points(group)
     if name not in known and not is_code_path(name) and not is_registered(name):
@@ -129,7 +129,7 @@ def load_named(name: str, group: str, what: str) -> Any:
 def load_role(module: str, what: str, extra: str) -> ModuleType:
     """Import part of a role, which may need packages that are not installed.
 
-    `what`: the feature that needs it, for the error. `extra`: the installation that provides it.
+    `what` is the feature that needs the module, for the error text. `extra` is the extra that provides the packages.
 
     Raises:
         ConfigError: a third-party package is missing.
@@ -141,7 +141,7 @@ def load_role(module: str, what: str, extra: str) -> ModuleType:
 
 
 def make_missing_package_error(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
-    """Return the error for a missing package, with advice to install it; our own module's as it is."""
+    """Return an error that advises to install a missing package; if a module of ours is missing, the given error."""
     package = (error.name or "").split(".")[0]
     if package in OURS:
         return error
@@ -149,7 +149,7 @@ def make_missing_package_error(error: ModuleNotFoundError, what: str, extra: str
 
 
 def describe_error(error: BaseException) -> str:
-    r"""Return what a user's code, or a library under it, raised: kind, first line, the user's line if any.
+    r"""Describe an exception from a user's code or a library under it: type, first line, and the user's line if any.
 
     Example:
         >>> describe_error(ValueError("\x1b[96mno such shape\x1b[0m\nfor more, see ..."))
@@ -162,7 +162,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def find_user_line(frame: FrameType, line: int) -> str:
-    """Return file and line of a frame that runs a user's code, or "" if it is Python's, a package's or ours."""
+    """Return file and line of a frame that runs a user's code, or "" for Python's, a package's or our code."""
     path, package = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__")).split(".")[0]
     if package in OURS or package in sys.stdlib_module_names - {"__main__"} or "site-packages" in path.parts:
         return ""
@@ -170,10 +170,10 @@ def find_user_line(frame: FrameType, line: int) -> str:
 
 
 def register_object(thing: object) -> str:
-    """Name an object so that `load_object` finds it here while somebody else refers to it.
+    """Give an object a name by which `load_object` finds it in this process, as long as something else refers to it.
 
-    An object keeps its name. A different one, such as a redefined class, gets a new name, so that nothing made for the
-    old one is used for it.
+    An object keeps its name. A different object, such as a redefined class, gets a new name, so that nothing made for
+    the old object is used for it.
     """
     for name, held in _held.items():
         if held is thing:

@@ -10,16 +10,16 @@ _done: set[bool] = set()
 
 
 def tune_malloc(*, large: bool = False) -> bool:
-    """Make glibc keep freed chunks instead of returning them to the kernel; True if it did.
+    """Make glibc keep freed chunks instead of returning them to the kernel; return whether that worked.
 
-    `large`: also chunks of 32 MiB and more, such as models, each of which is otherwise mapped anew. For a server, whose
-    memory must hold its largest round anyway: with a model of 45 MB a server step took 15 instead of 16 to 120 ms, an
-    idle round of 100 simulated devices of 6.7 MB 213 instead of 265 ms.
+    With `large`, glibc also keeps chunks of 32 MiB and more, such as models, each of which is otherwise mapped anew.
+    This is for servers, whose memory must hold their largest round anyway. With a model of 45 MB a server step took 15
+    instead of 16 to 120 ms; an idle round of 100 simulated devices of 6.7 MB took 213 instead of 265 ms.
 
-    Otherwise every received chunk costs fresh pages, which makes receiving 2.5 times slower, and so does every update
-    of a simulated device. The two thresholds belong together; either alone makes it worse. One arena serves all
-    threads, so that chunks read and written in threads benefit, too. Further calls have no effect, except that `large`
-    may follow.
+    Without this tuning every received chunk costs fresh pages, which makes receiving 2.5 times slower. The same holds
+    for every update of a simulated device. The two thresholds belong together; either alone makes it worse. One arena
+    serves all threads, so that chunks read and written in threads benefit, too. Further calls have no effect, except
+    that one with `large` may follow.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,8 +1,8 @@
-"""Names of version 0.1: each leads to what it is now, with a warning, until version 0.3.
+"""Names of version 0.1: each leads to the present name, with a warning, until version 0.3.
 
-For modules `fedge` installs `Finder` when it is imported; a room that was a module itself hands out that module's names
-with `make_getattr`. `python -m fedge.cli`, which units of systemd on devices have, works in the same way. `alias_names`
-and `alias_members` are for the functions and methods that documents named.
+For modules, `fedge` installs `Finder` when it is imported. A package that was a module itself hands out that module's
+names with `make_getattr`. `python -m fedge.cli`, which systemd units on devices use, works in the same way.
+`alias_names` and `alias_members` are for the functions and methods that documents named.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ fedge.tensors codec:codecs fixed_point
 fedge.wire messages openmetrics port retained rollout topics transfer transport
 fedge.wire.connection mqtt_client:paho reasons route
 """
-"""New room, and the modules that it took in from its package: `old:new` where the name changed, too. A word that ends
-in a dot says which room of that time had the modules after it."""
+"""A line for each present package ("room"), with the modules that moved into it; `old:new` where the name changed, too.
+A word that ends in a dot is the package that the modules after it had in version 0.1."""
 
 
 def _iterate_places() -> Iterator[tuple[str, str]]:
@@ -85,7 +85,7 @@ def _iterate_places() -> Iterator[tuple[str, str]]:
 
 
 NEW: Final = dict(_iterate_places())
-"""Old name of a module -> its new one."""
+"""Present name of each module, by its old name."""
 
 
 def _warn(old: str, new: str, stacklevel: int) -> None:
@@ -97,26 +97,26 @@ class Finder:
     """Finds the modules of version 0.1 by their old names (a MetaPathFinder, whose import takes 10 ms)."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Return where an old name leads, or None if it is none."""
+        """Return the spec of the module that an old name means, or None if it is no old name."""
         return ModuleSpec(fullname, cast(Any, _Alias(NEW[fullname]))) if fullname in NEW else None
 
 
 class _Alias:
-    """Loads a module by the name that it has now."""
+    """Loads a module by its present name."""
 
     def __init__(self, new: str) -> None:
         self._new = new
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module itself: both names give the same classes."""
+        """Return the present module itself, so that both names give the same classes."""
         _warn(spec.name, self._new, stacklevel=2)
         module = importlib.import_module(self._new)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is: importing by the old name has put that name into it."""
+        """Restore the module's own spec, which the import by the old name has replaced."""
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType:
@@ -125,13 +125,13 @@ class _Alias:
 
 
 def install() -> None:
-    """Let old names be imported in this process."""
+    """Make the old names of modules importable in this process."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, cast(Any, Finder()))
 
 
 def alias_names(module: str, **names: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that finds what documents of version 0.1 named, by its name of today."""
+    """Return a module's `__getattr__` that finds functions by their names in documents of version 0.1."""
 
     def find(name: str) -> Any:
         if name not in names:
@@ -143,7 +143,7 @@ def alias_names(module: str, **names: str) -> Callable[[str], Any]:
 
 
 def alias_members(**names: str) -> Callable[[type[C]], type[C]]:
-    """Let whoever uses or overrides members of a class by their names of version 0.1 go on, with a warning."""
+    """Let code use and override members of a class by their names of version 0.1, with a warning."""
 
     def decorate(cls: type[C]) -> type[C]:
         inherited = vars(cls).get("__init_subclass__")
@@ -167,7 +167,7 @@ def alias_members(**names: str) -> Callable[[type[C]], type[C]]:
 
 
 class _OldMember:
-    """A member by its old name: that of today, or what a class with the old name overrides."""
+    """A member's old name, which gives the present member, or the override of a class that still uses the old name."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old = old
@@ -185,12 +185,12 @@ class _OldMember:
 
 
 def make_getattr(room: str, *modules: str, warns: bool = True) -> Callable[[str], Any]:
-    """Return a room's `__getattr__`, where the room has the name of a module within it.
+    """Return a `__getattr__` for a package that was a module and whose names are in modules within it now.
 
     Args:
-        room: name of the room, such as "fedge.bundle".
-        modules: names of the modules in it that have its names now, such as "manifest".
-        warns: whether a name goes with version 0.3; otherwise it is the room's for good.
+        room: name of the package, such as "fedge.bundle".
+        modules: names of the modules in the package that have its names now, such as "manifest".
+        warns: whether a name goes with version 0.3; otherwise it stays in the package for good.
     """
 
     def find(name: str) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Final
 
 INTERRUPTED: Final = 130
-"""Exit code of a process that SIGINT or SIGTERM has ended, as a shell gives it."""
+"""Exit code of a process that SIGINT or SIGTERM has ended, as shells give it."""
 
 Stop = Callable[[], bool]
-"""Asked between two batches: whether to stop."""
+"""Function that is called between two batches and returns whether to stop."""
 
 
 class StoppedError(Exception):
@@ -18,11 +18,11 @@ class StoppedError(Exception):
 
 
 def never() -> bool:
-    """Return False: nobody asks to stop."""
+    """Return False, so that work never stops early."""
     return False
 
 
 def ignore_signals() -> None:
-    """Ignore both signals. For `atexit`: Python drops its handlers on exit, and a signal would change the exit code."""
+    """Ignore both signals, for `atexit`: Python drops its handlers on exit, so a signal would change the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Systemd services: processes under their own user, who may read little and write only its own folders.
+"""Systemd services: processes under a user of their own, who may read little and write only a few folders.
 
 `notify_ready` tells systemd that a service is ready, and then that its loop is still running (sd_notify(3)).
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("fedge.notify")
 USER: Final = "fedge"
 UNITS: Final = Path("/etc/systemd/system")
 RUNNING: Final = Path("/run/systemd/system")
-"""Exists if systemd runs this machine."""
+"""Folder that exists if systemd runs this machine."""
 
 _COMMON: Final = """\
 User={user}
@@ -103,11 +103,11 @@ def format_unit(what: str, role: str, arguments: str, name: str, writes: Path | 
     """Return a systemd unit that runs `fedge ARGUMENTS` as the user fedge.
 
     Args:
-        what: description.
+        what: description of the service.
         role: `AGENT`, `RUNTIME` or `COORDINATOR`.
-        arguments: of the command.
-        name: of the service; FEDGE_... settings may be in /etc/fedge/NAME.env, which only root need be able to read.
-        writes: a writable folder beside its state: an agent's identity, which it renews.
+        arguments: arguments of the command.
+        name: name of the service; FEDGE_... settings may be in /etc/fedge/NAME.env, which only root needs to read.
+        writes: a writable folder besides the state, such as an agent's identity, which it renews.
     """
     writable = "" if writes is None else f"ReadWritePaths={writes}\n"
     return f"""\
@@ -142,7 +142,7 @@ def make_user() -> pwd.struct_passwd:
     """Create the service user, who can do nothing else.
 
     Raises:
-        ConfigError: it cannot be created, or could not run this installation of fedge.
+        ConfigError: the user cannot be created, or could not run this installation of fedge.
     """
     closed = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
     if closed:
@@ -159,12 +159,12 @@ def make_user() -> pwd.struct_passwd:
 def give_to(folder: Path, owner: pwd.struct_passwd) -> None:
     """Give a folder of ours and its plain files to another owner, readable by that owner alone.
 
-    A folder that is already theirs is left alone: they could have put links to others' files into it, and what root
-    writes there belongs to them (`fedge.system.files.write_atomically`). The folder itself goes last for the same
-    reason.
+    A folder that already belongs to the new owner is left alone, since the owner could have put links to others' files
+    into it; what root writes there belongs to the owner anyway (`fedge.system.files.write_atomically`). The folder
+    itself is given last for the same reason.
 
     Raises:
-        StoreError: it is neither ours nor theirs, or cannot be given away.
+        StoreError: the folder is neither ours nor the new owner's, or cannot be given away.
     """
     with raise_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
         holder = folder.stat().st_uid
@@ -186,7 +186,7 @@ def write_public(path: Path, text: str) -> None:
     """Write a world-readable file.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the file cannot be written.
     """
     write_atomically(path, text.encode(), public=True)
 
@@ -195,7 +195,7 @@ def run(*words: str) -> None:
     """Run a system program.
 
     Raises:
-        ConfigError: it failed.
+        ConfigError: the program failed or cannot be run.
     """
     try:
         subprocess.run(words, check=True, capture_output=True, text=True)
@@ -206,10 +206,10 @@ def run(*words: str) -> None:
 
 
 def restart(name: str) -> bool:
-    """Start or restart a service; False: no systemd here, so somebody must do it by hand.
+    """Start or restart a service; return False without systemd, where somebody must start it by hand.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: the service does not start.
     """
     if there := RUNNING.exists():
         run("systemctl", "restart", name)
@@ -219,7 +219,7 @@ def restart(name: str) -> bool:
 def notify_ready() -> None:
     """Tell systemd that we are ready, and feed its watchdog from this event loop from now on.
 
-    Without systemd, or a second time, it does nothing; where nobody listens it says so in the log.
+    Without systemd, or if called again, this does nothing. If nobody listens at the socket, that is logged.
     """
     address = os.environ.pop("NOTIFY_SOCKET", "")
     if not address:

@@ -1,8 +1,8 @@
 """Runs a command that does not outlive its parent: `python tether.py PARENT COMMAND...`.
 
-However the thread that started it ends, even by kill -9, the kernel then kills the command (Linux; elsewhere it only
-runs). It is a script that imports little, so that it starts fast; a hook between fork and exec would not be safe in a
-process with threads.
+When the thread that started the command ends, even by kill -9, the kernel kills the command (on Linux; elsewhere the
+command only runs). This is a script that imports little, so that it starts fast; a hook between fork and exec would not
+be safe in a process with threads.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # sys/prctl.h
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we could ask
+        if os.getppid() != parent:  # the parent died before we could ask
             raise SystemExit(1)
 
 

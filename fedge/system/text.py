@@ -10,7 +10,7 @@ from typing import Self
 
 
 class Worded(StrEnum):
-    """Codes, each with a phrase for people: `CODE = "code", "phrase"`."""
+    """An enumeration of codes, each with a phrase for people: `CODE = "code", "phrase"`."""
 
     words: str
 
@@ -27,7 +27,7 @@ def escape_controls(line: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Return whether a file's name is UTF-8; JSON can hold no other."""
+    """Return whether a file's name is UTF-8; JSON can hold no other names."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Tasks: what is learned, a device's data, and partitions of data sets over simulated devices."""
+"""Tasks: their descriptions, a device's data, and partitions of data sets over simulated devices."""
 
 from fedge.system.moved import alias_names
 from fedge.tasks.data import DeviceData, UserTask

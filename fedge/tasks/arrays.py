@@ -20,13 +20,13 @@ from fedge.system.text import escape_controls, suggest_nearest
 Arrays = dict[str, NDArray[Any]]
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
 MOST_UNNAMED: Final = 10_000
-"""Classes without names; more labels than that are hardly classes."""
+"""Most classes without names; so many labels are hardly classes."""
 
 
 def read_arrays(file: Path, *, labelled: bool = True) -> Arrays:
     """Read and check the arrays of a file. If not `labelled`, y may be missing.
 
-    Returns: as `require_arrays`.
+    Returns: the arrays, as for `require_arrays`.
 
     Raises:
         ConfigError: the file cannot be read, x or y is missing, an array has a wrong shape, type or value, or a name is
@@ -74,7 +74,7 @@ def find_file(data: Path, usual: str) -> Path:
     """Find a data set's file: `data` itself, or one in this folder under its usual path or name.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: there is no such file.
     """
     candidates = [data, data / usual, data / Path(usual).name]
     found = next((file for file in candidates if file.is_file()), None)
@@ -99,8 +99,8 @@ def get_class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tupl
     """Return the names in `classes`, or "0", "1", ... up to the largest label.
 
     Raises:
-        ConfigError: fewer names than labels, labels with gaps and no names, only one class, or an unprintable name or
-            one that stands twice.
+        ConfigError: there are fewer names than labels, there are no names and the labels have gaps, there is only one
+            class, or a name is unprintable or stands twice.
     """
     there = np.unique(table["y"])
     largest = int(there[-1])

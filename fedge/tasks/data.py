@@ -1,4 +1,4 @@
-"""One device's data, as its worker sees it."""
+"""One device's data, in the form that its worker uses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fedge.tasks.sampling import count_validation, draw_stratified
 @alias_members(of="from_samples", unlabelled="from_inputs", of_task="to_task_types")
 @dataclass(frozen=True, slots=True)
 class DeviceData:
-    """Model inputs and labels. Test samples are left out: no step may see them.
+    """A device's model inputs and labels, without test samples, which no step may see.
 
-    x_train: (n, *input_shape) float32; y_train: (n,) int64; sensitive: (n,) bool, True: the sample trains no model that
-    is uploaded; x_val: (m, *input_shape) float32; y_val: (m,) int64.
+    Shapes: x_train (n, *input_shape) float32, y_train (n,) int64, sensitive (n,) bool, x_val (m, *input_shape) float32,
+    y_val (m,) int64. A sample marked `sensitive` trains no model that is uploaded.
     """
 
     x_train: NDArray[np.float32]
@@ -46,7 +46,7 @@ class DeviceData:
         return np.zeros(len(self.x_val), np.bool_) if self.sensitive_val is None else self.sensitive_val
 
     def compute_digest(self) -> str:
-        """Return the SHA-256 in hex of all samples, labels and marks in order; splits count, too."""
+        """Return the hexadecimal SHA-256 of all samples, labels and marks, in order and part by part."""
         arrays = (self.x_train, self.y_train, self.sensitive, self.x_val, self.y_val, self._marks_val)
         return compute_digest(
             *(part for a in arrays for part in (repr(a.shape).encode(), np.ascontiguousarray(a).data))
@@ -77,9 +77,9 @@ class DeviceData:
         Args:
             x: model inputs, (n, *input_shape).
             y: labels, (n,).
-            sensitive: marks, (n,); None: nothing is sensitive.
-            split: 0 train, 1 validation, 2 test, (n,); None: a fifth of each class is held out for validation.
-            seed: of the hold-out.
+            sensitive: marks, (n,); None if nothing is sensitive.
+            split: 0 train, 1 validation, 2 test, (n,); if None, a fifth of each class is held out for validation.
+            seed: seed of the hold-out.
         """
         marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
         parts = _hold_out(y, marks, seed) if split is None else split
@@ -87,7 +87,7 @@ class DeviceData:
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
     def to_task_types(self, task: TaskSpec) -> DeviceData:
-        """Return the same in the types that training takes; a user's own class may return others.
+        """Return the same data in the types that training takes, since a user's own class may return other types.
 
         Raises:
             ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
@@ -109,25 +109,25 @@ class DeviceData:
 
     @property
     def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """D_iL: inputs and labels of the non-sensitive training samples."""
+        """Inputs and labels of the non-sensitive training samples, D_iL."""
         if not self.sensitive.any():
             return self.training
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
     @property
     def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """V_iL: the non-sensitive validation samples. Any validation result that is reported uses only these."""
+        """The non-sensitive validation samples, V_iL, the only ones behind any reported validation result."""
         kept = ~self._marks_val
         return self.x_val[kept], self.y_val[kept]
 
     @property
     def validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Held-out samples, used for selection. They train nothing until selection is over."""
+        """The validation samples, used for selection. They train nothing until selection is over."""
         return self.x_val, self.y_val
 
     @property
     def training(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """All training samples, including sensitive ones: for models that never leave the device."""
+        """All training samples, including sensitive ones, for models that never leave the device."""
         return self.x_train, self.y_train
 
     @property
@@ -136,7 +136,7 @@ class DeviceData:
         return np.concatenate([self.x_train, self.x_val]), np.concatenate([self.y_train, self.y_val])
 
     def count_classes(self, n_classes: int, *, with_validation: bool = False) -> NDArray[np.int64]:
-        """Count the training samples per class, c_i, (C,), optionally validation samples, too."""
+        """Count the training samples, and optionally the validation samples, per class: c_i, (C,)."""
         labels = np.concatenate([self.y_train, self.y_val]) if with_validation else self.y_train
         return np.bincount(labels, minlength=n_classes)
 
@@ -148,7 +148,7 @@ class DeviceData:
 def _convert_part(
     task: TaskSpec, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Check inputs, labels and marks of a part of the samples."""
+    """Check inputs, labels and marks of a part of the samples, and convert them to the types of `DeviceData`."""
     n, what = len(x), f"of the {part} samples"
     if not n:
         return np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
@@ -164,7 +164,7 @@ def _convert_part(
 
 
 def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
-    """Hold out a fifth of each class for validation; its non-sensitive part is drawn separately."""
+    """Hold out a fifth of each class for validation; sensitive and other samples are drawn separately."""
     split = np.zeros(len(y), dtype=np.int64)
     for marked, stream in ((False, seed), (True, [seed, 1])):
         (own,) = np.nonzero(sensitive == marked)
@@ -187,7 +187,7 @@ def load_user_task(path: str) -> UserTask:
     """Make an instance of the user's task class.
 
     Raises:
-        ConfigError: no such class, or it fails.
+        ConfigError: there is no such class, or its constructor fails.
     """
     make = load_object(path)
     try:

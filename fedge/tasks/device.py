@@ -1,4 +1,4 @@
-"""What `fedge agent --data SOURCE` reads: an .npz file, a table or a folder of images, with hold-out and marks."""
+"""Reads a device's data (`fedge agent --data`): an .npz file, a table or a folder of images, with split and marks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     """Read the training and validation samples of one device.
 
     Args:
-        task: what is learned; a user-defined task reads its own data.
+        task: the task; a user-defined task reads its own data.
         source: an .npz with x (n, ...) and y (n,), a .csv or .parquet for a task with a schema, or a folder of images
             `<class>/*.jpg`. Optional: `split` (0 train, 1 validation, 2 test) or split.json, and `sensitive` or
             sensitive.txt. Without a split, a fifth of each class is held out for validation; without marks, nothing is
             sensitive.
-        seed: of the hold-out.
+        seed: seed of the hold-out.
 
     Raises:
         ConfigError: the source cannot be read or does not fit the task.
@@ -39,14 +39,14 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 
 
 def read_labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Read all labelled samples of a source as devices do, except test samples; raises as `read_device_data`."""
+    """Read all labelled samples of a source but test samples; raises the same errors as `read_device_data`."""
     return read_device_data(task, source, seed=0).labelled
 
 
 def read_device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     """Read model inputs (n, *input_shape) of a device that does not train; labels are ignored.
 
-    Sensitive samples and test samples are left out. Arguments and errors: as `read_device_data`.
+    Sensitive samples and test samples are left out. Arguments and errors are those of `read_device_data`.
     """
     if ":" in task.name:
         return _read_by_own_task(task, source, 0, labelled=False).shared[0]

@@ -1,4 +1,4 @@
-"""Devices whose samples are generated from their number on demand: any number of devices, none held in memory."""
+"""Devices whose samples are generated on demand from the device's number, so that none are held in memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fedge.tasks.pool import Pool
 
 NOISE: Final = 0.05
-"""Deviation, as a share of the range of the samples' values."""
+"""Standard deviation of the noise, as a share of the range of the samples' values."""
 SHIFT: Final = 1
-"""Pixels at most, in each direction."""
+"""Largest shift in pixels, in each direction."""
 _DEVICE = 3  # keeps these random numbers separate from other uses of the seed
 
 
@@ -38,8 +38,8 @@ class Generated(Mapping[str, Share]):
     Args:
         pool: the source samples; images of shape (n, height, width[, channels]).
         n_devices: N >= 1.
-        how: alpha, n_groups, marks; `min_samples` is the number of samples of a device.
-        seed: of all draws.
+        how: settings, of which alpha, n_groups and marks count; `min_samples` is the number of samples of a device.
+        seed: seed of all draws.
 
     Raises:
         ConfigError: the samples are not images.

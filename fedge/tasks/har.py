@@ -1,9 +1,9 @@
 """UCI HAR: activities of 30 people with a phone at the waist, as 108 features per window of 2.56 s.
 
 Source: Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones", ESANN 2013. The file
-is an .npz with x (n, 9, 128) numbers (body acceleration, angular velocity and total acceleration, three axes each, 50
-readings a second), y (n,) 0..5, subject (n,) and bout (n,). A bout is an uninterrupted recording, numbered per subject;
-windows are cut from it and overlap by half.
+is an .npz with the arrays x (n, 9, 128) (body acceleration, angular velocity and total acceleration, three axes each,
+50 readings a second), y (n,) 0..5, subject (n,) and bout (n,). A bout is an uninterrupted recording, numbered per
+subject. Windows are cut from bouts and overlap by half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ N_READINGS: Final = 128
 BANDS: Final = ((1, 2), (2, 3), (3, 5), (5, 9), (9, 17), (17, 33), (33, 65))
 """Bins [first, end) of the spectrum, 0.39 Hz each: octaves up to 25 Hz, without the mean."""
 SILENCE: Final = 1e-6
-"""Energy, in g^2 or (rad/s)^2, that is added before the logarithm: what a phone on a table shows."""
+"""Energy, in g^2 or (rad/s)^2, that is added before the logarithm: that of a phone on a table."""
 
 
 def read_har(data: Path) -> arrays.Arrays:
@@ -32,7 +32,7 @@ def read_har(data: Path) -> arrays.Arrays:
         data: the file, or a folder that holds it as uci_har.npz or uci-har/uci_har.npz.
 
     Raises:
-        ConfigError: no such file, or not in this format.
+        ConfigError: there is no such file, or it is not in this format.
     """
     file = arrays.find_file(data, "uci-har/uci_har.npz")
     table = arrays.read_columns(file, ("x", "y", "subject", "bout"))
@@ -49,8 +49,8 @@ def read_har(data: Path) -> arrays.Arrays:
 def compute_features(windows: NDArray[Any]) -> NDArray[np.float32]:
     """Compute twelve features per signal, (n, 9, 128) -> (n, 108), of order 1, window by window.
 
-    Mean, standard deviation, minimum, maximum, root mean square of the differences between neighbours, and the energies
-    in seven frequency bands as (3 + log10(energy + 1e-6)) / 2.
+    The features are mean, standard deviation, minimum, maximum, root mean square of the differences between neighbours,
+    and the energies in seven frequency bands as (3 + log10(energy + 1e-6)) / 2.
     """
     x = windows.astype(np.float64)
     spectrum = np.abs(np.fft.rfft(x, axis=2)) ** 2 * (2 / N_READINGS**2)  # Parseval: the bins sum to the variance

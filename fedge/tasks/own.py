@@ -3,8 +3,8 @@
     task = fedge.Task.from_arrays(x, y, model=Net)
     fedge.simulate(task=task, method="fedge", rounds=30)
 
-The task lives in this process, so the network may be a class defined in a notebook. Devices finally run a bundle, which
-needs neither.
+The task lives in this process, so the network may be a class defined in a notebook. The bundles that devices finally
+run need neither the process nor the class.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fedge.tasks.pool import Pool
 from fedge.tasks.pool import load_pool as read_pool
 from fedge.tasks.specs import make_array_spec
 
-_CHANNELS = (1, 3)  # of an image: grey or colour
+_CHANNELS = (1, 3)  # numbers of channels of grey and colour images
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task with all samples; `network` is the `model` as given, and holding it keeps its name valid."""
+    """A task with all samples. `network` holds the given `model`, which keeps the model's registered name valid."""
 
     pool: Pool
     network: object = None
@@ -57,17 +57,18 @@ class Task:
         """Make a task from samples in memory.
 
         Args:
-            x: (n, ...) numbers in the shape that the network takes. Images may be channels-last; uint8 images may omit
-                the channel axis. Whole numbers of another type are uint8 images if they are 0..255 in the shape of
-                images; without a channel axis only for fedge's own networks, since another may take them as they are.
-            y: (n,) whole numbers from 0; without `classes`, without gaps.
+            x: numbers (n, ...) in the shape that the network takes. Images may be channels-last; uint8 images may omit
+                the channel axis. Whole numbers of other types count as uint8 images if they are 0..255 in the shape of
+                images. Without a channel axis they do so only for fedge's own networks, since other networks may take
+                them as they are.
+            y: whole numbers (n,) from 0; without gaps if `classes` is None.
             model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
                 or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
-                with no argument if it takes none. None: a convolutional network for images of 16 pixels or more, else a
-                perceptron.
-            classes: class names; None: their numbers.
-            users: (n,) the person behind each sample, for partition "natural".
-            name: of the task.
+                with no argument if it takes none. None means a convolutional network for images of 16 pixels or more,
+                else a perceptron.
+            classes: class names; if None, the class numbers.
+            users: the person behind each sample, (n,), for partition "natural".
+            name: name of the task.
 
         Raises:
             ConfigError: an array has a wrong shape, type or value.
@@ -100,7 +101,7 @@ class Task:
         """Read a whole `torch.utils.data.Dataset` of pairs (input, class number).
 
         Inputs are tensors, arrays or PIL images of one size. They are standardised again, which is harmless. Class
-        names come from the dataset's attribute `classes`, if present. Other arguments: as `from_arrays`.
+        names come from the dataset's attribute `classes`, if present. Other arguments are as for `from_arrays`.
 
         Raises:
             ConfigError: a sample is not such a pair, or shapes differ.
@@ -130,10 +131,10 @@ class Task:
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:
-        """Make a task from images, a folder per class, scaled to 32 x 32; `model` as in `from_arrays`.
+        """Make a task from images in one folder per class, scaled to 32 x 32; `model` is as for `from_arrays`.
 
         Raises:
-            ConfigError: no such images.
+            ConfigError: the folder holds no such images.
         """
         return cls._make(read_pool("image-folder", Path(folder)), model)
 
@@ -157,7 +158,7 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
     """Return values in memory as an array.
 
     Raises:
-        ConfigError: they are none; a tensor must be detached and on the CPU.
+        ConfigError: the values cannot become an array; a tensor must be detached and on the CPU.
     """
     try:
         return np.asarray(values)
@@ -169,10 +170,10 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
 
 
 def get_network_name(model: object) -> str:
-    """Return the network's name in the task: as given, or the one that holds an object here.
+    """Return the network's name in the task, which is the given name or, for an object, its registered name.
 
     Raises:
-        ConfigError: it is neither a name, nor a module, nor callable.
+        ConfigError: the model is neither a name, nor a module, nor callable.
     """
     if isinstance(model, str):
         return model
@@ -182,7 +183,7 @@ def get_network_name(model: object) -> str:
 
 
 def _to_pixels(x: NDArray[Any], own_network: bool) -> NDArray[Any]:
-    """Return the same numbers as uint8 if they are an image's."""
+    """Return whole numbers in the shape and range of images as uint8, and all others unchanged."""
     whole = x.dtype.kind in "iu" and x.dtype != np.uint8
     shaped = (x.ndim == 4 and not {x.shape[1], x.shape[-1]}.isdisjoint(_CHANNELS)) or (x.ndim == 3 and not own_network)
     return x.astype(np.uint8) if whole and shaped and x.min() >= 0 and x.max() <= 255 else x

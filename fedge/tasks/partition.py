@@ -1,6 +1,7 @@
 """Partition a data set over simulated devices, and split each device's share into training, validation and test.
 
-`fedge.tasks.partitioners` decides who gets which samples. Each device's test samples follow its own distribution.
+`fedge.tasks.partitioners` decides which device gets which samples. Each device's test samples follow its own
+distribution.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _APART, _CODES = 1, 2  # separate random streams
 
 
 def load_samples(how: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
-    """Return the samples of a task with this network: those to partition, and a share apart.
+    """Load the samples of a task with this network; return those to partition, and a share set apart.
 
-    The share set apart is turned like the groups' cameras. `limit`: the default number of samples.
+    The share set apart is turned like the groups' cameras. `limit` is the default number of samples.
 
     Raises:
         ConfigError: there are no such data.
@@ -39,26 +40,31 @@ def partition_pool(
 ) -> list[Share]:
     """Partition samples over devices; equal arguments give equal shares.
 
-    "dirichlet": `iid_share` of each class are dealt evenly, and the devices' shares of the rest are drawn from
-    Dirichlet(alpha). "groups": device i is in group i mod n_groups, and shares within a group follow Dirichlet(alpha).
-    Every group gets part of each class, with its
-    images turned by 90 degrees x group ("rotation"), or only its own classes ("labels"); with "codes", each device of
-    the first group permutes the class labels, so that devices contradict each other. "shards": samples sorted by label,
-    `shards` pieces per device, except for `iid_share` of the samples. "natural": one device per person. "iid": no skew.
-    Each device has at least `min_samples`: draws are repeated, then samples are moved, and the log says so.
+    - "dirichlet" deals `iid_share` of each class evenly, and draws the devices' shares of the rest from
+      Dirichlet(alpha).
+    - "groups" puts device i into group i mod n_groups; shares within a group follow Dirichlet(alpha). With "rotation",
+      every group gets a part of each class, with images turned by 90 degrees x group. With "labels", a group gets only
+      its own classes. With "codes", each device of the first group permutes the class labels, so that devices
+      contradict each other.
+    - "shards" sorts the samples by label and gives each device `shards` pieces, except for `iid_share` of the samples.
+    - "natural" gives each device the samples of one person.
+    - "iid" has no skew.
+
+    Each device has at least `min_samples`; if need be, draws are repeated, then samples are moved, and the log says so.
 
     Args:
         pool: the samples; rotation needs square images, "natural" needs people.
         n_devices: N >= 1.
-        how: see above. Marks are equal for all classes of a device (scmoe_pfl.md section 3, way 4), or all of so many
-            classes (way 2). Groups are 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5
-            for every fifth. With fewer than 20 samples, most devices have one to three test samples.
-        seed: of all draws.
+        how: see above. Marks cover the same share of each class of a device (scmoe_pfl.md section 3, way 4), or all
+            samples of so many classes (way 2). There can be 1 to 4 turns, 1 to C groups of classes, or 1 to N codes (1
+            for all devices, 5 for every fifth). With fewer than 20 samples, most devices have one to three test
+            samples.
+        seed: seed of all draws.
         milder: records the number of draws and of moved samples.
 
     Raises:
-        ConfigError: too few samples for so many devices, images that cannot be turned, no people, or settings that do
-            not go together.
+        ConfigError: there are too few samples for so many devices, the images cannot be turned, the people are unknown,
+            or settings contradict one another.
     """
     if how.partition == "generated":
         from fedge.tasks.generated import Generated
@@ -112,14 +118,14 @@ def partition_pool(
 
 
 def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
-    """Set a share of all samples apart, stratified by class, before partitioning: (the rest, the share).
+    """Set a share of all samples apart, stratified by class, before partitioning; return the rest and the share.
 
-    It follows the distribution of all devices together, like the global test set and FedCoE's server data.
+    The share follows the distribution of all devices together, like the global test set and FedCoE's server data.
 
     Args:
         pool: the samples; blocks stay whole.
-        share: in [0, 1).
-        seed: of the draw.
+        share: the share to set apart, in [0, 1).
+        seed: seed of the draw.
         turns: sample j of the share is turned by 90 degrees x (j mod turns), to cover the rotations of that many
             groups.
 
@@ -140,7 +146,7 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
 
 
 def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
-    """Require enough blocks on each device; `owners`: device of each sample (n,)."""
+    """Require enough blocks on each device; `owners` (n,) holds the device of each sample."""
     fewest = min(len(np.unique(units.of_sample[owners == device])) for device in range(n_devices))
     if fewest < FEWEST_BLOCKS:
         raise ConfigError(
@@ -151,7 +157,7 @@ def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
 def _compute_portions(
     group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups
 ) -> NDArray[np.float64]:
-    """Return the part of each class that each group gets, (G, C), by its devices, or all of its own classes.
+    """Return the part of each class that each group gets, (G, C): by its devices' weights, or all of its own classes.
 
     Ten classes in four groups: {0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9} (fedge.md 15.1).
     """

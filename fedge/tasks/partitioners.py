@@ -1,7 +1,7 @@
-"""Partitioners: label skew, shards, quantity skew, planted groups, people.
+"""Partitioners, which assign samples to devices: label skew, shards, quantity skew, planted groups, people.
 
-They assign *units*: single samples, or blocks of overlapping samples (`Pool.block`). Functions here take the units'
-labels and sizes and return a device for each unit.
+They assign *units*, which are single samples or blocks of overlapping samples (`Pool.block`). The functions take the
+units' labels and sizes and return a device for each unit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 
 MIN_SAMPLES: Final = 20
-"""Default minimum per device: enough for a training, a validation and a test part."""
-FEWEST: Final = 4  # two to train on, one held out, one to test
-FEWEST_BLOCKS: Final = 3  # per device: one for each of the three parts
+"""Default minimum of samples per device, enough for a training, a validation and a test part."""
+FEWEST: Final = 4  # least samples per device: two to train on, one held out, one to test
+FEWEST_BLOCKS: Final = 3  # least units per device, one for each of the three parts
 _REDRAWS: Final = 100
 _MILDER: Final = "so the devices differ less than requested; use fewer devices or more samples"
 
@@ -31,7 +31,7 @@ log = logging.getLogger("fedge.tasks")
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """U units: labels (U,), sizes in samples (U,), and the unit of each of the n samples (n,)."""
+    """U units: their labels (U,), their sizes in samples (U,), and the unit of each of the n samples (n,)."""
 
     y: Ints
     size: Ints
@@ -39,7 +39,7 @@ class Units:
 
 
 def make_units(y: Ints, block: Ints | None) -> Units:
-    """Turn samples with labels (n,) into units: one each, or the blocks (n,), labelled by majority."""
+    """Make units from samples with labels (n,): each sample, or each block (n,), labelled by its majority."""
     if block is None:
         return Units(y, np.ones(len(y), np.int64), np.arange(len(y)))
     _, of_sample = np.unique(block, return_inverse=True)
@@ -51,7 +51,7 @@ def make_units(y: Ints, block: Ints | None) -> Units:
 def draw_relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.random.Generator) -> Floats:
     """Draw each device's relative share of the samples (quantity skew), (N,), mean 1.
 
-    "log-normal": exp(spread z), z standard normal. "power-law": rank^(-spread), Zipf's law.
+    "log-normal" draws exp(spread z) with z standard normal; "power-law" gives rank^(-spread), Zipf's law.
     """
     if how == "equal":
         return np.ones(n_devices)
@@ -65,7 +65,7 @@ def draw_relative_sizes(n_devices: int, how: Sizes, spread: float, rng: np.rando
 
 @dataclass(slots=True)
 class Milder:
-    """What it took to give every device enough samples: draws of the partition, then samples moved."""
+    """The changes that gave every device enough samples: draws of the partition, then samples moved."""
 
     draws: int = 1
     moved: int = 0
@@ -85,23 +85,23 @@ def partition_by_label(
 ) -> Ints:
     """Draw each device's share of a class from Dirichlet(alpha w) in its group (label skew).
 
-    `iid_share` of each class are first dealt evenly over the group, in proportion to w: PM-MoE's S = 20 is 0.2, and its
-    S = 0 is 0 (pm_moe.md section 13).
+    The share `iid_share` of each class is first dealt over the group in proportion to w. PM-MoE's S = 20 is 0.2, and
+    its S = 0 is 0 (pm_moe.md section 13).
 
     Args:
-        units: to assign.
+        units: the units to assign.
         portions: (G, C), the part of each class that a group gets; columns sum to 1.
         group_of: (N,) the group of each device, 0..G-1.
         weights: (N,) relative sizes w; all 1 gives Dirichlet(alpha).
         alpha: > 0; the smaller, the more the devices' classes differ.
-        rng: of the draw.
-        milder: records what minimum sizes took.
+        rng: random numbers of the draw.
+        milder: records how many draws the minimum sizes took.
         least: minimum number of samples per device.
         iid_share: in [0, 1].
 
     Returns:
-        (U,) device of each unit. A draw that leaves a device below `least` is repeated, up to 100 times, which changes
-        the skew and is logged; the last one may need to be `fill_up`.
+        (U,) the device of each unit. A draw that leaves a device below `least` is repeated, up to 100 times, which
+        changes the skew and is logged. The last draw may still be below; `fill_up` mends that.
     """
 
     def draw() -> Ints:
@@ -132,7 +132,7 @@ def partition_by_label(
 
 
 def partition_evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
-    """Cut a random order of all units in proportion to the weights (N,): no label skew."""
+    """Assign units at random, in proportion to the weights (N,), so that there is no label skew."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
@@ -142,15 +142,15 @@ def partition_evenly(units: Units, weights: Floats, rng: np.random.Generator) ->
 def partition_by_shards(
     units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator
 ) -> Ints:
-    """Cut units, sorted by label, into equal shards, `per_device` each (pathological skew).
+    """Cut units, sorted by label, into equal shards, and give each device `per_device` of them (pathological skew).
 
-    `iid_share` of the units, drawn at random, are first dealt evenly.
+    The share `iid_share` of the units, drawn at random, is first dealt evenly.
 
     Source: McMahan et al., AISTATS 2017, §3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
     2020, §7.
 
     Raises:
-        ConfigError: more shards than units.
+        ConfigError: there are more shards than units.
     """
     owners = np.empty(len(units.y), dtype=np.int64)
     order = rng.permutation(len(units.y))
@@ -168,10 +168,10 @@ def partition_by_shards(
 
 
 def partition_by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:
-    """Give each device one person with all samples, (n,), or -1 if not drawn (natural partition).
+    """Give each device all samples of one person (natural partition); return the device of each sample, -1 for none.
 
     Raises:
-        ConfigError: too few people, or one has fewer than `least` samples.
+        ConfigError: there are too few people, or a person has fewer than `least` samples.
     """
     n_users = int(user.max()) + 1
     if n_devices > n_users:
@@ -197,20 +197,20 @@ def fill_up(
 ) -> Ints:
     """Move random units, one at a time, from the largest to the smallest device until each has `least` samples.
 
-    If units are blocks, then move them from the device with most to the one with fewest until each has three.
+    Then move units from the device with most units to the one with fewest until each has three (blocks may be large).
 
-    `group_of`: (N,) group of each device; units stay in their group, unless the whole group is short and groups share
-    classes. `milder` records how many samples moved.
+    `group_of` (N,) holds the group of each device. Units stay in their group, unless the whole group is short and
+    groups share classes. `milder` records how many samples moved.
 
     Raises:
-        ConfigError: units are too large for moving to help, or a group has none.
+        ConfigError: units are too large for moving to help, or a group has no samples.
     """
     owners, moved = owners.copy(), 0
     sizes = _count_samples(units, owners, len(group_of))
     too_few = ConfigError(f"{sizes.sum()} samples in {len(owners)} blocks are too few for {len(sizes)} devices")
 
     def find_giver(taker: int, amounts: Ints, need: int) -> int:
-        """Return the device with most in the taker's group, or of all if the group is short."""
+        """Return the device with the largest amount in the taker's group, or of all devices if the group is short."""
         group = group_of == group_of[taker]
         short = not own_classes and amounts[group].sum() < need * group.sum()
         return int(np.where(group | short, amounts, -1).argmax())
@@ -252,5 +252,5 @@ def _count_units(owners: Ints, n_devices: int) -> Ints:
 
 
 def _cut(things: Ints, shares: Floats) -> list[Ints]:
-    """Cut into consecutive parts in these proportions; their sizes add up to the whole."""
+    """Cut an array into consecutive parts in these proportions."""
     return np.split(things, np.rint(np.cumsum(shares)[:-1] * len(things)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""All samples of a task, for the demo and the simulation. Nothing is ever downloaded."""
+"""Loading of all samples of a task, for the demo and the simulation. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LABELS_MAGIC: Final = 0x00000801
 class Pool:
     """Raw samples x (n, ...), labels y (n,) int64, and their task.
 
-    `user`: (n,) int64, the person behind each sample, 0, 1, ..., if known. `block`: (n,) int64; samples with the same
-    number overlap, cut from one recording, and must stay together.
+    `user` (n,) int64 is the person behind each sample, 0, 1, ..., if known. Samples with the same number in `block`
+    (n,) int64 are overlapping pieces of one recording and must stay together.
     """
 
     x: NDArray[Any]
@@ -64,12 +64,12 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
             torchvision's folder), uci-har, spoken-digits (see `har`, `speech`), image-folder (a folder or .zip of
             `<class>/*.jpg`), arrays (an .npz), SCHEMA.toml (a .csv or .parquet), package.module:Class, or the name of a
             `Task` of this process.
-        data: their location; not needed for digits. A user-defined class reads it as one device's data.
-        seed: of the choice of `limit` samples.
-        limit: number of samples to draw at random; None: all.
+        data: location of the samples; not needed for digits. A user-defined class reads it as one device's data.
+        seed: seed of the choice of `limit` samples.
+        limit: number of samples to draw at random; None for all.
 
     Raises:
-        ConfigError: no such task, or its data is missing or unreadable.
+        ConfigError: there is no such task, or its data are missing or unreadable.
     """
     rng = np.random.default_rng(seed)
     if ":" in task_name:
@@ -96,8 +96,8 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
 def _load_user_pool(path: str, data: Path | None, seed: int) -> Pool:
     """Load samples of a task made in Python, or of a user's class that reads one device's data.
 
-    Such a class returns model inputs, with nothing left to preprocess; devices that get a share read plain arrays,
-    hence the name without its module.
+    Such a class returns model inputs, with nothing left to preprocess. Devices that get a share of them read plain
+    arrays, so the task's name loses its module.
     """
     made = load_object(path)
     if not isinstance(made, type):
@@ -126,7 +126,7 @@ def _read_digits() -> arrays.Arrays:
 
 
 def _read_images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
-    """Decode only the chosen images."""
+    """Choose images at random, and decode only those."""
     spec = load_task("image-folder", data)
     images.warn_of_unread(data)
     names = images.list_images(data)

@@ -1,4 +1,4 @@
-"""Stratified draws."""
+"""Draws of samples that are stratified by class."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ VALIDATION_SHARE: Final = 0.2  # fedge.md section 3: 15-20 %
 def draw_stratified(y: NDArray[np.int64], n_drawn: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Draw positions of `n_drawn` samples, stratified by class (systematic sampling).
 
-    Samples are sorted by class, shuffled within each class, and drawn at equal distances from a random start: each
+    Samples are sorted by class, shuffled within each class, and drawn at equal distances from a random start. So each
     class gets its share of the draw, give or take one.
 
     Args:
-        y: (n,) labels.
+        y: labels (n,).
         n_drawn: 0 <= n_drawn <= n.
-        rng: of the shuffle and the start.
+        rng: random numbers of the shuffle and the start.
 
     Returns:
-        (n_drawn,) distinct positions, ascending.
+        Distinct positions (n_drawn,), ascending.
     """
     order = np.lexsort((rng.random(len(y)), y))
     places = np.floor((np.arange(n_drawn) + rng.random()) * (len(y) / max(n_drawn, 1))).astype(np.int64)

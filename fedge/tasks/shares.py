@@ -1,4 +1,4 @@
-"""A device's share of a data set, how shares are made, and the split of each into training, validation and test."""
+"""Devices' shares of a data set: the partition's settings, and each share's training, validation and test part."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ How = Literal["dirichlet", "groups", "shards", "natural", "iid", "generated"]
 
 
 Groups = Literal["rotation", "labels", "codes"]
-"""How planted groups differ."""
+"""The ways in which planted groups differ."""
 
 
 Marks = Literal["samples", "classes"]
-"""The whole of which `sensitive` is a share."""
+"""Whether `sensitive` is a share of the samples or of the classes."""
 
 
 class Partitioning(Struct, frozen=True, kw_only=True):
-    """Samples, and their partition over devices."""
+    """Settings that choose the samples and their partition over devices."""
 
     task: Annotated[
         str,
@@ -71,7 +71,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=1),
         Heading.PARTITION,
-        "This share of the samples is draw_stratified evenly before, for shards and dirichlet.",
+        "This share of the samples is spread evenly before, for shards and dirichlet.",
     ] = 0.0
     sizes: Annotated[
         Sizes, Heading.PARTITION, "The quantities of samples have this skew, for dirichlet, groups and iid."
@@ -101,7 +101,7 @@ _ONLY_FOR: Final = {
     "shards": ("shards",),
     "iid_share": ("shards", "dirichlet"),
 }
-"""Settings that have an effect only with some partitions."""
+"""Settings that have an effect only with some partitions, which are listed."""
 
 
 def check_partitioning(given: Partitioning) -> None:
@@ -144,7 +144,7 @@ class Share:
 
 
 def make_device_data(task: TaskSpec, share: Share) -> DeviceData:
-    """Return a share as its device's worker sees it, without writing a file."""
+    """Return a share as the device's worker would read it from a file, but without writing one."""
     return DeviceData(
         x_train=preprocessing.preprocess(task, share.x_train),
         y_train=share.y_train,
@@ -156,7 +156,7 @@ def make_device_data(task: TaskSpec, share: Share) -> DeviceData:
 
 
 def write_share(share: Share, path: Path) -> None:
-    """Write a share as a real device's data, an .npz file."""
+    """Write a share as an .npz file in the format of a real device's data."""
     x = np.concatenate([share.x_train, share.x_val, share.x_test])
     y = np.concatenate([share.y_train, share.y_val, share.y_test])
     parts = (TRAIN, VALIDATION, TEST)
@@ -167,7 +167,7 @@ def write_share(share: Share, path: Path) -> None:
 
 
 def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
-    """Make one device's samples, in three parts; blocks stay whole. `turns`: its camera's, by 90 degrees."""
+    """Split one device's samples into three parts; blocks stay whole. `turns` counts camera turns by 90 degrees."""
     units = make_units(own.y, own.block)
     is_test = draw_marks(units, round(TEST_SHARE * len(units.y)), rng)
     test, rest = own.select(np.flatnonzero(is_test)), own.select(np.flatnonzero(~is_test))
@@ -183,7 +183,7 @@ def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.ran
         x_val=x_val,
         y_val=validation.y,
         sensitive_val=(
-            _draw_sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
+            _draw_sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own leaves all other draws unchanged
             if how.marks == "samples"
             else np.isin(validation.y, train.y[marked])
         ),
@@ -202,19 +202,19 @@ def _draw_sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDA
 
 
 def rename_classes(share: Share, code: Ints) -> Share:
-    """Return the share whose device calls class c code[c], (C,), in all of its parts."""
+    """Return the share with class c renamed to code[c] in all of its parts; `code` is (C,)."""
     return dataclasses.replace(share, y_train=code[share.y_train], y_val=code[share.y_val], y_test=code[share.y_test])
 
 
 def draw_marks(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Mark samples (n,) of so many units, drawn evenly over the classes."""
+    """Mark the samples (n,) of `n_marked` units, drawn evenly over the classes."""
     marks = np.zeros(len(units.y), dtype=np.bool_)
     marks[draw_stratified(units.y, n_marked, rng)] = True
     return marks[units.of_sample]
 
 
 def rotate_images(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
-    """Turn images by 90 degrees, counter-clockwise, so many times."""
+    """Turn images counter-clockwise by `quarters` times 90 degrees."""
     if quarters == 0:
         return x
     channels_first = x.ndim == 4 and x.shape[1:] == pool.spec.input_shape

@@ -26,12 +26,13 @@ _CLOTHES: Final = (
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 _ACTIVITIES: Final = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
-_DESCRIBED: Final = ("image-folder", "arrays")  # by their data
+_DESCRIBED: Final = ("image-folder", "arrays")  # tasks that their data describe
 _SIDE: Final = 32  # pixels; the user's images are resized to a square
 MOST_SCALES: Final = 10_000
-"""Columns or channels that get a scale each, or the task would outgrow a bundle's manifest; of more, all get one."""
+"""Most columns or channels that get a scale each. More of them share one scale, since a task must fit into a bundle's
+manifest."""
 LITTLE: Final = 0.01
-"""Of a standard deviation: by less a mean may be off, and less of a channel is next to nothing."""
+"""Share of a standard deviation that counts as negligible: an error of a mean, or a channel's own deviation."""
 
 BUILT_IN: Final = {
     "digits": TaskSpec(
@@ -73,12 +74,12 @@ def load_task(name_or_file: str, data: Path | None = None, *, allow: Container[s
     Args:
         name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json,
             SCHEMA.toml or package.module:Class.
-        data: image-folder: a folder or .zip with all classes; arrays: an .npz with x and y. They describe the task;
-            machines with only part of the data read the file written by `write_task` instead.
-        allow: the code, package.module:name, that a .json file may name, since such a file comes from elsewhere.
+        data: for image-folder a folder or .zip with all classes, for arrays an .npz with x and y. These data describe
+            the task; machines with only part of the data read the file written by `write_task` instead.
+        allow: code (package.module:name) that a .json file may name; such a file comes from elsewhere.
 
     Raises:
-        ConfigError: no such task, the data do not describe one, or the file names code that is not allowed.
+        ConfigError: there is no such task, the data do not describe a task, or the file names code that is not allowed.
     """
     if name_or_file in BUILT_IN:
         return BUILT_IN[name_or_file]
@@ -154,12 +155,12 @@ def _read_array_task(data: Path) -> TaskSpec:
 
 
 def make_array_spec(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
-    """Make the task of samples (n, *input_shape): a CNN for images of 16 pixels or more, else a perceptron.
+    """Make the task of samples (n, *input_shape), with a CNN for images of 16 pixels or more, else a perceptron.
 
     Inputs are standardised (`_make_preprocessing`).
 
     Raises:
-        ConfigError: a number is so large that beside it the others would all be the same.
+        ConfigError: a number is so large that beside it all others would look the same.
     """
     shape = x.shape[1:]
     return TaskSpec(
@@ -172,10 +173,10 @@ def make_array_spec(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> Tas
 
 
 def _make_preprocessing(x: NDArray[Any]) -> Preprocessing:
-    """Set mean 0 and deviation 1 for each column of samples (n, columns), else over all values.
+    """Choose scaling to mean 0 and deviation 1, for each column of samples (n, columns), else over all values.
 
-    Samples (n, channels, ...) whose channels differ far more from one another than each varies get a scale for each
-    channel: one scale for all would leave next to nothing of them.
+    If the channels of samples (n, channels, ...) differ far more from one another than each one varies, each channel
+    gets a scale. One scale for all would leave next to nothing of their variation.
     """
     mean, std = own_mean, own_std = _compute_moments(x, axis=(0, *range(2, x.ndim)))
     if x.ndim > 2 or x.shape[1] > MOST_SCALES:
@@ -192,16 +193,16 @@ def _make_preprocessing(x: NDArray[Any]) -> Preprocessing:
 def _compute_moments(
     x: NDArray[Any], axis: tuple[int, ...] | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Compute mean and standard deviation along these axes; 1 for that of a constant."""
+    """Compute mean and standard deviation along these axes; the deviation of a constant is given as 1."""
     mean, std = x.mean(axis, dtype=np.float64), x.std(axis, dtype=np.float64)
     return np.asarray(mean), np.where(x.max(axis) > x.min(axis), std, 1.0)
 
 
 def _require_visible(x: NDArray[Any], std: NDArray[np.float64]) -> None:
-    """Refuse a number beside which most others, though different, are the same once they are scaled.
+    """Refuse a number so large that most others, though different, become equal once they are scaled by it.
 
     Raises:
-        ConfigError: there is one, such as a value that stands for a missing one; the text says where.
+        ConfigError: there is such a number, perhaps one that stands for a missing value; the text says where.
     """
     if x.dtype.kind != "f":
         return

@@ -1,8 +1,8 @@
 """Free Spoken Digit Dataset: ten digits, each spoken 50 times by 6 people, as 16 mel bands by 12 time steps.
 
-Source: github.com/Jakobovski/free-spoken-digit-dataset. The file is an .npz with audio (all recordings concatenated,
-int16), offset (n + 1,) such that recording i is audio[offset[i]:offset[i + 1]], y (n,) the digit, speaker (n,) and
-rate, in samples per second.
+Source: github.com/Jakobovski/free-spoken-digit-dataset. The file is an .npz with the arrays audio (all recordings
+concatenated, int16), offset (n + 1,) such that recording i is audio[offset[i]:offset[i + 1]], y (n,) the digit,
+speaker (n,) and rate, in samples per second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_speech(data: Path) -> arrays.Arrays:
         data: the file, or a folder that holds it as fsdd.npz or fsdd/fsdd.npz.
 
     Raises:
-        ConfigError: no such file, or not in this format.
+        ConfigError: there is no such file, or it is not in this format.
     """
     file = arrays.find_file(data, "fsdd/fsdd.npz")
     table = arrays.read_columns(file, ("audio", "offset", "y", "speaker", "rate"))
@@ -52,9 +52,9 @@ def read_speech(data: Path) -> arrays.Arrays:
 def compute_spectrogram(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
     """Turn a recording (samples,) of any length into (1, 16, 12): log energies by band and time.
 
-    Hann windows of 32 ms every 10 ms; triangular bands of equal width on the mel scale from 80 Hz to rate / 2; mean
-    energy in each twelfth; logarithm; normalised to mean 0 and standard deviation 1 per recording, which removes
-    loudness.
+    The steps are Hann windows of 32 ms every 10 ms, triangular bands of equal width on the mel scale from 80 Hz to rate
+    / 2, mean energies in each twelfth of the recording, and the logarithm. Then the recording is normalised to mean 0
+    and standard deviation 1, which removes loudness.
     """
     window, step = round(WINDOW_S * rate), round(STEP_S * rate)
     padded = np.pad(wave.astype(np.float64), (0, max(0, window + (N_MOMENTS - 1) * step - len(wave))))
@@ -67,7 +67,7 @@ def compute_spectrogram(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:
 
 
 def compute_mel_bands(window: int, rate: float) -> NDArray[np.float64]:
-    """Return weights (16, window // 2 + 1) of the spectrum's bins by band; mel = 2595 log10(1 + f / 700)."""
+    """Return each band's weights of the spectrum's bins, (16, window // 2 + 1); mel = 2595 log10(1 + f / 700)."""
     mel = np.linspace(_to_mel(LOWEST_HZ), _to_mel(rate / 2), N_BANDS + 2)
     edges = 700 * (10 ** (mel / 2595) - 1)
     bins = np.fft.rfftfreq(window, 1 / rate)

@@ -1,17 +1,17 @@
-"""Model changes as integers of a ring: sums are exact, and a mask that is uniform in the ring hides them.
+"""Model changes as integers of a ring, so that sums are exact and a mask that is uniform in the ring hides the changes.
 
 A device of weight n sends a number v as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two, at
 least 1, with
 
     cohort * (heaviest * limit + 1/2) * 2^s < 2^(b-1),      |v| <= limit,  n <= heaviest
 
-No sum of the cohort can then overflow, as rounding adds at most 1/2 to a number. Both sides use this formula as it is,
-though one bit more would at times fit: it needs nothing but the size of the cohort and its largest weight. Values above
-the limit are clipped. Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
+No sum of the cohort can then overflow, as rounding adds at most 1/2 to a number. Both sides use this formula although
+one more bit would at times fit, because it needs only the size of the cohort and its largest weight. Values above the
+limit are clipped. Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
 
     ring      numbers                                limit
     2^32      the change of parameters               8
-    2^64      those of buffers and counters          2^20
+    2^64      the change of buffers and counters     2^20
     2^64      n itself, unscaled
 """
 
@@ -52,22 +52,22 @@ class Summand:
     others: NDArray[np.uint64]
 
     def add(self, other: Summand) -> None:
-        """Add another one, modulo the rings, in place."""
+        """Add another summand in place, modulo the rings."""
         np.add(self.params, other.params, out=self.params)
         np.add(self.others, other.others, out=self.others)
 
     def subtract(self, other: Summand) -> None:
-        """Subtract another one, in place."""
+        """Subtract another summand in place, modulo the rings."""
         np.subtract(self.params, other.params, out=self.params)
         np.subtract(self.others, other.others, out=self.others)
 
     def to_bytes(self) -> bytes:
-        """Concatenate little-endian: 4 d + 8 (b + c + 1) bytes."""
+        """Return the numbers as little-endian bytes, 4 d + 8 (b + c + 1) of them."""
         return self.params.astype("<u4").tobytes() + self.others.astype("<u8").tobytes()
 
 
 def count_elements(layout: Layout) -> tuple[int, int]:
-    """Return the number of elements of such a summand in each ring."""
+    """Return the numbers of a summand's elements in the two rings."""
     return layout.n_params, sum(t.size for t in layout.tensors if t.kind != "param") + 1
 
 
@@ -81,10 +81,10 @@ def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
     """Parse `Summand.to_bytes`; uniformly random bytes give a uniform summand.
 
     Raises:
-        ProtocolError: `malformed`, wrong length.
+        ProtocolError: `malformed` if the length is wrong.
     """
     if len(data) != count_bytes(layout):
-        raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {count_bytes(layout)} are needed")
+        raise ProtocolError("malformed", f"a masked update has {len(data)} bytes; {count_bytes(layout)} are needed")
     params, others = count_elements(layout)
     return Summand(
         np.frombuffer(data, "<u4", params).astype(np.uint32, copy=False),
@@ -99,18 +99,18 @@ def make_zero(layout: Layout) -> Summand:
 
 
 def compute_heaviest(cohort: int) -> int:
-    """Return the largest weight at which a cohort of this size has whole units of n * v."""
+    """Return the largest weight for which a cohort of this size has a scale of at least 1."""
     return int(((2 ** (PARAMS.bits - 1) - 1) / cohort - 0.5) / PARAMS.limit)
 
 
 def make_summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
-    """Make a device's contribution of its model change (with buffers and counters).
+    """Make a device's contribution from its model change (with buffers and counters).
 
     Raises:
-        ValueError: its weight is above `heaviest`, or 0, or the scale would be below 1.
+        ValueError: the weight is above `heaviest`, or 0, or the scale would be below 1.
     """
     if not 0 < weight <= heaviest:
-        raise ValueError(f"a weight of {weight}, {heaviest} at most")
+        raise ValueError(f"the weight is {weight}; it must be 1 to {heaviest}")
     others = np.concatenate([change.buffers.astype(np.float64), change.counters.astype(np.float64)])
     return Summand(
         _scale_to_units(change.params, PARAMS, weight, cohort, heaviest).astype(np.uint32),
@@ -119,7 +119,7 @@ def make_summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summ
 
 
 def compute_mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
-    """Return the weighted mean of the changes in an unmasked sum. Counters are rounded.
+    """Return the weighted mean of the changes in an unmasked sum, with counters rounded.
 
     Raises:
         ValueError: the weights sum to a value impossible for the cohort.

@@ -1,7 +1,7 @@
-"""Some layers of a model as vectors: what travels, or what stays on a device, cut out of the whole and put back.
+"""Some layers of a model as vectors, such as those that stay on a device: cut out of the whole and put back.
 
-Inside, a model is vectors (`fedge.tensors.layout.Model`), and some of its layers are slices of them. Names of tensors
-are only looked at to find the slices, once for each pair of layouts.
+Inside, a model is three vectors (`fedge.tensors.layout.Model`), and some of its layers are slices of these vectors.
+Names of tensors are used only to find the slices, once for each pair of layouts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ N = TypeVar("N", bound=np.generic)
 
 
 class _Span(NamedTuple):
-    """A run of numbers that is in a whole vector at one place and in the vector of some layers at another."""
+    """A run of numbers: its slice in the whole model's vector, and its slice in the vector of some layers."""
 
     whole: slice
     part: slice
 
 
 class _Spans(NamedTuple):
-    """Where the numbers of some layers are in the three vectors of a model."""
+    """The runs of some layers' numbers in the three vectors of a model."""
 
     params: tuple[_Span, ...]
     buffers: tuple[_Span, ...]
@@ -50,16 +50,16 @@ class Layers:
         return self.get_tensors()[name]
 
     def keys(self) -> KeysView[str]:
-        """The names of the tensors."""
+        """Return the names of the tensors."""
         return self.get_tensors().keys()
 
     def get_tensors(self) -> Tensors:
-        """All by name, views where possible: for files and messages."""
+        """Return all tensors by name, views where possible, for files and messages."""
         return unflatten(self.model, self.layout)
 
 
 def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Layers:
-    """Named tensors, as read from a file, as vectors. `layout`: of the network; others stand beside it.
+    """Turn named tensors, such as those of a file, into vectors. `layout` is the network's; other tensors are allowed.
 
     Raises:
         ProtocolError: `layout` (a tensor of the network has another shape or type) or `not-finite`.
@@ -72,10 +72,10 @@ def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> L
 
 
 def cut(model: Model, layout: Layout, part: Layout) -> Model:
-    """Some layers of a model, copied; the model itself if they are all of it.
+    """Copy some layers of a model; return the model itself if they are all of it.
 
     Raises:
-        ProtocolError: `layout`, they are no layers of such a model.
+        ProtocolError: `layout` if they are no layers of such a model.
     """
     if part == layout:
         return model
@@ -88,10 +88,10 @@ def cut(model: Model, layout: Layout, part: Layout) -> Model:
 
 
 def paste(model: Model, layers: Layers, layout: Layout) -> Model:
-    """The model with some of its layers replaced; those of `layers` themselves if they are all of it.
+    """Return the model with some of its layers replaced; if `layers` is a whole model, return that.
 
     Raises:
-        ProtocolError: `layout`, they are no layers of such a model.
+        ProtocolError: `layout` if they are no layers of such a model.
     """
     own = layers.model
     if layers.layout == layout:
@@ -105,10 +105,10 @@ def paste(model: Model, layers: Layers, layout: Layout) -> Model:
 
 
 def join(parts: Sequence[Layers], layout: Layout) -> Model:
-    """The model that some layers make up together.
+    """Join parts that together have all layers into a model.
 
     Raises:
-        ProtocolError: `layout`, they are no layers of such a model, or not all of it.
+        ProtocolError: `layout` if they are no layers of such a model, or not all of it.
     """
     if missing := set(layout.tensors).difference(*(part.layout.tensors for part in parts)):
         raise ProtocolError("layout", f"tensors {sorted(info.name for info in missing)} are missing")
@@ -139,7 +139,7 @@ def _fill(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> None
 
 @lru_cache(maxsize=64)
 def _find_spans(layout: Layout, part: Layout) -> _Spans:
-    """Where a part is in a model of a layout."""
+    """Return where the numbers of a part are in a model of a layout."""
     return _Spans(
         *(
             _find_spans_of_kind(layout.select_kind(kind), part.select_kind(kind))
@@ -149,7 +149,7 @@ def _find_spans(layout: Layout, part: Layout) -> _Spans:
 
 
 def _find_spans_of_kind(whole: tuple[TensorInfo, ...], part: tuple[TensorInfo, ...]) -> tuple[_Span, ...]:
-    """The spans of tensors of one kind, in the part's order; neighbours are one span."""
+    """Return the spans of tensors of one kind, in the part's order; neighbouring tensors are one span."""
     starts = dict(zip(whole, itertools.accumulate((info.size for info in whole), initial=0), strict=False))
     spans: list[_Span] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: 8 with a scale, the upper 16, or the largest alone. Work goes block by block, in the cache."""
+"""Rounding of numbers to 8 bits with a scale or to the upper 16 bits, and choice of the largest, block by block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotFiniteError(ValueError):
 
 
 def find_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
-    """Ascending positions of the k numbers of largest magnitude; on ties, the first."""
+    """Return the ascending positions of the k numbers of largest magnitude; on ties, the first ones."""
     magnitudes = np.abs(numbers)
     least = np.partition(magnitudes, -k)[-k] if k else np.inf
     larger = np.flatnonzero(magnitudes > least)
@@ -36,7 +36,7 @@ def find_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
 
 
 def to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """A vector in steps of a scale, and the scale, shape ()."""
+    """Return a vector as whole steps of a scale, and the scale, shape ()."""
     scale = scale_of(map_blocks(numbers.size, lambda part: compute_largest(numbers[part])))
     steps = np.empty(numbers.size, np.int8)
     map_blocks(numbers.size, lambda part: round_into(numbers[part], scale, steps[part]))
@@ -44,12 +44,12 @@ def to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
 
 
 def compute_largest(block: Floats) -> np.float32:
-    """The largest magnitude; NaN if there is one."""
+    """Return the largest magnitude; NaN if a number is NaN."""
     return np.float32(np.maximum(np.max(block), -np.min(block)))
 
 
 def scale_of(largest: Sequence[np.float32]) -> Floats:
-    """The scale, shape (), for blocks with these largest magnitudes."""
+    """Return the scale, shape (), for blocks with these largest magnitudes."""
     found = np.max(largest, initial=np.float32(0))
     if not np.isfinite(found):
         raise NotFiniteError("numbers that are to be rounded are not finite")
@@ -57,7 +57,7 @@ def scale_of(largest: Sequence[np.float32]) -> Floats:
 
 
 def round_into(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
-    """Write a block in steps of the scale."""
+    """Write a block into `steps` as whole steps of the scale."""
     if scale == 0:  # all zero, or so small that the scale underflows
         steps[:] = 0
         return
@@ -68,7 +68,7 @@ def round_into(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
 
 
 def map_blocks(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
-    """Apply `work` to each block of a vector, in order; if `threaded`, each processor has a share of the blocks."""
+    """Apply `work` to each block of a vector, in order; if `threaded`, each processor gets a share of the blocks."""
 
     @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused
     def map_share(share: list[slice]) -> list[Found]:
@@ -91,7 +91,7 @@ def get_threads() -> ThreadPoolExecutor:
 
 
 def to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:
-    """The upper 16 bits of each number, rounded to nearest, ties to even."""
+    """Return the upper 16 bits of each number, rounded to nearest, ties to even."""
     bits: NDArray[np.uint32] = np.asarray(tensor, order="C").view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)  # no carry beyond the sign: the number is finite

@@ -24,20 +24,20 @@ from fedge.system.text import Worded
 from fedge.tensors.layout import Codec
 
 MAX_MESSAGE_BYTES: Final = 60 * 1024
-"""No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
+"""Largest message, so that it fits into a 64 KiB packet with its topic. Chunks of tensors are not messages."""
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES - 8 * 1024
-"""An action or a result is no larger, so that its order or report has room for names, references and times."""
+"""Largest action or result, so that its order or report has room for names, references and times."""
 MAX_ROOTS: Final = 12
-"""Roots in one announcement, about 2 KB each: a device that missed more of them needs one by hand."""
+"""Most roots in one announcement, about 2 KB each. A device that missed more roots needs one installed by hand."""
 
 MAX_SITE: Final = 160
-"""Devices behind one relay: with what they say of themselves they fit into its status."""
+"""Most devices behind one relay, so that the relay's status has room for all of their statuses."""
 BEACON_S: Final = 60.0
-"""Interval of a coordinator's beacons."""
+"""Seconds between two beacons of a coordinator."""
 MAX_AT: Final = 4e9
-"""Latest time, in seconds since the epoch, that calendars know everywhere."""
+"""Latest time, in seconds since the epoch, that every platform's calendar can represent."""
 MAX_LEFT_S: Final = 24 * 3600.0
-"""Longest time for an order: a forged or lost one is over within a day."""
+"""Longest time limit of an order, so that a forged or lost order ends within a day."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 OrderId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]
@@ -58,24 +58,24 @@ class Role(StrEnum):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several devices have such a model; the top rule chooses among these."""
+        """Whether several devices share a model in this role; the top rule chooses among such models."""
         return self in {Role.GLOBAL, Role.EXPERT}
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Version 1: transfer, runtimes and supervisors, as in fedge 0.1 but for `Health.outliers`."""
+    """Base of version 1 messages: transfer, runtimes and supervisors, as in fedge 0.1 but for `Health.outliers`."""
 
     VERSION: ClassVar[int] = 1
 
 
 class _Message2(Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Version 2: agents and coordinators. Unknown fields are ignored."""
+    """Base of version 2 messages, between agents and coordinators. Unknown fields are ignored."""
 
     VERSION: ClassVar[int] = 2
 
 
 class BlobRef(Struct, frozen=True, kw_only=True):
-    """Names the bytes of some tensors by their hash, wherever they come from. Unknown fields are ignored."""
+    """A reference to the bytes of some tensors by their hash, wherever they come from. Unknown fields are ignored."""
 
     digest: Digest
     size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -90,7 +90,7 @@ class FileRef(BlobRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Presence(StrEnum):
-    """A device's presence, as its retained status says."""
+    """A device's presence, as given by its retained status."""
 
     ONLINE = "online"
     SLEEPING = "sleeping"  # said goodbye, will come back
@@ -98,7 +98,7 @@ class Presence(StrEnum):
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What a device can do, announced at birth."""
+    """A device's abilities, announced in its birth certificate."""
 
     trains: bool  # False: an inference-only device, without torch
     fedge_version: Text = ""
@@ -109,7 +109,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class Status(_Message2, frozen=True, kw_only=True, tag="status"):
-    """Birth certificate, death certificate and last will, retained; `incarnation` is new at each start."""
+    """A device's retained birth certificate, death certificate or last will; `incarnation` is new at each start."""
 
     device_id: Id
     incarnation: Id
@@ -121,11 +121,11 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
     withholds: Annotated[
         tuple[Id, ...], Meta(max_length=64)
     ] = ()  # kinds (`fedge.steps.contract.Reveals`) that may not leave
-    site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # of a relay: its devices
+    site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # a relay's devices, else None
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
-    """What is measured on a device now; None without such a sensor, or before the link's rate is known."""
+    """Present measurements of a device; None where a sensor is missing or the link's rate is not yet known."""
 
     device_id: Id
     at: float | None = None  # seconds since the epoch, device clock
@@ -133,14 +133,14 @@ class Context(_Message2, frozen=True, kw_only=True, tag="context"):
     load: NonNegative | None = None  # 1-minute load average / number of CPUs
     free_ram_gb: NonNegative | None = None
     free_disk_gb: NonNegative | None = None
-    battery: Share | None = None  # 1 = full; None = mains
+    battery: Share | None = None  # 1 if full; None if on mains
     temperature_c: float | None = None
-    link_mbit_s: NonNegative | None = None  # at which models arrive; simulated: mean of both ways
+    link_mbit_s: NonNegative | None = None  # rate at which models arrive; in simulations the mean of both ways
     n_samples: Count = 0  # samples whose model may be uploaded, |D_L|
 
 
 class SiteDevice(Struct, frozen=True, array_like=True):
-    """A device behind a relay, from its own status and context. `id`: its name on its site."""
+    """A device behind a relay, from its own status and context. `id` is the device's name on its site."""
 
     id: Id
     n_samples: Count
@@ -156,7 +156,7 @@ class SiteDevice(Struct, frozen=True, array_like=True):
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Another way to a model: `base` plus the difference (`fedge.tensors.codecs.apply_differences`) in `blob`."""
+    """Another way to get a model: add the difference in `blob` to `base` (`fedge.tensors.codecs.apply_differences`)."""
 
     base: Digest
     blob: BlobRef
@@ -166,8 +166,8 @@ class Order(_Message2, frozen=True, kw_only=True, tag="order"):
     """One piece of work for one device, identified by `id` and repeated until its report is acknowledged.
 
     `body` is the action of the step (`fedge.steps.contract`); a peer that does not know the step can still store and
-    answer the order. `differences`: optional shortcuts, by digest, to models that the action names or to intermediate
-    ones.
+    answer the order. `differences` are optional shortcuts to models that the action names, or to intermediate models,
+    by the model's digest.
     """
 
     id: OrderId  # "{run}.{round}.{label}.{device}"; stable across restarts of the coordinator
@@ -175,11 +175,11 @@ class Order(_Message2, frozen=True, kw_only=True, tag="order"):
     run: Id
     round: Count
     label: Id  # the method's name for this work; unique within a round
-    seed: Count  # of all the device's random numbers for this order
+    seed: Count  # seeds all of the device's random numbers for this order
     task_fingerprint: Text
-    left_s: Annotated[float, Meta(gt=0, le=MAX_LEFT_S)]  # relative, so independent of clocks; also the message expiry
+    left_s: Annotated[float, Meta(gt=0, le=MAX_LEFT_S)]  # time left, independent of clocks; also the message expiry
     step: Id
-    version: Count = 1  # of the step
+    version: Count = 1  # version of the step
     body: bytes
     differences: Annotated[dict[Digest, Difference], Meta(max_length=256)] = {}
 
@@ -194,7 +194,7 @@ class Outcome(StrEnum):
 
 
 class Why(Worded):
-    """Why there is no result: all that a device reveals of it. The rest stays in its own log."""
+    """The reason for a missing result, which is all that a device reveals; details stay in its own log."""
 
     NO_DATA = "no-data", "it has no samples that it may use for this"
     NO_TRAINING = "no-training", "it does not train"
@@ -219,7 +219,7 @@ class Why(Worded):
 
     @classmethod
     def _missing_(cls, value: object) -> Why | None:
-        return cls.OTHER if isinstance(value, str) else None  # from a newer fedge
+        return cls.OTHER if isinstance(value, str) else None  # the code is from a newer fedge
 
 
 class Report(_Message2, frozen=True, kw_only=True, tag="report"):
@@ -230,9 +230,9 @@ class Report(_Message2, frozen=True, kw_only=True, tag="report"):
     seconds: NonNegative = 0.0  # time spent on unmarked samples; 0: not disclosed
     outcome: Outcome
     why: Why | None = None  # except for `done`
-    body: bytes = b""  # for `done`: the result of the step (`fedge.steps.contract`)
+    body: bytes = b""  # the result of the step if `done` (`fedge.steps.contract`)
     blobs: Annotated[tuple[BlobRef, ...], Meta(max_length=64)] = ()  # named in the result
-    again: Count = 0  # how often the broker has taken it before, by this process of the agent, without an answer
+    again: Count = 0  # how often the broker took the report before from this agent process, without an answer
 
 
 class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):
@@ -252,13 +252,13 @@ class Beacon(_Message2, frozen=True, kw_only=True, tag="beacon"):
 
 
 class Claim(_Message2, frozen=True, kw_only=True, tag="claim"):
-    """A coordinator is at the broker, or is about to begin."""
+    """A coordinator's announcement that it is connected to the broker or about to begin."""
 
     incarnation: Annotated[str, Meta(min_length=1, max_length=100)]  # new at each start
-    since: Annotated[float, Meta(ge=0, le=MAX_AT)]  # its start, seconds since the epoch by its clock
+    since: Annotated[float, Meta(ge=0, le=MAX_AT)]  # time of its start by its clock, in seconds since the epoch
     where: Text = ""  # its machine and home
-    works: bool = False  # it has looked whether it is alone
-    to: Annotated[str, Meta(max_length=100)] = ""  # incarnation of the coordinator that is answered; empty: for all
+    works: bool = False  # it has checked that it is the only coordinator
+    to: Annotated[str, Meta(max_length=100)] = ""  # incarnation of the coordinator that is answered; empty if for all
 
 
 # ------------------------------------------------------------------------------------------------------- transfer
@@ -270,7 +270,7 @@ class Want(_Message, frozen=True, kw_only=True, tag="want"):
     device_id: Id  # the sender, or, from the coordinator, the addressee
     digest: Digest
     ranges: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=256)]
-    listening: Count = 0  # drawn at each subscription and when chunks in flight may be lost; 0: not given
+    listening: Count = 0  # drawn at each subscription and when chunks in flight may be lost; 0 if not given
 
 
 # ------------------------------------------------------------------------------------------------------- rollouts
@@ -305,8 +305,9 @@ class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
 class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
     """A published, retained rollout, signed by the repository's role `timestamp`.
 
-    rollout: an encoded `Rollout`; signatures: hex, by key, of `fedge.wire.rollout.make_signed_bytes`; roots: the newest
-    of the repository, by name; they define that key.
+    `rollout` is an encoded `Rollout`. `signatures` holds hexadecimal signatures of
+    `fedge.wire.rollout.make_signed_bytes`, by key. `roots` holds the repository's newest roots, by name; they define
+    that key.
     """
 
     rollout: bytes
@@ -315,11 +316,11 @@ class Announcement(_Message, frozen=True, kw_only=True, tag="announcement"):
 
 
 class Phase(StrEnum):
-    """What a device's runtime does with a rollout's release."""
+    """The phase of a device's runtime with respect to a rollout's release."""
 
-    SERVING = "serving"  # in service; `reason`, if any: why the last announcement was ignored
+    SERVING = "serving"  # in service; `reason`, if any, says why the last announcement was ignored
     FETCHING = "fetching"
-    TRIAL = "trial"  # in service, with the old one ready
+    TRIAL = "trial"  # in service, with the old bundle ready
     REFUSED = "refused"  # never activated
     ROLLED_BACK = "rolled_back"  # activated, then reverted
     FAILED = "failed"  # not fetched or stored; will be retried
@@ -330,13 +331,13 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     n: Count  # non-sensitive validation samples
     accuracy: Share | None = None  # on labelled validation samples
-    gate_entropy: Share | None = None  # mean over samples; 1: all candidates have equal shares; None: one candidate
+    gate_entropy: Share | None = None  # mean over samples; 1 if all shares are equal; None for one candidate
     free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
     latency_ms: NonNegative | None = None  # median of single samples
 
 
 class Outliers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Samples that the bundle in service was asked about in this process, and how many were unlike its own."""
+    """Samples that the bundle in service has seen in this process, and how many of them it flagged as outliers."""
 
     seen: Count
     flagged: Count
@@ -348,12 +349,12 @@ class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="healt
     device_id: Id
     at: NonNegative  # seconds since the epoch, device clock
     phase: Phase
-    release: Count  # of the bundle in service; 0: none
+    release: Count  # release of the bundle in service; 0 if none
     bundle_digest: Digest | None = None  # only for a bundle from a rollout; other digests stay on the device
-    rollout: Id | None = None  # the last one it took part in
+    rollout: Id | None = None  # the last rollout in which the device took part
     reason: Text = ""
-    before: Quality | None = None  # the bundle in service before the rollout, if it also came from one
-    now: Quality | None = None  # the rollout's bundle
+    before: Quality | None = None  # quality of the previous bundle, if it also came from a rollout
+    now: Quality | None = None  # quality of the rollout's bundle
     temperature_c: float | None = None
     n_predictions: Count = 0  # since the process started
     n_failed: Count = 0
@@ -374,7 +375,8 @@ def encode_message(message: Message) -> bytes:
     """Serialise a message.
 
     Raises:
-        ValueError: it exceeds `MAX_MESSAGE_BYTES`, or holds NaN or infinity (our own bug: never sent).
+        ValueError: the message exceeds `MAX_MESSAGE_BYTES`, or holds NaN or infinity. That is our own bug, so nothing
+            is sent.
     """
     data = _encoder.encode((message.VERSION, message))
     if len(data) > MAX_MESSAGE_BYTES:
@@ -403,7 +405,7 @@ def decode_message(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
     except MALFORMED as error:
         raise ProtocolError("malformed", str(error)) from error
     if not isinstance(message, kind):
-        raise ProtocolError("unexpected-type", f"{type(message).__name__} where {kind.__name__} belongs")
+        raise ProtocolError("unexpected-type", f"got {type(message).__name__}, but {kind.__name__} belongs there")
     if not are_all_finite(msgspec.to_builtins(message)):
         raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
     return message
@@ -430,7 +432,7 @@ def are_all_finite(value: object) -> bool:
 
 
 def iterate_blobs(value: object) -> Iterator[BlobRef]:
-    """Yield all tensors named in a message, or in any other value of structs and containers."""
+    """Yield all blob references in a message, or in any other value of structs and containers."""
     if isinstance(value, BlobRef):
         yield value
         return
@@ -450,9 +452,10 @@ _PLAIN: Final = (int, float, str, bytes, NoneType)
 
 
 def iterate_differences(ref: BlobRef, differences: Mapping[str, Difference]) -> Iterator[tuple[str, Difference]]:
-    """Yield the chain of differences to a model, last first, while smaller than the model itself.
+    """Yield the chain of differences that leads to a model, last first.
 
-    Each comes with the digest of the model it leads to.
+    Each difference comes with the digest of the model that it makes. The chain ends before the differences together
+    become as large as the model itself.
     """
     digest, left, untried = ref.digest, ref.size_bytes, dict(differences)
     while (found := untried.pop(digest, None)) is not None and (left := left - found.blob.size_bytes) > 0:
@@ -463,7 +466,7 @@ def iterate_differences(ref: BlobRef, differences: Mapping[str, Difference]) -> 
 def find_way(
     ref: BlobRef, differences: Mapping[str, Difference], held: Container[str]
 ) -> tuple[str, tuple[BlobRef, ...]] | None:
-    """Return the digest of a model that is held and the differences from it in order, or None."""
+    """Return the digest of a model in `held` and the differences from there to `ref`, in order, or None."""
     steps: tuple[BlobRef, ...] = ()
     for _, difference in iterate_differences(ref, differences):
         steps = (difference.blob, *steps)
@@ -473,7 +476,7 @@ def find_way(
 
 
 def find_shared_bases(refs: Iterable[BlobRef], differences: Mapping[str, Difference]) -> list[BlobRef]:
-    """Return models from which several of these derive: fetched first, shared differences come once."""
+    """Return models from which several of `refs` derive; if these are fetched first, shared differences come once."""
     found: dict[str, set[BlobRef]] = {}
     for ref in refs:
         if (known := differences.get(ref.digest)) is not None:

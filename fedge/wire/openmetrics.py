@@ -1,4 +1,4 @@
-"""Metrics for Prometheus as text: OpenMetrics, or the older format on request. Needs prometheus_client."""
+"""Metrics for Prometheus as text, in OpenMetrics or, on request, the older format. Needs prometheus_client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 def make_metric(
     kind: str, name: str, about: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float | None]]
 ) -> Metric:
-    """Make a metric, "gauge" or "counter", with a value per set of labels; None is left out."""
+    """Make a metric, "gauge" or "counter", with a value per set of labels; values of None are left out."""
     made = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, about, labels=labels)
     for values, value in rows:
         if value is not None:

@@ -1,8 +1,8 @@
-"""A port on which aiohttp serves, with limits that hold against everybody who can connect. Needs aiohttp.
+"""A port on which aiohttp serves, with limits that protect it from every client that can connect. Needs aiohttp.
 
-When places run short, idle or slow clients lose theirs, and some places are reserved for health. A place is taken when
-a connection is accepted, before TLS and before the first byte, so no client can lock others out for long, however often
-it connects. Bytes that are not HTTP are a line in the log.
+A place is a connection that is served. When places run short, idle or slow clients lose theirs, and some places are
+reserved for health checks. A place is taken when a connection is accepted, before TLS and before the first byte. So no
+client can lock others out for long, however often it connects. Bytes that are not HTTP give one line in the log.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ log = logging.getLogger("fedge.port")
 
 MAX_CONNECTIONS: Final = 64
 BACKLOG: Final = 128
-"""Connections that wait to be accepted, and that are accepted at a time before any of them is read."""
+"""Most connections that wait to be accepted; also most that are accepted at a time before any of them is read."""
 MAX_HEALTH_CONNECTIONS: Final = BACKLOG
-"""Additional places for health checks when all others are taken; the oldest makes way for a new one. With fewer, those
-that come at the same time as a check would push it out."""
+"""Additional places for health checks when all others are taken; the oldest makes way for a new one. With fewer places,
+other connections that arrive together with a check would push the check out."""
 HEAD_TIMEOUT_S: Final = 5.0
 """Time limit for TLS, and for the head of the first request."""
 HEALTH_TIMEOUT_S: Final = 1.0
 """Time limit for a request on a place for health checks."""
 SILENT_S: Final = 0.5
-"""When all places are taken, a client that has been idle for this long makes way for a new one."""
+"""Idle time after which a client makes way for a new one when all places are taken."""
 SLOW_S: Final = 5.0
-"""When all places are taken, a client that has been sending a body for this long makes way, too."""
+"""Time of sending a body after which a client makes way for a new one when all places are taken."""
 IDLE_TIMEOUT_S: Final = 30.0
-"""Time limit between two requests."""
+"""Time limit between two requests of a connection."""
 LINGER_S: Final = 1.0
-"""Time to read the rest of a refused body: if closed at once, many clients would not see the reason."""
+"""Time to read the rest of a refused body, since many clients would not see the reason if we closed at once."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Health = Mapping[str, Mapping[str, Any]]
-"""What a GET of a path answers while all places are taken."""
+"""The JSON object that answers a GET of each path while all places are taken."""
 
 
 class Port:
-    """A port with places for so many clients.
+    """A listening port with a limited number of places for clients.
 
     Args:
-        host, port: where to listen; port 0: a free one, see `number`.
-        tls: for HTTPS.
-        places: clients at a time.
-        health: what is answered even when all places are taken.
+        host, port: where to listen; with port 0 the system chooses a free one (`number`).
+        tls: TLS context for HTTPS, or None for HTTP.
+        places: most clients at a time.
+        health: answers to health checks, given even when all places are taken.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Port:
         self._listener: asyncio.Server | None = None
 
     async def open(self, app: web.Application, *, drain_s: float) -> None:
-        """Serve an application whose first middleware is `watch_request`. `drain_s`: for pending requests at the end.
+        """Serve an application whose first middleware is `watch_request`.
+
+        `close` gives pending requests `drain_s` seconds.
 
         Raises:
             TransportError: the port is taken, or the host is not an address of this machine.
@@ -101,7 +103,7 @@ class Port:
             raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
 
     async def close(self) -> None:
-        """Answer what is pending, and end."""
+        """Stop listening, answer pending requests, and close all connections."""
         assert self._listener is not None
         assert self._runner is not None
         self._listener.close()
@@ -124,7 +126,7 @@ class Port:
         return f"{scheme}://{format_address(host, port)}"
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
-        """Return the protocol for a new client: aiohttp if there is a place, else health only."""
+        """Return the protocol for a new client: aiohttp's if a place is free, else one for health checks only."""
         if len(self.connections) >= self._places:
             self._make_room()
         if len(self.connections) < self._places:
@@ -148,7 +150,7 @@ class Port:
         self._health_alone.pop(connection, None)
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle longest, else the one with the slowest body, if it is overdue."""
+        """Close the connection that has been idle longest or, if none is overdue, the one whose body takes longest."""
         now = asyncio.get_running_loop().time()
         for phase, patience_s in ((_Phase.WAITING, SILENT_S), (_Phase.BODY, SLOW_S)):
             those = [one for one in self.connections if one.phase is phase and now - one.since >= patience_s]
@@ -158,7 +160,7 @@ class Port:
 
     @web.middleware
     async def watch_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Note what each connection does, as the outermost middleware."""
+        """Record the phase of each connection, as the outermost middleware."""
         self._enter_phase(_Phase.BODY if request.can_read_body else _Phase.WORK, request)
         try:
             return await handler(request)
@@ -166,7 +168,7 @@ class Port:
             self._enter_phase(_Phase.WAITING, request)
 
     def record_body(self, request: web.Request) -> None:
-        """Note that the body has been received: the client is not slow."""
+        """Record that the body has been received, so that the client no longer counts as slow."""
         self._enter_phase(_Phase.WORK, request)
 
     def _enter_phase(self, phase: _Phase, request: web.Request) -> None:
@@ -178,15 +180,15 @@ class Port:
 class _Phase(Enum):
     """The phase of a connection."""
 
-    WAITING = auto()  # for a request
+    WAITING = auto()  # waiting for a request
     BODY = auto()  # receiving the body
     WORK = auto()  # computing the answer
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection, handed to the protocol that serves it.
+    """A client's connection, whose events go to the protocol that serves the client.
 
-    Places are counted on connect: several connections are accepted at once, before any of them is known.
+    Places are counted on connect, since several connections are accepted at once before any of them is read.
     """
 
     def __init__(self, port: Port) -> None:
@@ -195,14 +197,14 @@ class _Connection(asyncio.Protocol):
         self.phase, self.since = _Phase.WAITING, self._loop.time()
         self._deadline: asyncio.TimerHandle | None = None
         self._securing: asyncio.Task[None] | None = None
-        self._early: list[bytes] | None = []  # what came before the talker was connected; None: it is
+        self._early: list[bytes] | None = []  # data from before the talker was connected; None once it is
 
     def set_limit(self, seconds: float, then: Callable[[], None]) -> None:
-        """Set the time limit for a first request, and what happens when it expires."""
+        """Set the time limit for the first request, and the callback for when it expires."""
         self._deadline = self._loop.call_later(seconds, then)
 
     def enter(self, phase: _Phase) -> None:
-        """Enter a phase: request received, body received, or answered."""
+        """Enter a phase, and lift the time limit for the first request."""
         self.phase, self.since = phase, self._loop.time()
         self._clear_deadline()
 
@@ -212,7 +214,7 @@ class _Connection(asyncio.Protocol):
         self._tcp.abort()
 
     def send_last_words(self, words: bytes) -> None:
-        """Say this and end the connection; nothing is said before TLS is there."""
+        """Send these bytes and end the connection; before TLS is set up, end it without them."""
         if self._early is not None:
             self.abort()
         elif not self._transport.is_closing():
@@ -237,7 +239,7 @@ class _Connection(asyncio.Protocol):
         if self._port.tls is None:
             self._connect(transport)
         else:
-            transport.pause_reading()  # whatever comes first is TLS
+            transport.pause_reading()  # the first bytes belong to TLS
             self._securing = self._loop.create_task(self._secure(self._port.tls))
 
     async def _secure(self, tls: ssl.SSLContext) -> None:
@@ -246,12 +248,12 @@ class _Connection(asyncio.Protocol):
                 secured = await self._loop.start_tls(
                     self._tcp, self, tls, server_side=True, ssl_handshake_timeout=HEAD_TIMEOUT_S
                 )
-        except OSError:  # ssl.SSLError and TimeoutError are some
+        except OSError:  # also ssl.SSLError and TimeoutError
             self._securing = None
             self.abort()
             return
         self._securing = None
-        if secured is None:  # it ended meanwhile
+        if secured is None:  # the connection ended meanwhile
             self.abort()
         else:
             self._connect(secured)
@@ -301,7 +303,7 @@ TOO_MANY: Final = _encode_last_words(
 
 
 class _HealthAlone(asyncio.Protocol):
-    """The protocol on a place reserved for health, which answers one request by its first line."""
+    """The protocol on a place reserved for health checks, which answers one request by its first line."""
 
     def __init__(self, connection: _Connection, health: Health) -> None:
         self._connection, self._health = connection, health
@@ -323,18 +325,18 @@ class _HealthAlone(asyncio.Protocol):
 
 
 class _Told(logging.LoggerAdapter[logging.Logger]):
-    """An adapter that logs a line in place of aiohttp's traceback of bytes that are not HTTP, and few of many."""
+    """A logger that writes one line, and few of many, in place of aiohttp's traceback for bytes that are not HTTP."""
 
     def __init__(self) -> None:
         super().__init__(log)
         self._lines = Lines()
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
-        """Log an error of a handler, or of a client."""
+        """Log an error of a handler or of a client."""
         if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
             address, reason = args[0] if args else "", " ".join(str(exc_info).split())[:200]
             self._lines.warning(log, "event=malformed_request address=%s reason=%r", address, reason)
-        elif isinstance(exc_info, ConnectionError):  # while its request was read, or the answer written
+        elif isinstance(exc_info, ConnectionError):  # the client left while we read its request or wrote the answer
             self._lines.log(log, logging.INFO, "event=client_gone address=%s reason=%r", args[0], str(exc_info))
         else:
             super().exception(msg, *args, exc_info=exc_info, **kwargs)

@@ -1,4 +1,4 @@
-"""What a broker retains of each device, for commands that ask once and end."""
+"""Collects the messages that a broker retains of each device, for commands that ask once and end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
 REACH_S: Final = 15.0
-"""A broker that has not let us in by then counts as absent; one without MQTT 5 takes 2 s longer than others."""
+"""Time limit for connecting, after which the broker counts as absent; one without MQTT 5 takes 2 s more than others."""
 QUIET_S: Final = 1.0
-"""After so long without a message, all retained ones have come."""
+"""Time without a message after which all retained messages count as received."""
 
 
 @contextlib.asynccontextmanager
 async def collect_retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIterator[dict[str, bytes]]:
-    """Connect, and collect what the devices have left on a topic; the transport is connected inside.
+    """Connect, and collect the devices' retained messages on a topic; inside the block the transport is connected.
 
-    `transport`: not yet entered. `leaf`: last level of the topic (`Topics.make_agent_topic`).
+    `transport` must not be entered yet. `leaf` is the last level of the topic (`Topics.make_agent_topic`).
 
     Returns:
-        The payload by device, without cleared ones.
+        The payload by device, without cleared messages.
 
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
@@ -35,7 +35,7 @@ async def collect_retained(transport: Transport, topics: Topics, leaf: str) -> A
 
     async def record(inbound: Inbound) -> None:
         device = topics.split(inbound.topic)[1]
-        if inbound.payload and device not in said:  # one that speaks without end holds nobody up
+        if inbound.payload and device not in said:  # a device that keeps publishing does not prolong the wait
             news.set()
         if inbound.payload:
             said[device] = inbound.payload
@@ -56,7 +56,7 @@ async def collect_retained(transport: Transport, topics: Topics, leaf: str) -> A
 
 
 def _explain_unreachable(transport: Transport) -> str:
-    """Return why we are not let in; a broker that rejects our certificate just closes."""
+    """Return why we are not let in; a broker that rejects our certificate closes without a reason."""
     broker = transport.settings
     where = f"the broker at {broker.host}:{broker.port} cannot be reached"
     return where if broker.ca_file is None else f"{where}, or it does not accept our certificate (cert_file)"

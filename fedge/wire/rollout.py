@@ -1,4 +1,4 @@
-"""What both sides of a rollout agree on, above all which devices take part in a stage: each decides for itself."""
+"""Rules shared by both sides of a rollout, by which each device decides for itself whether it takes part in a stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from fedge.wire.messages import Rollout
 
 MAX_METADATA_BYTES: Final = 1 << 20
-"""Limit of one file of signed metadata; devices fetch no larger one."""
+"""Most bytes of a file of signed metadata; devices fetch no larger one."""
 
 
 def compute_place(rollout_id: str, device_id: str) -> float:
@@ -18,7 +18,7 @@ def compute_place(rollout_id: str, device_id: str) -> float:
 
 
 def make_signed_bytes(federation: str, rollout: bytes) -> bytes:
-    """Return what is signed of an encoded `Rollout`, bound to its federation and unlike TUF metadata."""
+    """Return the bytes to sign for an encoded `Rollout`, which name its federation and differ from TUF metadata."""
     return f"fedge rollout {federation}\n".encode() + rollout
 
 

@@ -1,4 +1,4 @@
-"""TCP connections of asyncio, whose sockets are closed when their block ends, whichever way it ends."""
+"""TCP connections of asyncio, whose sockets are closed when the `with` block ends, however it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def open_connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a connection for the block.
+    """Open a connection for the `with` block.
 
     Raises:
         OSError: nobody listens there.
@@ -22,12 +22,12 @@ async def open_connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.S
 
 
 async def close_writer(writer: asyncio.StreamWriter) -> None:
-    """Close a connection and wait for it: a loop that ends before would leave the socket open."""
+    """Close a connection and wait until it is closed, since a loop that ends earlier would leave the socket open."""
     writer.close()
     try:
         await writer.wait_closed()
     except OSError:  # the other side was quicker
         pass
     except asyncio.CancelledError:
-        writer.transport.abort()  # whoever should read the rest is slow
+        writer.transport.abort()  # the peer is slow to read the rest
         raise

@@ -12,7 +12,7 @@ fedge/1/{federation}/agents/{id}/release-wants     Want                         
 fedge/1/{federation}/agents/{id}/renewal           request for a certificate, PEM, retained    agent -> authority
 fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained       authority -> agent
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
-fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
+fedge/1/{federation}/agents/{id}/predictions       the prediction for it            runtime -> sensor
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
 fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
 fedge/1/{federation}/coordinator/beacon            Beacon, retained                 coordinator -> all
@@ -28,18 +28,18 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 ROOT = "fedge/1"
-"""The root of all topics. `fedge.wire.transport` puts a prefix before it, where a broker leaves us a part alone."""
+"""The root of all topics. If a broker gives us only a part of its topics, `fedge.wire.transport` adds a prefix."""
 MAX_CLIENT_ID: Final = 100
-"""Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
+"""Most characters of a client id; VerneMQ takes no more by default, AWS IoT takes 128."""
 MAX_CLIENT_PREFIX: Final = 28
-"""Characters that may go before it."""
+"""Most characters of a prefix before the client id."""
 
 OUTSIDE: Final = "$outside/"
-"""Before a topic that cannot be ours, since it is not below the topic prefix."""
+"""Prefix that marks a topic that cannot be ours, since it is not below the topic prefix."""
 
 INTAKES: Final = "intakes"
 MODELS: Final = "models"
-"""Groups of subscribers to reports, and to Wants of models, in which each message goes to one (MQTT 5)."""
+"""Names of the groups of subscribers to reports, and to Wants of models. Each message goes to one member (MQTT 5)."""
 
 ClientRole = Literal["agent", "serve", "coordinator", "intake", "rollout", "status", "renewal"]
 
@@ -56,14 +56,14 @@ class Topics:
         return f"{ROOT}/{self.federation}"
 
     def make_agent_topic(self, device_id: str, leaf: str) -> str:
-        """Return a topic of one device; `leaf`: the last level in the list above."""
+        """Return a topic of one device; `leaf` is the topic's last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
 
     def make_shared_filter(self, group: str, secret: str, topic_filter: str) -> str:
-        """Return the shared filter by which dispatcher, intakes or model servers divide messages.
+        """Return the shared filter by which dispatcher, intakes or model servers divide messages among themselves.
 
-        `secret`: known to them alone. A broker hands each message to one member of a group before it looks whether that
-        member may read it, so whoever can name the group can make messages vanish.
+        Only they know `secret`. A broker gives each message to one member of a group before it checks whether that
+        member may read it. So anybody who can name the group could make messages vanish.
         """
         return f"$share/{group}-{secret}/{topic_filter}"
 
@@ -114,12 +114,12 @@ class Topics:
 
 
 def strip_share(topic_filter: str) -> str:
-    """Return the plain filter of a shared one ($share/GROUP/FILTER), others as they are."""
+    """Return the plain filter of a shared one ($share/GROUP/FILTER), and other filters unchanged."""
     return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
 
 
 def add_prefix(prefix: str, topic: str) -> str:
-    """Return a topic or filter as named at a broker with all of ours below `prefix`, perhaps ""."""
+    """Return a topic or filter with `prefix`, perhaps "", below which a broker has all our topics."""
     if not prefix:
         return topic
     plain = strip_share(topic)
@@ -127,7 +127,7 @@ def add_prefix(prefix: str, topic: str) -> str:
 
 
 def remove_prefix(prefix: str, topic: str) -> str:
-    """Undo `add_prefix`; a topic elsewhere gets `OUTSIDE`."""
+    """Undo `add_prefix`; a topic that is not below the prefix gets `OUTSIDE`."""
     if not prefix:
         return topic
     return topic.removeprefix(f"{prefix}/") if topic.startswith(f"{prefix}/") else f"{OUTSIDE}{topic}"

@@ -1,14 +1,15 @@
 """MQTT for asyncio: paho-mqtt driven by the event loop, without its thread.
 
 One `Transport` lives as long as its process; below it, one `Connection` (one paho client) lives as long as one TCP
-connection. The transport keeps what must outlive a connection: subscriptions and publishes without acknowledgement.
+connection. The transport keeps what must outlive a connection: subscriptions and unacknowledged publishes.
 MQTT 5 is tried first, then 3.1.1 if the broker does not answer.
 
-Delivery is at least once in both directions, and a broker may drop anything: users of this module repeat what matters
-until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are enforced here.
+Delivery is at least once in both directions, and a broker may drop anything. So users of this module repeat what
+matters until it is answered. paho ignores the server's Maximum Packet Size and Receive Maximum, so both are enforced
+here.
 
-Limits, worst case per process: `OUT_WINDOW` outgoing chunks of 512 KiB, `IN_WINDOW` incoming unacknowledged ones
-(MQTT 5), and `HELD_BYTES` for each subscription whose handler is too slow for a sender that ignores windows.
+Memory in the worst case, per process: `OUT_WINDOW` outgoing chunks of 512 KiB, `IN_WINDOW` incoming unacknowledged
+chunks (MQTT 5), and `HELD_BYTES` for each subscription whose handler is too slow for a sender that ignores windows.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ from fedge.wire.topics import add_prefix, strip_share
 log = logging.getLogger("fedge.transport")
 
 SHORT_SESSION_S: Final = 300
-"""How long the broker keeps what comes for a process that is away, if the next one has another client id."""
+"""Session expiry for a process whose successor has another client id: how long the broker keeps messages for it."""
 THROWN_OFF: Final = 3
-"""After so many connections in a row that broke at once, the log says what that usually means; for a reason that trying
-again does not cure, the transport ends."""
+"""Connections in a row that break at once before the log says what that usually means. If trying again cannot help, the
+transport then ends."""
 
 AGAIN_S: Final = 1.0
-"""Pause before a message that a busy broker did not take goes out again."""
+"""Pause before a message that a busy broker did not take is sent again."""
 
 
 class Transport:
     """A self-healing connection to the broker. Async context manager; all methods belong to its event loop.
 
-    Entering connects: it waits for an absent broker and raises if the broker refuses us for good. Afterwards it
-    reconnects for ever. If a handler or connect callback fails, other than with a ProtocolError (logged as
-    `event=refused`, dropping the message), the `async with` body ends and the failure is raised from it.
+    Entering connects; it waits for an absent broker and raises if the broker refuses us for good. Afterwards the
+    transport reconnects for ever. If a handler or connect callback fails, the `async with` body ends and the failure is
+    raised from it. A ProtocolError is the exception: it is logged as `event=refused`, and the message is dropped.
 
-    `door`: is called with topic and payload of everything about to leave, including the will; raises to hold it back.
+    `door` is called with topic and payload of everything about to leave, including the will; it raises to hold the
+    message back.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Transport:
         self._connector = Connector(self._caller, self)
         self._window = Window()
         self._n_published = 0
-        self._retained: dict[str, int] = {}  # by topic, the number of the newest retained message that went out
+        self._retained: dict[str, int] = {}  # number of the newest retained message that was sent, by topic
         self._subscriptions = Subscriptions()
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._online = asyncio.Event()
@@ -83,7 +85,7 @@ class Transport:
         self._greeting: asyncio.Task[None] | None = None
 
     def adopt_protocol(self, other: Transport) -> None:
-        """Begin with the protocol that another transport to this broker has found; before entering."""
+        """Begin with the MQTT version that another transport to this broker has found. Call it before entering."""
         self._connector.protocols = other._connector.protocols
 
     @property
@@ -97,7 +99,7 @@ class Transport:
 
     @property
     def messages_dropped(self) -> int:
-        """The number of messages whose handlers were too far behind."""
+        """The number of messages dropped because their handlers were too far behind."""
         return self._subscriptions.messages_dropped
 
     @property
@@ -107,12 +109,12 @@ class Transport:
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk payload size, which is halved when a chunk is refused and grows back slowly."""
+        """The chunk payload size in bytes, which is halved when a chunk is refused and grows back slowly."""
         return self._limits.chunk_bytes
 
     @property
     def max_packet_bytes(self) -> int | None:
-        """The largest packet that the broker takes, or None if it announced nothing."""
+        """The size of the largest packet that the broker takes, or None if it announced no limit."""
         return self._limits.max_packet_bytes
 
     @property
@@ -122,23 +124,24 @@ class Transport:
 
     @property
     def protocol(self) -> str:
-        """The protocol of the current or last connection: "5" or "3.1.1"."""
+        """The MQTT version of the current or last connection: "5" or "3.1.1"."""
         return self._connector.protocol
 
     def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Await `callback` after each (re)connect, when all subscriptions are in place. Register before entering.
 
-        It runs in its own task and may publish; if still running at the next connection, it is cancelled and restarted.
+        The callback runs in its own task and may publish; if it still runs at the next connection, it is cancelled and
+        restarted.
         """
         self._callbacks.append(callback)
 
     # ------------------------------------------------------------------------------------------------- life
 
     async def __aenter__(self) -> Self:
-        """Connect.
+        """Connect to the broker and subscribe.
 
         Raises:
-            TransportError: the broker refuses us for good; the text holds its reason.
+            TransportError: the broker refuses us for good; the text holds the broker's reason.
         """
         tune_malloc()
         connection = await self._connect(patient=False)
@@ -167,10 +170,11 @@ class Transport:
                 await self._connection.disconnect()
 
     async def _supervise(self, connection: Connection, ready: asyncio.Future[None]) -> None:
-        """Bring each connection into service, wait for its end, make the next.
+        """Bring each connection into service, wait until it ends, and make the next one.
 
         Raises:
-            TransportError: the broker is unfit for fedge, or ends each connection for what only a person can change.
+            TransportError: the broker is unfit for fedge, or ends each connection for a reason that only a person can
+                change.
         """
         loop = asyncio.get_running_loop()
         attempt = 0
@@ -218,10 +222,10 @@ class Transport:
             await callback()
 
     async def _connect(self, *, patient: bool) -> Connection:
-        """Wait until the broker lets us in, and keep to the limits that it announces.
+        """Wait until the broker lets us in, and adopt the limits that it announces.
 
         Raises:
-            TransportError: it refuses us for good; not if we are patient.
+            TransportError: the broker refuses us for good, and `patient` is false.
         """
         connection = await self._connector.connect(patient=patient)
         self._limits.max_packet_bytes = getattr(connection.announced, "MaximumPacketSize", None)
@@ -240,22 +244,23 @@ class Transport:
         correlation: bytes | None = None,
         chunk: bool = False,
     ) -> None:
-        """Publish with QoS 1; returns when the broker has acknowledged.
+        """Publish with QoS 1; return when the broker has acknowledged the message.
 
-        Waits while the window is full or the broker is away, if need be for ever; it survives reconnects (and may then
-        arrive twice). If the caller is cancelled, a message already under way still arrives. A retained one that has to
-        be sent again is dropped once a newer one of its topic went out, which would otherwise be replaced by it.
+        This waits while the window is full or the broker is away, if need be for ever. The message survives reconnects
+        and may then arrive twice. If the caller is cancelled, a message already under way still arrives. A retained
+        message that must be sent again is dropped if a newer one on its topic has gone out, since it would replace the
+        newer one.
 
         Args:
-            topic: without wildcards.
+            topic: topic without wildcards.
             payload: the bytes.
-            retain: whether the broker keeps it for later subscribers.
-            expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
-            correlation: data that came with the request that this answers (MQTT 5 only).
-            chunk: whether the caller can send the same in pieces of `chunk_bytes`, if that has become less.
+            retain: whether the broker keeps the message for later subscribers.
+            expires_in_s: seconds after which the broker drops the message undelivered (MQTT 5 only).
+            correlation: correlation data of the request that this message answers (MQTT 5 only).
+            chunk: whether the caller can send the payload in smaller pieces if `chunk_bytes` has shrunk.
 
         Raises:
-            TooLargeError: the packet exceeds the broker's limit, as announced or found out.
+            TooLargeError: the packet exceeds the broker's announced or detected limit.
             TransportError: the broker refused the message (the text holds the reason code), or the door held it back.
         """
         if self._caller.door is not None:
@@ -276,7 +281,7 @@ class Transport:
             if publish is None:
                 return
             try:
-                self._limits.check(publish)  # again: the broker may have changed
+                self._limits.check(publish)  # check again, since the broker may be another one now
             except TooLargeError as error:
                 publish.done.set_exception(error)
                 continue
@@ -321,15 +326,17 @@ class Transport:
     async def subscribe(
         self, topic_filter: str, handler: Handler, *, refused: Callable[[str], None] | None = None
     ) -> None:
-        """Have `handler` awaited for each matching message, one at a time and in order.
+        """Await `handler` for each matching message, one at a time and in order.
 
         A shared filter ($share/GROUP/FILTER) is used without its group if the broker does not support groups.
 
         A message is acknowledged when its handler returns, so a slow handler holds the broker back (at most `IN_WINDOW`
-        messages of all subscriptions are open). A handler must therefore not wait for another inbound message, such as
-        a whole transfer, but start a task for it. It may publish. Returns when the broker has granted it; before the
-        transport is entered, at once (granted while connecting; a filter that is refused then ends the transport,
-        unless `refused` takes the reason).
+        messages of all subscriptions are open). Therefore a handler must not wait for another inbound message, such as
+        a whole transfer, but start a task for that. A handler may publish.
+
+        This method returns when the broker has granted the subscription. Before the transport is entered, it returns at
+        once, and the subscription is requested while connecting. If the broker then refuses it, the transport ends,
+        unless `refused` is given, which is then called with the reason.
 
         Raises:
             TransportError: the broker refused the filter.
@@ -364,10 +371,10 @@ class Transport:
             self._connection.unsubscribe(topic_filter)
 
     def _serve(self, subscription: Subscription) -> None:
-        """Start its handler.
+        """Start the subscription's handler.
 
         Raises:
-            asyncio.CancelledError: the transport is at its end, and so is whoever still uses it.
+            asyncio.CancelledError: the transport is ending, and so must its users.
         """
         serving = subscription.serve()
         try:

@@ -133,7 +133,7 @@ def test_one_that_masks_only_with_devices_that_are_left_out_is_in_no_sum(hostile
             assert any(
                 reason in refused.reason
                 for reason in (
-                    "a sum of devices that have shared no secrets",
+                    "the sum has devices that have shared no secrets",
                     "this device has not masked with these devices",
                     "did not sign to have masked with these devices",
                 )

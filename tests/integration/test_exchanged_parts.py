@@ -82,8 +82,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         watch(module, "by_label", "clustering", lambda *_: "labels")
     watch(find.aidc, "aidc", "clustering", lambda *_: "aidc")  # fedge's groups call it themselves
     for module in (select, cohort, cfic, fedepc, fedge):
-        for name in {"uniform", "fastest", "stratified"} & vars(module).keys():
-            watch(module, name, "selection", lambda *_, name=name: name)
+        for name in {"draw_uniform", "select_fastest", "draw_stratified"} & vars(module).keys():
+            watch(module, name, "selection", lambda *_, name=name: name.split("_")[1])
     watch(ccmab, "_choose", "selection", lambda *_: "ccmab")
     return used
 
@@ -126,7 +126,7 @@ async def test_devices_are_asked_for_what_the_clustering_clusters(method, how, a
     state = await chosen.round(state, fleet)
     assert {kind for step, kind in heard(fleet) if step == "describe"} == {asked}
     members = [i for cluster in chosen.summarise(state)["clusters"].values() for i in cluster]
-    assert sorted(members) == [device.id for device in fleet.devices()]
+    assert sorted(members) == [device.id for device in fleet.get_devices()]
 
 
 @pytest.mark.parametrize(("method", "part", "value"), REFUSED, ids=lambda word: word)

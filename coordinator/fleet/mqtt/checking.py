@@ -1,4 +1,4 @@
-"""Checks of large updates in separate processes: several at once, on processors that the event loop does not need."""
+"""Checks large updates in separate processes, several at once, on processors that the event loop does not need."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fedge.tensors.layout import Codec, Layout
 log = logging.getLogger("fedge.coordinator")
 
 SMALL: Final = 65_536
-"""Most numbers of an update that is checked in a thread: at up to a millisecond, asking a process takes longer."""
+"""Most numbers in an update that is checked in a thread. The check takes up to 1 ms; asking a process takes longer."""
 MAX_PROCESSES: Final = 8
-"""Each takes about 60 MB besides the update; eight check more than one event loop receives."""
+"""Most processes that check updates. Each takes about 60 MB besides the update; eight keep up with one event loop."""
 ATTEMPTS: Final = 3
-"""An update is refused after this many processes have died while checking it."""
+"""Number of processes that die while checking an update before the update is refused."""
 
 
 class CheckOutcome(Struct, frozen=True):
-    """The norms of an update, or the name and detail of the `ProtocolError`; neither if its file is gone."""
+    """The norms of an update, or the name and detail of the `ProtocolError`; neither if the update's file is gone."""
 
     norms: codecs.Norms | None = None
     refused: tuple[str, str] | None = None
 
 
 def check_update(file: Path, how: Codec, layout: Layout) -> CheckOutcome:
-    """Check the update in a file; returns what `fedge.tensors.codecs.check_blob` says of it.
+    """Check the update in a file, and return what `fedge.tensors.codecs.check_blob` finds.
 
     Raises:
         StoreError: the disk cannot be read.
@@ -55,8 +55,8 @@ def check_update(file: Path, how: Codec, layout: Layout) -> CheckOutcome:
 class CheckPool:
     """A pool that checks updates in files: small ones in a thread, one at a time; large ones in up to 8 processes.
 
-    A process starts when it is first needed, and is replaced if it dies; the check is then repeated. The kernel ends it
-    with this one. Call `close` in the end.
+    A process starts when it is first needed. If it dies, it is replaced and the check repeated. The kernel ends it when
+    our process ends. Call `close` in the end.
     """
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class CheckPool:
         """Return the norms of an update, once it is checked.
 
         Args:
-            file: with its bytes.
-            how: they are encoded.
-            layout: its tensors.
+            file: the file with the update's bytes.
+            how: the codec of the bytes.
+            layout: the layout of the update's tensors.
 
         Raises:
-            ProtocolError: as `fedge.tensors.codecs.check_blob`, or `unchecked`: processes died of it.
+            ProtocolError: as in `fedge.tensors.codecs.check_blob`, or `unchecked` if processes died while checking it.
             FileNotFoundError: there is no such file.
-            StoreError: it cannot be read.
+            StoreError: the file cannot be read.
         """
         if sum(tensor.size for tensor in layout.tensors) <= SMALL:
             async with self._small:

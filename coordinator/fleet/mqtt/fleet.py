@@ -1,4 +1,4 @@
-"""The devices of a federation over MQTT: rounds, and what a method may ask for."""
+"""The devices of a federation over MQTT, as the fleet of a method's rounds."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from fedge.wire.messages import MAX_LEFT_S, BlobRef, Outcome
 log = logging.getLogger("fedge.coordinator")
 
 SETTLE_S: Final = 15.0
-"""How long a started coordinator waits for the devices of the last round. A broker that was restarted, too, has
-forgotten them; they reconnect within the transport's back-off of 10 s."""
+"""How long a started coordinator waits for the devices of the last round. If the broker was restarted, too, it has
+forgotten the devices; they reconnect within the transport's back-off of 10 s."""
 GOODBYE_S: Final = 5.0
-"""Time limit for sending the last verdicts: a device without one would go on repeating its report."""
+"""Time limit for sending the last verdicts. A device without a verdict would go on repeating its report."""
 
 
 class MqttFleet(Following, Fleet):
-    """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
+    """The `Fleet` of real devices. As an async context manager, it is connected.
 
     `find_quarantined`: devices left out of this round. `retired`: devices without further orders from the next round
-    on. `waiting`: number of devices that the round waits for; 0: it is not waiting.
+    on. `waiting`: number of devices that the round waits for; 0 if it is not waiting.
     """
 
     descents: dict[str, Descent] | None = None
     sites = None
     _goes_on = False
-    """Whether the round began before this process did, so that its orders may be older."""
+    """Whether the round began before this process, so that orders may be older than the process."""
 
     def __init__(
         self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
@@ -76,7 +76,7 @@ class MqttFleet(Following, Fleet):
             stack.callback(self._uploads.close)
             if isinstance(self._signed, Signed):
                 self._transport.on_connect(self._publish_revocations)
-            self._transport.on_connect(self._publish_time)  # the last one: it goes on while the connection does
+            self._transport.on_connect(self._publish_time)  # last, since it runs as long as the connection
             await stack.enter_async_context(self._transport)
             await stack.enter_async_context(self._sender)
             stack.push_async_exit(self._finish)
@@ -100,7 +100,7 @@ class MqttFleet(Following, Fleet):
         tasks = self._background.tasks
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                while kind is None and tasks:  # one may start another: a commit, then its verdict
+                while kind is None and tasks:  # a task may start another, as a commit starts its verdict
                     await asyncio.wait(tasks)
         self._background.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -113,7 +113,7 @@ class MqttFleet(Following, Fleet):
     # ----------------------------------------------------------------------------------------------------------- rounds
 
     async def start_round(self, number: int, at_least: int) -> None:
-        """Start a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
+        """Start a round with a snapshot of devices, taken once `at_least` can be asked, or with the stored snapshot."""
 
         async def wait_for_enough() -> None:
             await self._wait_for_last(number)
@@ -127,11 +127,11 @@ class MqttFleet(Following, Fleet):
         self._observe("round_begun", {"round": number, "devices": len(self._devices)})
 
     async def start_late_round(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
-        """Start a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
+        """Start a round once a device needs a bundle (`Registry.wait_for_late_joiner`), or with the stored snapshot."""
         await self._enter(number, lambda: self._wait_or_fail(self.registry.wait_for_late_joiner(tried, equipped)))
 
     async def _enter(self, number: int, ready: Callable[[], Awaitable[None]]) -> None:
-        """Set the round's devices: those present once `ready` returns or, after a restart, the stored ones."""
+        """Set the round's devices to those present once `ready` returns or, after a restart, the stored ones."""
         self._exclude_offenders(
             number, await asyncio.to_thread(self._store.get_offences)
         )  # quarantined ones, from now on
@@ -148,7 +148,7 @@ class MqttFleet(Following, Fleet):
         return *self.registry.list_online(), *self.registry.list_inference_only()
 
     def _exclude_offenders(self, number: int, offences: Iterable[Offence]) -> None:
-        """Exclude quarantined devices from this round; announced once, with the evidence."""
+        """Exclude quarantined devices from this round, and log each quarantine once, with the evidence."""
         found = find_quarantined(offences, number)
         for i, quarantine in found.items():
             if i not in self.quarantined:
@@ -170,7 +170,7 @@ class MqttFleet(Following, Fleet):
         """Readmit devices with a clean slate, from the next round on.
 
         Raises:
-            ConfigError: there is no evidence against one: the name is wrong, or it was never left out.
+            ConfigError: there is no evidence against a device, because the name is wrong or it was never left out.
         """
         known = {offence.device_id: offence for offence in self._store.get_offences()}
         for i in ids:
@@ -199,7 +199,7 @@ class MqttFleet(Following, Fleet):
         await self._resume(earlier)
 
     def _recall(self, number: int, devices: Iterable[Device], entries: Iterable[Entry]) -> None:
-        """Learn from an earlier round how fast devices are, and their problems."""
+        """Learn from an earlier round how fast devices are, and which problems they had."""
         self._n_samples = {device.id: device.n_samples for device in devices}
         for entry in entries:
             order, report = entry.order, entry.report
@@ -214,7 +214,7 @@ class MqttFleet(Following, Fleet):
         """Continue streamed orders of earlier rounds whose answers this round has not yielded yet.
 
         Raises:
-            ConfigError: one of their steps no longer exists.
+            ConfigError: the step of an order no longer exists.
         """
         for entry in entries:
             action = decode_action(entry.order, self._steps)
@@ -226,7 +226,7 @@ class MqttFleet(Following, Fleet):
             await self._follow(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
     async def _wait_for_last(self, number: int) -> None:
-        """Wait for the last round's devices after a restart between rounds, not only for the first to reconnect."""
+        """Wait, after a restart between rounds, for all devices of the last round, not only the first to reconnect."""
         then = await asyncio.to_thread(self._store.get_round_devices, number - 1)
         before = {device.via or device.id for device in then or ()}
         await self.wait_for_status(before, self._settled_at - asyncio.get_running_loop().time())
@@ -325,9 +325,9 @@ class MqttFleet(Following, Fleet):
         return entries
 
     def _warn_of_changes(self, label: str, entries: Mapping[str, Entry], actions: Mapping[str, Action]) -> None:
-        """Warn of orders from before a restart that ask for something else: with other settings, or by another method.
+        """Warn of orders from before a restart that differ, because of other settings or another method.
 
-        Their devices answer what they were asked first.
+        Their devices answer the earlier orders.
         """
         others = [i for i, entry in entries.items() if decode_action(entry.order, self._steps) != actions[i]]
         if others:
@@ -340,7 +340,7 @@ class MqttFleet(Following, Fleet):
         return self._paces.compute_allowed_s(works, least_s=self._about.deadline_s, exporting=exporting)
 
     def _update_pace(self, device_id: str, action: Action, answer: Answer, began: float) -> None:
-        """Update a device's speed; it cannot have worked for longer than since the step began."""
+        """Update a device's pace; the device cannot have worked for longer than since the step began."""
         if answer.result is not None and not isinstance(answer.result, Refusal):
             longest_s = MAX_LEFT_S if self._goes_on else time.monotonic() - began
             self._paces.record(device_id, self._compute_work(device_id, action), min(answer.seconds, longest_s))
@@ -349,7 +349,7 @@ class MqttFleet(Following, Fleet):
         return compute_work(action, self._n_samples.get(device_id, 0))
 
     async def _record_evidence(self, number: int, believed: ScreenedAnswers) -> None:
-        """Store the evidence against devices of a round: updates that are refused, and suspicious ones."""
+        """Store the evidence against devices of a round: their refused and their suspicious updates."""
         for i, error in believed.refused.items():
             self._refuse(error, i, self._topics.make_agent_topic(i, "reports"))
         found = [(i, error.name, str(error)) for i, error in believed.refused.items()]
@@ -361,14 +361,14 @@ class MqttFleet(Following, Fleet):
                 self._record_problem(i, f"{name}: {detail}")
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log and store evidence against a device; it counts from the next round on."""
+        """Log and store evidence against a device; the evidence counts from the next round on."""
         self._refuse(error, device_id, self._topics.make_agent_topic(device_id, "reports"))
         self._store.record_offence(Offence(device_id=device_id, round=self._round, name=error.name, detail=str(error)))
 
     # ------------------------------------------------------------------------------------------------- blobs and events
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep tensors durably."""
+        """Store tensors durably."""
         pieces = codecs.encode_pieces(tensors) if codec_ is Codec.FLOAT32 else [codecs.encode(tensors, codec_)]
         size_bytes = sum(len(piece) for piece in pieces)
         return BlobRef(digest=self._store.blobs.put(*pieces), size_bytes=size_bytes, codec=codec_)
@@ -390,7 +390,7 @@ class MqttFleet(Following, Fleet):
         return self._store.blobs.get(ref.digest)
 
     def get_norms(self, ref: BlobRef, layout: Layout) -> codecs.Norms:
-        """Return the norms measured on arrival for updates of this step; others are read."""
+        """Return an update's norms, as measured on arrival for updates of this step; others are read and measured."""
         return self._uploads.norms.get(ref) or codecs.check_blob(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def record_event(self, event: str, fields: Mapping[str, object]) -> None:

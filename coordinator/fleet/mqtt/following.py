@@ -1,4 +1,4 @@
-"""Follows the orders that are open: sends and repeats them, learns how they end, keeps what streams have brought."""
+"""Follows open orders: sends and repeats them, learns how they end, and keeps the answers of streams."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LOOK_AT_STORE_S: Final = 0.5
 
 
 class Following(Presence):
-    """Follows the orders of the present step and of streams, from the store to their end."""
+    """A presence that also follows the orders of the present step and of streams, from the store to their end."""
 
     def __init__(
         self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
     ) -> None:
         super().__init__(broker, store, about, observe)
-        self._actions: dict[str, Action] = {}  # of the present step and of open streams, by order
-        self._book = OrderBook()  # of the present step, and of streams
+        self._actions: dict[str, Action] = {}  # actions of the present step and of open streams, by order
+        self._book = OrderBook()  # open orders of the present step, and of streams
         self._answered: dict[str, Entry] = {}  # orders of the present step, by device
-        self._open: set[str] = set()  # those among them that are
+        self._open: set[str] = set()  # orders of the present step that are open
         self._streamed: dict[str, Order] = {}  # unyielded orders by id
         self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
         self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
-        self._arrival = store.get_last_arrival()  # of the last closed order known to us
+        self._arrival = store.get_last_arrival()  # number of the last closed order known to us
         self._something_happened = asyncio.Event()
         self._under_way: set[tuple[str, str]] = set()  # device, order
         self._look_at = 0.0
@@ -60,7 +60,7 @@ class Following(Presence):
         await self._transport.subscribe(wants, self._make_handler(self._on_want))
 
     async def _follow(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
-        """Start following the open orders; from now on devices may fetch what open orders name."""
+        """Start to follow the open orders; from now on devices may fetch the models that these name."""
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
         self._offered = {ref.digest for each in named for ref in iterate_blobs(each)}
         await asyncio.to_thread(self._store.put_value, OFFERED, json.dumps(sorted(self._offered)))
@@ -92,14 +92,14 @@ class Following(Presence):
         self._send_due()
 
     async def collect_closed(self) -> None:
-        """Find which orders are closed, here and by intakes, and hold what they have brought."""
+        """Find the orders that we or intakes have closed, and hold their answers."""
         self._look_at = time.monotonic() + LOOK_AT_STORE_S
         entries = await asyncio.to_thread(self._store.get_closed_since, self._arrival)
         self._arrival = max([self._arrival, *(entry.arrival for entry in entries)])
         self._process_closed(entries)
 
     def _process_closed(self, entries: Iterable[Entry]) -> None:
-        """Process the orders that were closed, here or by intakes, in the order of the store."""
+        """Process the orders that we or intakes have closed, in the order of the store."""
         for entry in entries:
             if entry.status is not OrderStatus.OPEN:
                 self._cancel_fetch(entry.order)
@@ -111,7 +111,7 @@ class Following(Presence):
         order = entry.order
         if not self._book.close(order.id):
             return
-        if order.id in self._streamed:  # the store says when: an intake may have closed another one before it
+        if order.id in self._streamed:  # in the store's order, since an intake may have closed another order before it
             self._retain_uploads(entry)
             self._look_at = 0.0
         elif order.id in self._open:
@@ -193,7 +193,7 @@ class Following(Presence):
         if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
             return  # sent when it reappears, if it may have it
         if self.registry.is_away(order.device_id):
-            return  # likewise: the broker need not hold what is repeated for hours
+            return  # likewise, so that the broker does not hold repeated orders for hours
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
         key = order.device_id, order.id
         if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
@@ -212,7 +212,7 @@ class Following(Presence):
         self._sender.handle_want(device, inbound.payload, self._topics)
 
     def _find_model(self, digest: str) -> Path | None:
-        """Find a model that orders name; nothing else, since the updates of others are in the same folder."""
+        """Find a model that orders name. Nothing else is found, since other devices' updates are in the same folder."""
         return self._store.blobs.fetch(digest) if digest in self._offered else None
 
     # -------------------------------------------------------------------------------------------------- from devices
@@ -239,7 +239,7 @@ class Following(Presence):
 
 
 def explain_failure(report: Report | None) -> str:
-    """Why a device did not do its order; empty: it did, or gave no reason."""
+    """Return why a device did not do its order; empty if it did, or gave no reason."""
     if report is None or report.outcome is Outcome.DONE:
         return ""
     return f"{report.outcome}: {(report.why or Why.OTHER).words}; its log says more"

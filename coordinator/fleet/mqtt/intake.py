@@ -34,26 +34,27 @@ ACK_S: Final = 3600
 MAX_UNDER_WAY: Final = 16_384
 """Most reports under check and messages waiting for the broker. Further ones are dropped; their senders repeat them."""
 MAX_REPORTS: Final = 16
-"""Reports of one device under way: an agent holds no more orders."""
+"""Most reports of one device under way, since an agent holds no more orders."""
 CHECK_LOST: Final = (
     "the broker took earlier copies of this report and gave them to none of our processes: look in its log for limits "
     "that it reached, and at what else is subscribed to the federation's topics"
 )
 MAX_HEARD: Final = 16_384
-"""Latest reports of which we remember that a copy came: what we ourselves did not take is no loss of the broker's."""
+"""Latest reports remembered as received, so that reports that we ourselves dropped do not count as the broker's losses.
+"""
 LOST: Final = 3
-"""A report that comes for the first time after the broker took it so often before: some of its copies were lost."""
+"""If the first copy of a report comes after the broker took this many earlier ones, some copies were lost."""
 QUIET_S: Final = 60.0
-"""A process that was connected for less time may have missed them itself."""
+"""Shortest connection after which missed copies are the broker's loss; before, this process may have missed them."""
 Key = tuple[str, str]
-"""Device and order."""
+"""Ids of a device and an order."""
 
 
 @dataclasses.dataclass(slots=True)
 class PendingReport:
-    """The report for an order that is being looked at. `fetching`: the task, while its uploads are fetched.
+    """The report for an order that is being checked. `fetching`: the task, while the report's uploads are fetched.
 
-    `copies`: of the same report, which have come since; they say nothing new while its uploads are fetched.
+    `copies`: copies of the same report that have come since; they say nothing new while its uploads are fetched.
     """
 
     report: Report
@@ -63,14 +64,14 @@ class PendingReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the devices of a federation work on.
+    """The work of a federation's devices.
 
     federation: its name. task: what is learned. layout: of the model. steps: of the method, in addition to the
     installed ones. run: part of the orders' ids, since devices remember the orders of an earlier coordinator of this
-    name. issue: another part, new after a restore from a backup, so that devices repeat what they did since. seed: all
-    devices' random numbers come from it. deadline_s: minimum time for one step; extended for devices whose earlier
-    reports show that they need more (`coordinator.fleet.mqtt.pace`). no_relays: why relays are not possible; empty:
-    they are.
+    name. issue: another part of the ids, new after a restore from a backup, so that devices repeat what they did since
+    the backup. seed: source of all devices' random numbers. deadline_s: minimum time for one step; extended for devices
+    whose earlier reports show that they need more (`coordinator.fleet.mqtt.pace`). no_relays: why relays are not
+    possible; empty if they are.
     """
 
     federation: str
@@ -89,10 +90,10 @@ class Intake(Process):
 
     Args:
         broker: how to reach the broker.
-        store: of the federation.
+        store: the store of the federation.
         home: exclusive folder of this process, on the same disk as the blob folder.
         about: what the devices work on.
-        role: as of `Process`.
+        role: as in `Process`.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Intake(Process):
         task.add_done_callback(lambda task: self._finish_taking(key, task))
 
     def _record_copy(self, key: Key) -> bool:
-        """Record that a copy of a report came; returns whether one had come before."""
+        """Record that a copy of a report came; return whether another copy had come before."""
         before = key in self._copies
         self._copies[key] = None
         if len(self._copies) > MAX_HEARD:
@@ -162,7 +163,7 @@ class Intake(Process):
             del self._n_taking[key[0]]
 
     async def _receive_after(self, before: asyncio.Task[None] | None, report: Report, topic: str) -> None:
-        """Let the report before it for the same order have its verdict first: that decides what is said to this one."""
+        """Receive a report after the verdict on the previous report for the same order, which decides the answer."""
         if before is not None:
             await asyncio.wait([before])
         key = report.device_id, report.order_id
@@ -182,7 +183,7 @@ class Intake(Process):
         """Close the report's order, unless it is closed, and tell the device what the store says.
 
         Raises:
-            ProtocolError: as `_get_stored_order`.
+            ProtocolError: as in `_get_stored_order`.
         """
         try:
             order = self._find_order(report) or await self._get_stored_order(report)
@@ -206,7 +207,7 @@ class Intake(Process):
             self._brought.pop((report.device_id, report.order_id), None)
 
     def _find_order(self, _report: Report) -> Order | None:
-        """Return the order of a report, if this process knows it as open; None: the store decides.
+        """Return the order of a report if this process knows it as open; None if the store must decide.
 
         Raises:
             ProtocolError: `foreign-id`.
@@ -214,7 +215,7 @@ class Intake(Process):
         return None
 
     async def _get_stored_order(self, report: Report) -> Order:
-        """Return the order of a report, if it is open. Otherwise the device is told the verdict.
+        """Return the order of a report if it is open; otherwise send the device the verdict.
 
         Raises:
             ProtocolError: `unknown-order`, `foreign-id` or `replayed-report`.
@@ -232,18 +233,18 @@ class Intake(Process):
         return entry.order
 
     def _find_losses(self, report: Report) -> None:
-        """Notice that earlier copies of a report have not come to us nor, by the store, to another intake."""
+        """Report losses if earlier copies of a report came neither to us nor, by the store, to another intake."""
         if report.again >= LOST and time.monotonic() - self._connected_at > QUIET_S:
             self._report_losses(report)
 
     def _report_losses(self, report: Report) -> None:
-        """Say that messages get lost on their way to us."""
+        """Log that messages get lost on their way to us."""
         if (untold := self._lines.count_suppressed("reports_lost", time.monotonic())) is not None:
             text = "event=reports_lost device=%s order=%s copies=%d check=%r untold=%d"
             log.error(text, report.device_id, report.order_id, report.again, CHECK_LOST, untold)
 
     async def _close(self, entry: Entry) -> None:
-        """Close an order in the store and send the device the stored verdict: another process may have been first."""
+        """Close an order in the store and send the stored verdict, since another process may have closed it first."""
         order, now = entry.order, time.time()
         if entry.report is not None:
             ours = self._store.accept(entry.report, now)
@@ -266,7 +267,7 @@ class Intake(Process):
         self._uploads.norms.clear()  # the dispatcher measures them again
 
     async def _examine(self, order: Order, action: Action, report: Report) -> str | None:
-        """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
+        """Fetch and check a report's uploads; return why they are not acceptable, or None."""
         try:
             result = read_answer(order, action, report, self.task, self._signed)
             if not isinstance(result, Refusal):
@@ -296,7 +297,7 @@ class Intake(Process):
             judging.fetching.cancel()
 
     async def _store_offence(self, device_id: str, number: int, name: str, detail: str) -> bool:
-        """Store evidence against a device, which counts from the next round on; False if already known."""
+        """Store evidence against a device, which counts from the next round on; False if it is already known."""
         offence = Offence(device_id=device_id, round=number, name=name, detail=detail)
         return await asyncio.wrap_future(self._store.record_offence(offence))
 

@@ -1,13 +1,13 @@
 """Open orders: when each is sent, repeated and expires. Decided here, carried out by `coordinator.fleet.mqtt`.
 
-Nothing here does IO or reads a clock. The store holds the truth about an order: whoever closes it first, a report's
-verdict or the deadline, here or in an intake, has the last word.
+Nothing here does IO or reads a clock. The store holds the truth about an order: what closes the order first, a report's
+verdict or the deadline, here or in an intake, is final.
 
 An order is repeated until its report arrives. A device repeats its report until it has the verdict.
 
 Orders carry the time left for them; the book counts it by a monotonic clock.
 
-An event costs O(log n) for n orders: a heap holds when each is due, and stale entries are dropped when they come up.
+An event costs O(log n) for n orders, because a heap holds when each is due. Stale entries are dropped when due.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fedge.wire.messages import Order
 
 FIRST_RESEND_S: Final = 2.0
 LAST_RESEND_S: Final = 30.0
-"""An order is repeated after 2, 4, 8, ... 30 s: a broker may drop it silently, a device may just be starting."""
+"""Longest pause before an order is repeated: 2, 4, 8, ... 30 s. The broker may drop it silently, or the device may be
+starting."""
 
 
 class DueOrders(NamedTuple):
@@ -64,7 +65,7 @@ class OrderBook:
             self._schedule(held)
 
     def find_order(self, order_id: str) -> Order | None:
-        """Return an open order; None if it is not open, or not ours."""
+        """Return an open order; None if the order is not open, or not ours."""
         held = self._open.get(order_id)
         return held.order if held else None
 
@@ -74,7 +75,7 @@ class OrderBook:
         self._schedule(self._open[order_id])
 
     def close(self, order_id: str) -> bool:
-        """Drop an order that the store shows as closed; False: it was not open here."""
+        """Drop an order that the store shows as closed; False if it was not open here."""
         if (held := self._open.pop(order_id, None)) is None:
             return False
         del self._of_device[held.order.device_id][order_id]
@@ -105,7 +106,7 @@ class OrderBook:
         return found
 
     def resend(self, device_id: str, now: float) -> list[Order]:
-        """Return the orders to send to a device that is present (again): it may have missed earlier ones."""
+        """Return the orders to send to a device that is present (again), since it may have missed earlier messages."""
         waiting = [held for held in self._of_device.get(device_id, {}).values() if held.resend_at < math.inf]
         for held in waiting:
             held.resend_after_s = FIRST_RESEND_S

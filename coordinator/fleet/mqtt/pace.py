@@ -1,8 +1,8 @@
 """Estimates a device's time for an order from earlier ones, so that no order expires that would be answered.
 
 Work is counted in forward passes of one sample (`Action.passes`). A device reports only how many samples it shares, so
-all three of its sets count as that many. A device's pace is that of the largest order it has answered, since small ones
-are dominated by the network and the start of torch.
+all three of its sets count as that many. A device's pace is that of the largest order it has answered, since the time
+of small orders is mostly that of the network and the start of torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fedge.steps.contract import Action
 from fedge.wire.messages import MAX_LEFT_S
 
 ROOM: Final = 4.0
-"""Factor over the predicted time: we know only a part of a device's samples, and it may be busy."""
+"""Factor over the predicted time, because we know only a part of a device's samples, and the device may be busy."""
 SLOWEST: Final = 30.0
 """Factor over the typical device's time, so that a device that delays each answer does not get ever more time."""
 EXPORT: Final = 5.0
-"""Factor over the least time, for a bundle on a device of unknown speed: loading torch's exporter, the export and the
+"""Factor over the least time for a bundle on a device of unknown speed. Loading torch's exporter, the export and the
 parity check take a small board longer than any earlier step."""
 A_BATCH: Final = 32
-"""Assumed samples of a device that shares none: it may have sensitive ones."""
+"""Assumed number of samples of a device that shares none, since it may have sensitive ones."""
 
 
 def compute_work(action: Action, n_samples: int) -> float:
@@ -32,7 +32,7 @@ def compute_work(action: Action, n_samples: int) -> float:
 
 
 class Paces:
-    """The pace of each device. `record` its answers, then ask how long it may take."""
+    """The paces of devices, which `record` learns from answers and `compute_allowed_s` uses."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}  # device -> work, seconds
@@ -47,7 +47,7 @@ class Paces:
     ) -> dict[str, float]:
         """Compute the seconds that each device may take, at least `least_s`; an unknown device counts as typical.
 
-        None counts as more than `SLOWEST` times slower than the typical one, and no order may take longer than a day.
+        No device counts as more than `SLOWEST` times slower than the typical one; no order may take more than a day.
         `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
         """
         rates = {i: seconds / work for i, (work, seconds) in self._known.items()}

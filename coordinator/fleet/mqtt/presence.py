@@ -1,4 +1,4 @@
-"""What devices say of themselves, who belongs to the federation, and what goes wrong with each."""
+"""What devices report of themselves, which devices belong to the federation, and the problems of each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Presence(Intake):
 
     Args:
         broker: how to reach the broker.
-        store: of the federation, whose home is this process's folder.
+        store: the store of the federation, whose home is this process's folder.
         about: what the devices work on.
         observe: called with events for people.
     """
@@ -99,7 +99,7 @@ class Presence(Intake):
         if device in self.problems and explain_outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
         if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
-            raise ProtocolError("certificate", f"{device} says that it is a relay, and its certificate is a device's")
+            raise ProtocolError("certificate", f"{device} says that it is a relay, but its certificate is a device's")
         before = self.registry.get_presence(device)
         appeared = self.registry.handle_status(device, status, time.time())
         if self.registry.is_twice(device):
@@ -130,7 +130,7 @@ class Presence(Intake):
                 await self._wait_or_fail(self.registry.wait_for_status(ids))
 
     def _on_appearance(self, device: str) -> None:
-        """Do what waited for a device that has just come."""
+        """Do what waited for a device that has just appeared."""
 
     # ------------------------------------------------------------------------------------------------------ problems
 
@@ -143,19 +143,19 @@ class Presence(Intake):
 
     def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
         super()._refuse(error, device, topic)
-        self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
+        self._counted[f"refused.{error.name}"] += 1  # stored with the round, so that a flood causes few writes
         self.last_refused[error.name] = f"{device}: {error}"
         if error.name not in SAYS_NOTHING:
             self._record_problem(device, str(error))
 
     def _record_problem(self, device: str, reason: str) -> None:
-        """Report a problem: at once as an event, after the round in the status."""
+        """Report a problem, at once as an event, and after the round in the status."""
         problem = Problem(round=self._round, reason=reason)
         if self.problems.get(device) != problem and self._store_problem(device, problem):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
     def _store_problem(self, device: str, problem: Problem) -> bool:
-        """Store a problem of a known device, or of one of the first unknown ones; returns whether it did."""
+        """Store a problem of a known device, or of one of the first unknown devices; return whether it was stored."""
         if device not in self.problems and not self.registry.knows(device):
             if len(self._strangers) >= MAX_STRANGERS:
                 return False
@@ -170,7 +170,7 @@ class Presence(Intake):
     # ------------------------------------------------------------------------------------------------------- members
 
     async def _apply_members(self) -> None:
-        """Drop devices that no longer belong."""
+        """Drop devices that no longer belong to the federation."""
         for device in self.registry.list_presence():
             if not self._admits(device):
                 log.warning("event=revoked device=%s", device)
@@ -179,7 +179,7 @@ class Presence(Intake):
         await self._publish_revocations()
 
     async def _publish_revocations(self) -> None:
-        """Publish the revocations: devices must learn of a revoked coordinator."""
+        """Publish the revocations, since devices must learn of a revoked coordinator."""
         assert isinstance(self._signed, Signed)
         if revocations := self._signed.authority.revocations:
             if len(revocations) > MAX_REVOCATIONS_BYTES:
@@ -189,13 +189,13 @@ class Presence(Intake):
             await self._publish(self._topics.revocations, revocations, retain=True)
 
     def _report_second(self, claim: Claim) -> None:
-        """Say that another coordinator of this federation is at the broker, which has to end."""
+        """Log that another coordinator of this federation is at the broker, and has to end."""
         log.error("event=second_coordinator detail=%r", f"{describe_claim(claim)}: it is told to end")
         self.second = {"where": claim.where, "incarnation": claim.incarnation, "since": claim.since, "at": time.time()}
         self._observe("second_coordinator", self.second)
 
     async def _publish_time(self) -> None:
-        """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""
+        """Publish our time and version while connected, so that devices can compare theirs (`fedge doctor`)."""
         topic = self._topics.beacon
         while True:
             beacon = Beacon(at=time.time(), fedge_version=__version__)

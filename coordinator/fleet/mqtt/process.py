@@ -1,4 +1,4 @@
-"""A process of a coordinator at the broker, and who may send it what."""
+"""A process of a coordinator at the broker, with the checks of who may send it which messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")
 LOOK_S: Final = 3.0
-"""Pause between two checks of who belongs to the federation: a revoked device is refused from the next one on."""
+"""Pause between two reads of the members; a revoked device is refused from the next read on."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of repeated messages, which are not the device's fault."""
 
@@ -50,14 +50,14 @@ def load_signing(
 
 
 class Process:
-    """A connection to the broker, with the checks of who may send what.
+    """A coordinator process's connection to the broker, with the checks of who may send which messages.
 
     Args:
-        broker: how to reach it.
-        store: of the federation.
-        federation: its name.
+        broker: how to reach the broker.
+        store: the federation's store.
+        federation: the federation's name.
         home: exclusive folder of this process.
-        role: a helper's, or the coordinator's.
+        role: the role of a helper, or the coordinator's.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Process:
             gone = Will(self._topics.claims, b"", delay_s=0)
             ours = hashlib.sha256(f"client {self._secret}".encode()).hexdigest()[:32]  # ids are logged; groups are not
             self._transport = Transport(broker, self._topics.make_client_id("coordinator", ours), will=gone)
-        else:  # without a session: the broker would keep a killed helper's messages for an hour
+        else:  # without a session, or the broker would keep a killed helper's messages for an hour
             name = self._topics.make_client_id("intake", uuid.uuid4().hex)
             self._transport = Transport(broker, name, session_expiry_s=0)
         self._incarnations: dict[str, str] = {}
@@ -116,7 +116,7 @@ class Process:
         return self._members is None or any(self._members.admits(device, r) for r in (Role.DEVICE, Role.RELAY))
 
     def _make_handler(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Awaitable[None]]:
-        """Make a handler that drops messages which violate the contract: one line, one count, no change."""
+        """Make a handler that drops messages which violate the contract, with a log line and a count, but no change."""
 
         async def handle_valid(inbound: Inbound) -> None:
             device = self._topics.split(inbound.topic)[1]
@@ -152,5 +152,5 @@ class Process:
         return self._incarnations.get(device, "")
 
     def _seal(self, topic: str, payload: bytes, device: str) -> bytes:
-        """Sign for the agent's present incarnation; a restarted one gets the next message."""
+        """Sign for the agent's present incarnation; a restarted agent gets the next message."""
         return self._signed.seal(topic, payload, to=self._get_incarnation(device))

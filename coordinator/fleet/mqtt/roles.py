@@ -1,9 +1,9 @@
 """Helpers of a coordinator: the server of models, and what each process needs to begin.
 
-`fedge coordinator` can do everything alone. Each helper joins a shared subscription: the broker hands every report, or
-every Want, to one of its members. The dispatcher (`coordinator.fleet.mqtt`) is an intake, too. All of them share the
-store and the blob folder, and may be killed at any time: a device repeats its report until it is acknowledged, and an
-order is closed only once.
+`fedge coordinator` can do everything alone. Each helper joins a shared subscription, in which the broker hands every
+report, or every Want, to one member. The dispatcher (`coordinator.fleet.mqtt`) is an intake, too. All processes share
+the store and the blob folder. They may be killed at any time, because a device repeats its report until it is
+acknowledged, and an order is closed only once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlobServer(Process):
         self._sender = Sender(self._transport, self._find_model)
 
     async def serve(self) -> None:
-        """Serve until cancelled; raises as `Intake.serve`."""
+        """Serve until cancelled; raise as `Intake.serve` does."""
         wants = self._topics.make_shared_filter(MODELS, self._secret, self._topics.make_agent_topic("+", "wants"))
         await self._transport.subscribe(wants, self._make_handler(self._on_want))
         async with self._sender:
@@ -72,7 +72,7 @@ class BlobServer(Process):
             self._store.blobs.fetch(digest)
 
     def _find_model(self, digest: str) -> Path | None:
-        """Find a model that orders name; nothing else, since the updates of others are in the same folder."""
+        """Find a model that orders name. Nothing else is found, since devices' updates are in the same folder."""
         return self._store.blobs.get_path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 
@@ -94,7 +94,7 @@ def load_layout(store: Store, home: Path, task: TaskSpec, blobs: str | None) -> 
     """Load the model layout of a federation that its dispatcher has begun.
 
     Raises:
-        ConfigError: it has not begun, learns another task, or keeps its tensors elsewhere than `blobs`.
+        ConfigError: the federation has not begun, learns another task, or keeps its tensors elsewhere than `blobs`.
     """
     known, identity = store.find_value("start"), store.find_value("identity")
     if known is None or identity is None:

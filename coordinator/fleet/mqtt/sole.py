@@ -1,9 +1,10 @@
-"""One coordinator for each federation at a broker: one that comes second is told so, and ends.
+"""Ensures one coordinator for each federation at a broker: a second coordinator is told to end.
 
-A coordinator retains a `Claim` while it is connected; its last will takes it back. One that starts looks for such a
-claim under a client id of its own, since a copy of a home has the client id of the original. If there is one, it asks,
-and ends if it gets an answer. Two that start at the same moment, or whose brokers were apart, hear each other later:
-the one that began later ends. An answer names who asked, so nobody is ended by what was said before.
+A coordinator retains a `Claim` while it is connected; its last will removes the claim. A coordinator that starts looks
+for such a claim under a client id of its own, since a copy of a home has the client id of the original. If there is a
+claim, it asks, and ends if it gets an answer. Two coordinators that start at the same moment, or whose brokers were
+apart, hear each other later, and the one that began later ends. An answer names who asked, so that no old answer ends
+anybody.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.coordinator")
 
 ANSWER_S: Final = 3.0
-"""Time for the answer of a coordinator that has left a claim. One that is gone has left it if the broker went, too."""
+"""Time for the coordinator that left a claim to answer. A coordinator that is gone leaves its claim if the broker went,
+too."""
 AGAIN_S: Final = 10.0
 """Pause between two claims for the same coordinator."""
 TO: Final = "coordinators"
-"""Whom the envelope of a claim addresses: numbers then count for each life by itself, so that two processes with one
-key hear each other."""
+"""Addressee in the envelope of a claim. Message numbers then count for each life of a process by itself, so that two
+processes with one key hear each other."""
 
 
 def describe_claim(claim: Claim) -> str:
@@ -50,10 +52,10 @@ class FederationClaim:
     """A coordinator's claim to be the only one of its federation at the broker.
 
     Args:
-        topics: of the federation.
-        signed: how the coordinator speaks.
-        home: of the coordinator, to be named.
-        end: called if another coordinator goes before us, with the error to end with.
+        topics: the federation's topics.
+        signed: signs the coordinator's messages and checks those of others.
+        home: the coordinator's home, which claims name.
+        end: called with the error to end with, if another coordinator has precedence.
         notice: called with the claim of another coordinator that has to end.
     """
 
@@ -74,10 +76,10 @@ class FederationClaim:
         self._spoke: dict[str, float] = {}  # when, to each other coordinator
 
     async def require_sole(self, broker: BrokerSettings) -> Transport:
-        """Look whether another coordinator is at the broker; returns the transport that looked, which is closed.
+        """Check that no other coordinator is at the broker; return the transport that checked, which is closed.
 
         Raises:
-            ConfigError: one is.
+            ConfigError: another coordinator is at the broker.
             TransportError: the broker refused us for good.
         """
         me = self._own.incarnation
@@ -112,14 +114,14 @@ class FederationClaim:
         return transport
 
     async def attach(self, transport: Transport) -> None:
-        """Claim the federation on this transport from now on; before it is entered."""
+        """Claim the federation on this transport from now on. Call it before the transport is entered."""
         self._transport = transport
         self._own = replace(self._own, works=True)
         await transport.subscribe(self._topics.claims, self._on_claim)
         transport.on_connect(self.publish_claim)
 
     async def publish_claim(self) -> None:
-        """Publish our claim at the broker; none once it was removed."""
+        """Publish our claim at the broker, unless it was removed."""
         if self._transport is not None:
             await self._publish_claim(self._transport, to="")
 
@@ -131,14 +133,14 @@ class FederationClaim:
                 await transport.publish(self._topics.claims, b"", retain=True)
 
     async def _on_claim(self, inbound: Inbound) -> None:
-        if not inbound.payload:  # another one took its claim back, in whose place ours belongs
+        if not inbound.payload:  # another coordinator removed its claim, and ours takes its place
             await self._publish_at_times(to="")
             return
         claim = self._read_claim(inbound)
         if claim is None or claim.incarnation == self._own.incarnation:
             return
         await self._publish_at_times(to=claim.incarnation)
-        if claim.to != self._own.incarnation:  # it may have been said long ago
+        if claim.to != self._own.incarnation:  # the answer may be an old one
             return
         if claim.works and (claim.since, claim.incarnation) < (self._own.since, self._own.incarnation):
             self._end(self._make_refusal(claim))
@@ -166,7 +168,7 @@ class FederationClaim:
             log.warning("event=not_claimed reason=%r", str(error))
 
     def _read_claim(self, inbound: Inbound) -> Claim | None:
-        """Read the claim in a message; None if there is none that can be believed."""
+        """Read the claim in a message; None if there is no valid claim."""
         try:
             if not inbound.payload:
                 return None

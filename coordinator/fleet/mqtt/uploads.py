@@ -30,28 +30,28 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.coordinator")
 
 NO_EVIDENCE: Final = frozenset({"digest", "stalled", "unchecked"})
-"""Refusals that prove nothing against a device: the network or our own machine can cause them, too."""
+"""Refusals that prove nothing against a device, because the network or our own machine can cause them, too."""
 LARGE_FETCHES: Final = 128
-"""Most updates of several chunks fetched at once: with one chunk of each under way, the broker holds 64 MB."""
+"""Most updates of several chunks fetched at once. With one chunk of each under way, the broker holds 64 MB."""
 SMALL_FETCHES: Final = 1024
-"""Most smaller updates fetched at once; fewer if the system does not allow two open files for each."""
+"""Most one-chunk updates fetched at once; fewer if the system does not allow two open files for each."""
 GIVES_WAY_S: Final = 20.0
-"""An update of which nothing arrives for this long gives its place to the next and queues again."""
+"""Time without any arriving byte after which an update gives its place to the next update and queues again."""
 SPARE_FILES: Final = 256
-"""Open files left for everything else."""
+"""Open files that fetches leave for everything else."""
 SLACK_BYTES: Final = 1 << 20
-"""By how much an encoded update may exceed its tensors: headers, and zstd on what does not compress."""
+"""Most bytes by which an encoded update may exceed its tensors, for headers and zstd on incompressible data."""
 
 
 class Uploads:
-    """The updates that devices send.
+    """The uploads of devices: fetched, checked and stored.
 
     Args:
         transport: not entered yet.
         received: folder of incoming uploads.
-        blobs: where they are stored.
-        topics: of the federation.
-        layout: of the model.
+        blobs: where checked uploads are stored.
+        topics: the topics of the federation.
+        layout: the layout of the model.
         seal: signs a Want for its topic.
     """
 
@@ -65,7 +65,7 @@ class Uploads:
         seal: Callable[[str, bytes], bytes],
     ) -> None:
         self.norms: dict[BlobRef, codecs.Norms] = {}
-        """Of those that were checked here."""
+        """Norms of the updates that were checked here."""
         bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
         self._receiver = Receiver(transport, received, max_bytes=bound, seal=seal)
         self._received, self._blobs = received, blobs
@@ -84,17 +84,17 @@ class Uploads:
         """Fetch and store a blob; an update must consist of these tensors of our model.
 
         Args:
-            ref: named in a report of the device.
+            ref: the reference in a report of the device.
             device: the sender.
-            layout: its tensors; None: plain bytes.
-            wanted: polled when nothing has arrived for a while.
+            layout: the update's tensors; None for plain bytes.
+            wanted: polled when nothing has arrived for a while; returns whether the blob is still wanted.
 
         Returns:
-            Whether it is there; False: no longer wanted.
+            Whether the blob is stored; False if it is no longer wanted.
 
         Raises:
-            ProtocolError: it is not what the device announced, or not what was asked for.
-            TransportError: the broker does not let us fetch it.
+            ProtocolError: the blob is not what the device announced, or not what was asked for.
+            TransportError: the broker does not let us fetch the blob.
         """
         while ref.digest not in self._blobs:
             if not await self._fetch_in_turn(ref, device):
@@ -123,7 +123,7 @@ class Uploads:
             self.norms[ref] = await self._pool.compute_norms(file, ref.codec, layout)
 
     async def _fetch_in_turn(self, ref: BlobRef, device: str) -> bool:
-        """Fetch a blob in one of the limited places; False: the device is unresponsive and gives up its place."""
+        """Fetch a blob in one of the limited places; False if the device does not respond and loses its place."""
         async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
             try:
                 await self._receiver.fetch(
@@ -141,7 +141,7 @@ class Uploads:
 
 
 def _require_size(ref: BlobRef, file: Path) -> None:
-    """Refuse a false size of bytes that were there before: other devices may be given this reference."""
+    """Refuse a false size of bytes that we already have, since other devices may be given this reference."""
     if (size_bytes := file.stat().st_size) != ref.size_bytes:
         raise ProtocolError("wrong-size", f"{ref.digest} has {size_bytes} bytes, not {ref.size_bytes}")
 
@@ -150,11 +150,11 @@ def read_answer(order: Order, action: Action, report: Report, task: TaskSpec, si
     """Return the result in a report, if it answers its order; uploads are not fetched yet.
 
     Raises:
-        ProtocolError: as `coordinator.fleet.fleet.read_valid_result`, or the device has not vouched for its keys.
+        ProtocolError: as in `coordinator.fleet.fleet.read_valid_result`, or the device has not signed its keys.
     """
     result = read_valid_result(action, report, task)
     if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
-        from fedge.privacy.masked_sums import make_member, require_genuine  # the rest of the cohort would refuse it
+        from fedge.privacy.masked_sums import make_member, require_genuine  # the cohort would refuse unsigned keys
 
         require_genuine([make_member(order.device_id, result)], order, action.session, signed)
     return result

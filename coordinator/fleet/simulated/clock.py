@@ -3,8 +3,8 @@
     seconds = latency + bytes down / link + work / speed * noise + bytes up / link
 
 Work is counted in floating-point operations (`fedge.steps.contract.Action.passes`). Every random number is a function
-of (seed, round, label, device) and its purpose, so it does not depend on the other devices or on their order. There is
-no state.
+of (seed, round, label, device) and of the number's purpose, so it does not depend on the other devices or on their
+order. There is no state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final, NamedTuple
 from coordinator.fleet.simulated.devices import Hardware
 
 FLOPS: Final = 4e9
-"""Floating-point operations a second that a Raspberry Pi 4 (speed 1) reaches in training: a third of the 13 GFLOP/s
-that Linpack reaches on it, for batches are small (assumed)."""
+"""Floating-point operations a second of a Raspberry Pi 4 (speed 1) in training. Assumed: a third of the 13 GFLOP/s that
+Linpack reaches on it, because batches are small."""
 _NORMAL: Final = NormalDist()
 
 
 class Occasion(NamedTuple):
-    """What random numbers depend on: an order, or a round with an empty label."""
+    """The source of random numbers: an order, or a round with an empty label."""
 
     seed: int
     round: int
@@ -31,12 +31,12 @@ class Occasion(NamedTuple):
     device: str
 
     def draw_uniform(self, purpose: str) -> float:
-        """A number in [0, 1)."""
+        """Draw a number in [0, 1)."""
         digest = hashlib.sha256(f"{self.seed}.{self.round}.{self.label}.{self.device}.{purpose}".encode()).digest()
         return (int.from_bytes(digest[:8]) >> 11) / 2**53
 
     def draw_normal(self, purpose: str) -> float:
-        """A number of the standard normal distribution."""
+        """Draw a number from the standard normal distribution."""
         return _NORMAL.inv_cdf(max(self.draw_uniform(purpose), 2**-54))
 
 
@@ -63,6 +63,6 @@ def is_dropped(hardware: Hardware, order: Occasion) -> bool:
 
 
 def is_present(hardware: Hardware, before: bool | None, round_: Occasion) -> bool:
-    """Return whether a device is present in a round. `before`: whether it was in the last one; None: the first."""
+    """Return whether a device is present in a round. `before`: whether it was in the last; None in its first."""
     chance = hardware.availability if before is None else hardware.stays if before else hardware.returns
     return chance >= 1 or round_.draw_uniform("there") < chance

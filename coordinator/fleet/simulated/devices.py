@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def link_mbit_s(self) -> float | None:
-        """The one rate for both ways: a model there and back takes 2 B / rate. None: instantaneous."""
+        """The rate with which a model of B bits, there and back, takes 2 B / rate; None if transfers take no time."""
         slowness = 1 / self.up_mbit_s + 1 / self.down_mbit_s
         return 2 / slowness if slowness else None
 
@@ -75,7 +75,7 @@ CLASSES: Final = (PI_ZERO_2_W, PI_4, PI_5, JETSON_NANO, JETSON_ORIN_NANO)
 
 
 def draw_mixed(ids: Iterable[str], *, seed: int) -> dict[str, Hardware]:
-    """Draw a class for each device: all five equally often, give or take one, in random order by the seed."""
+    """Draw a class for each device, all five equally often up to one device, in random order by the seed."""
     ordered = sorted(ids)
     places = np.random.default_rng([seed, len(ordered)]).permutation(len(ordered))
     return {i: CLASSES[int(place) % len(CLASSES)] for i, place in zip(ordered, places, strict=True)}

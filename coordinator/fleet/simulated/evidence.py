@@ -1,4 +1,4 @@
-"""What goes wrong with simulated devices: evidence, problems, and what the log says of them."""
+"""Evidence against simulated devices, their problems, and the log of both."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedge.coordinator")
 
-ABSENT: Final = "it was not asked: it was not there, or in quarantine"
+ABSENT: Final = "it was not asked, because it was absent or in quarantine"
 MAX_LOGGED: Final = 100
-"""Kinds of failures that are logged."""
+"""Most kinds of failures that are logged."""
 
 
 class _TracebackFilter(logging.Filter):
@@ -54,7 +54,7 @@ class _TracebackFilter(logging.Filter):
 
 
 class Evidence(InMemory):
-    """A fleet that notes what goes wrong.
+    """A fleet that records evidence and problems.
 
     `round`: set by the caller that runs the rounds. `get_offences`: evidence against devices, by device, round and
     name. `problems`: the latest refusal, failure or missed deadline by device id.
@@ -69,23 +69,23 @@ class Evidence(InMemory):
         self._logged: set[tuple[str, str]] = set()  # label and reason of failures
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log and record evidence against a device; it counts from the next round on."""
+        """Log and record evidence against a device; the evidence counts from the next round on."""
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
         self._record_problem(device_id, str(error))
         self._record_offence(device_id, error.name, str(error))
 
     def _record_offence(self, device_id: str, name: str, detail: str) -> None:
-        """Record evidence against a device; it counts from the next round on."""
+        """Record evidence against a device; the evidence counts from the next round on."""
         offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
         self.offences.setdefault((device_id, self.round, name), offence)
 
     def explain_problem(self, device_id: str) -> str:
-        """Explain what was wrong with a device in this round, or that it was not there."""
+        """Explain a device's problem in this round, or that the device was not present."""
         problem = self.problems.get(device_id)
         return problem.reason if problem is not None and problem.round == self.round else ABSENT
 
     def _record_refusal(self, device_id: str, label: str, refusal: Refusal) -> None:
-        """Note why a device did not do it; a failure of one kind is logged once, not for each device and round."""
+        """Record why a device did not do its order; a kind of failure is logged once, not for each device and round."""
         why = refusal.reason or refusal.why.words
         self._record_problem(device_id, f"{get_outcome(refusal)}: {why}")
         if isinstance(refusal, Failed) and (label, why) not in self._logged and len(self._logged) < MAX_LOGGED:

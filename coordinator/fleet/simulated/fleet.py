@@ -57,13 +57,13 @@ log = logging.getLogger("fedge.coordinator")
 LATE: Final = "no answer before the deadline"
 SILENT: Final = "it did not answer"
 GIVEN_UP_S: Final = 60.0
-"""Time after which an unanswered order is given up without a deadline, as in a stream: the coordinator's default."""
+"""Time after which an unanswered order without a deadline (in a stream) is given up; the coordinator's default."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
-"""Most devices at work at once: their samples are in memory meanwhile."""
+"""Most devices at work at once, since their samples are in memory meanwhile."""
 Execute = Callable[[Sequence[batched.Job]], list[FinishedOrder]]
-"""Carries out orders of different devices; results in the order of the jobs."""
+"""A function that carries out orders of different devices and returns results in the order of the jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _PendingAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceView:
-    """What methods see of a device, and its number of samples."""
+    """What methods see of a device, and its numbers of samples."""
 
     data: DeviceData | None
     device: Device
@@ -103,20 +103,20 @@ class _DeviceView:
 class SimulatedFleet(Evidence):
     """The `Fleet` of simulated devices: workers by device id.
 
-    `seconds`: simulated time so far; a step lasts as long as its slowest answer, or until the deadline if one is
-    missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
+    `seconds`: simulated time so far; a step lasts as long as its slowest answer, or until the deadline if an answer is
+    missing. `bytes_up`, `bytes_down`: bytes of tensors sent so far. `workers`: by ascending id.
 
     Args:
         task: what is learned.
-        layout: of the model.
-        workers: by device id; if created on demand, in ascending order of ids.
-        seed: of orders and of the clock.
-        hardware: of each device; devices without take no time and are always present.
-        deadline_s: of `run`: a slower answer is dropped, and costs this time. None: nobody is late.
-        arrives: the first round of a device; by default it is there from the beginning.
-        leaves: the first round in which a device is gone for good; by default it stays.
-        rules: what their owners let out; by default everything.
-        alike: all have as many samples as the first, so none is created just to count them.
+        layout: the layout of the model.
+        workers: the workers by device id; if created on demand, in ascending order of ids.
+        seed: the seed of orders and of the clock.
+        hardware: the hardware of each device; devices without hardware take no time and are always present.
+        deadline_s: time limit of `run`. A slower answer is dropped, and costs this time. None if nobody is late.
+        arrives: the first round of a device; by default the device is present from the beginning.
+        leaves: the first round in which a device is gone for good; by default the device stays.
+        rules: what the devices' owners let out; by default everything.
+        alike: whether all devices have as many samples as the first, so that none is created just to count them.
         execute: how a step's orders are carried out; `batched.execute_singly` equals real devices to the last bit.
     """
 
@@ -161,17 +161,17 @@ class SimulatedFleet(Evidence):
         self._under_way: list[_PendingAnswer] = []  # heap of answers to streamed orders
 
     def get_devices(self) -> tuple[Device, ...]:
-        """Return the workers that train and are there in this round."""
+        """Return the workers that train and are present in this round."""
         there = [self._get_view(i).device for i in self._find_present()]
         return tuple(device for device in there if device.trains)
 
     def get_inference_devices(self) -> tuple[Device, ...]:
-        """Return the workers that do not train and are there in this round."""
+        """Return the workers that do not train and are present in this round."""
         there = [self._get_view(i).device for i in self._find_present()]
         return tuple(device for device in there if not device.trains)
 
     def _get_view(self, device_id: str) -> _DeviceView:
-        """Return what the fleet knows of a device by its data alone; those made on demand stay the same."""
+        """Return what the fleet knows of a device by its data alone; data made on demand never change."""
         known = self._known.get(device_id)
         if known is None or (isinstance(self.workers, dict) and known.data is not self.workers[device_id].data):
             worker, rules = self.workers[next(iter(self.workers)) if self._alike else device_id], self._rules[device_id]
@@ -203,7 +203,7 @@ class SimulatedFleet(Evidence):
         return self._rules[device_id].strip(context)
 
     def _find_present(self) -> list[str]:
-        """Find the devices that are there: advance each one's Markov chain from its first round to this one."""
+        """Find the present devices, by advancing each device's Markov chain from its first round to this one."""
         if self.round < self._there_in:
             self._there, self._there_in = {}, -1
         for number in range(self._there_in + 1, self.round + 1):
@@ -219,7 +219,7 @@ class SimulatedFleet(Evidence):
         return self._arrives.get(device_id, 0) <= self.round < self._leaves.get(device_id, self.round + 1)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Execute the actions; answers by ascending device id. Whatever a user's network raises is `Failed`."""
+        """Execute the actions; answers by ascending device id. Errors of a user's network become `Failed`."""
         self._catch_up()
         orders, answers, actions = self._make_orders(label, actions, self._deadline_s)
         answers |= {answer.device_id: answer for answer in self._carry_out(orders, self._deadline_s)}
@@ -233,10 +233,10 @@ class SimulatedFleet(Evidence):
     async def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
-        """Stream answers in the order of the simulated clock, which advances to each.
+        """Stream answers in the order of the simulated clock, which advances to each answer.
 
-        Orders are carried out when the next answer may be theirs, all waiting ones at once, so that more of them train
-        together.
+        All waiting orders are carried out at once, when the next answer may be one of theirs, so that more of them
+        train together.
         """
         guard = AnswerScreen(self._layout, self.get_norms, seen)
         if self.get_busy_devices().intersection(actions):
@@ -257,7 +257,7 @@ class SimulatedFleet(Evidence):
             yield answer
 
     def _record_evidence(self, found: ScreenedAnswers) -> dict[str, Answer]:
-        """Record the evidence against devices; returns the answers that are believed."""
+        """Record the evidence against devices, and return the answers that are accepted."""
         for i, error in found.refused.items():
             self.accuse(i, error)
         for i, detail in found.suspects.items():
@@ -287,13 +287,13 @@ class SimulatedFleet(Evidence):
         return {ref.digest for each in named for ref in iterate_blobs(each)}
 
     def _get_free_times(self) -> dict[str, float]:
-        """Return when devices finish their streamed orders; a device that was not reached has none."""
+        """Return when devices finish their streamed orders; devices that were not reached are left out."""
         return {c.device_id: c.at for c in sorted(self._under_way) if c.answer.result is not None}
 
     def _make_orders(
         self, label: str, actions: Mapping[str, Action], deadline_s: float | None = None
     ) -> tuple[list[_DeliveredOrder], dict[str, Answer], dict[str, Action]]:
-        """Return the orders that reach their devices, the others' answers, and the actions sent; ascending ids."""
+        """Return the orders that reach their devices, other devices' answers, and the actions sent; ascending ids."""
         require_sendable(actions.values())
         present, free_at = set(self._find_present()), self._get_free_times()
         own, refused = prepare_actions({i: self._get_view(i).device for i in actions}, actions, self.task)
@@ -344,7 +344,7 @@ class SimulatedFleet(Evidence):
         return clock.is_dropped(self._hardware[device_id], clock.Occasion(self._seed, self.round, label, device_id))
 
     def _make_answer(self, asked: _DeliveredOrder, finished: FinishedOrder, deadline_s: float | None) -> Answer:
-        """Return the answer as received, or none if it is late; what a late device sent is discarded."""
+        """Return the answer as received, without a result if it is late; what a late device sent is discarded."""
         device_id, number = asked.order.device_id, asked.order.round
         bytes_up = sum(ref.size_bytes for ref in iterate_blobs(finished.result))
         self.bytes_up += bytes_up
@@ -371,7 +371,7 @@ class SimulatedFleet(Evidence):
         return Answer(device_id, result, taken, number)
 
     def _record_loss(self, order: Order, result: Result) -> None:
-        """Note that a report is not accepted; a refusal is no report."""
+        """Record that a report is not accepted; a refusal is no report."""
         if not isinstance(result, Refusal):
             self._lost[order.device_id, order.step] = order.id
 
@@ -396,7 +396,7 @@ class SimulatedFleet(Evidence):
     def _compute_seconds(self, order: Order, action: Action, bytes_down: int, bytes_up: int = 0) -> float:
         if not self._timed:
             return 0.0
-        work = 0.0  # without torch: a few calls of ONNX Runtime
+        work = 0.0  # no work in torch, only a few calls of ONNX Runtime
         if action.TRAINS:
             own, network = self._get_view(order.device_id), get_shared_network(self.task, self._fingerprint)
             work = action.passes(own.n_shared, own.n_train, own.n_val) * count_flops(network)

@@ -1,4 +1,4 @@
-"""What a simulation has of models and updates: in memory, on disk, or where they were made."""
+"""The models and updates of a simulation: in memory, on disk, or in the processes that made them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 IN_MEMORY: Final = 2**31
-"""Most bytes of what is unencoded in memory; further updates are on the disk (`edge_agent.device.room`)."""
+"""Most bytes of unencoded updates in memory; further updates are on the disk (`edge_agent.device.room`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteUpdate:
-    """An update that stays with the process that made it, in a block of `at`."""
+    """An update that stays with the process that made it, in `block`."""
 
     layout: Layout
     norms: codecs.Norms
@@ -101,7 +101,7 @@ class InMemory(Fleet):
         return codecs.decode(self.get_bytes(ref), ref.codec, layout, again=True)
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """Return the bytes of a blob; what is unencoded is encoded first."""
+        """Return the bytes of a blob, which is encoded now if necessary."""
         return encode_blob(self._load_blob(ref), ref.codec)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
@@ -110,7 +110,7 @@ class InMemory(Fleet):
         return unflatten(found.model, found.layout) if isinstance(found, UnpackedModel) else view_bytes(found)
 
     def get_norms(self, ref: BlobRef, layout: Layout) -> codecs.Norms:
-        """Return the norms, for an update as measured on arrival."""
+        """Return the norms; for an update, those measured on arrival."""
         found = self._blobs[ref.digest]
         if not isinstance(found, bytes) and found.layout == layout:
             return found.norms
@@ -135,6 +135,6 @@ class InMemory(Fleet):
         return {i: each for i, each in found.items() if isinstance(each, RemoteUpdate)}
 
     async def compute_means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
-        """Their means, summed there."""
+        """Have the processes that keep updates average them, and return the means."""
         held = self.find_remote(wanted.updates)
         return next(iter(held.values())).at.compute_means(wanted, {i: each.block for i, each in held.items()}, note)

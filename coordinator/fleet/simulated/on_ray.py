@@ -1,11 +1,11 @@
 """Orders of simulated devices on Ray: the same workers and steps, in processes of one machine or of several.
 
-The orders of a step are split into blocks of devices by ascending id; their number alone decides how many. One actor
-carries out a whole block, so results have the same bits for any number of actors. If an actor dies, another one repeats
-its block: orders are deterministic and write the same files again, so nothing counts twice.
+The orders of a step are split into blocks of devices by ascending id; only the number of orders decides how many. One
+actor carries out a whole block, so results have the same bits for any number of actors. If an actor dies, another one
+repeats its block. Orders are deterministic and write the same files again, so nothing counts twice.
 
-A block's updates stay in the object store of its node. An average needs one sum of each block
-(`coordinator.fleet.sites`); a single update travels only if a method reads it. Updates lost with their node are
+A block's updates stay in the object store of the actor's node. An average needs one sum of each block
+(`coordinator.fleet.sites`). A single update travels only if a method reads it. Updates lost with their node are
 computed again when they are needed.
 
 The devices' samples and the models that orders name are in Ray's object store, once per node. What devices keep between
@@ -48,21 +48,21 @@ from fedge.wire.messages import BlobRef, Order, iterate_blobs
 log = logging.getLogger("fedge.coordinator")
 
 BLOCKS: Final = 32
-"""Blocks of a step with many orders: enough to share out, each as large as the stacks of small networks."""
+"""Blocks of a step with many orders: enough to share out, and each large enough for a stack of small networks."""
 LARGEST: Final = 64
 HELD: Final = 256
-"""Workers that an actor keeps, the most recently used."""
+"""Workers that an actor keeps in memory, those used last."""
 MODELS: Final = 16
-"""Models that an actor keeps."""
+"""Models that an actor keeps in memory."""
 LOOK_S: Final = 1.0
 PATIENCE_S: Final = 120.0
 """Longest wait for the successor of a dead actor."""
 
 T = TypeVar("T")
 Updates = dict[str, "bytes | UnpackedModel"]
-"""By digest."""
+"""Updates by digest."""
 PackedResult = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
-"""A result, its blobs that travel, and layout and norms of the updates that do not, by digest."""
+"""A result; by digest, its blobs that travel; by digest, layout and norms of its updates that do not travel."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +95,9 @@ class Shard:
     def carry_out(
         self, orders: Sequence[Order], models: Mapping[str, Any], accepted: Sequence[Accepted]
     ) -> tuple[list[PackedResult], Updates]:
-        """Results in the order of the orders, and their updates.
+        """Carry out orders; return results in the order of the orders, and their updates.
 
-        `models`: references to named models, by digest. `accepted`: of the orders' workers.
+        `models`: references to named models, by digest. `accepted`: for each order, its worker's `Accepted`.
         """
         missing = [digest for digest in models if digest not in self._models]
         found = ray.get([models[digest] for digest in missing])
@@ -122,7 +122,7 @@ class Shard:
     ) -> tuple[tuple[Average | None, ...], Directions] | None:
         """Compute the means over a block's updates, and directions; None if the updates are lost.
 
-        `held`: the reference to the updates, in a list, so that it arrives as a reference.
+        `held`: the reference to the updates, in a list, because Ray would otherwise resolve it.
         """
         try:
             updates: Updates = ray.get(held[0])
@@ -151,9 +151,10 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Orders that one actor carries out. `models`: those they name. `updates`: reference to theirs, once done.
+    """Orders that one actor carries out. `models`: the models that they name. `updates`: reference to their updates.
 
-    `accepted`: of their workers. `shard`: the actor that did it, whose node has the updates.
+    `accepted`: for each order, its worker's `Accepted`. `shard`: the actor that carried them out, whose node has the
+    updates.
     """
 
     orders: list[Order]
@@ -168,10 +169,10 @@ class Shards:
     """The actors that carry out a `SimulatedFleet`'s orders, inside `coordinator.fleet.simulated.ray.connect`.
 
     Args:
-        recipe: of the workers.
-        data: of the devices by id; may be a mapping that generates them.
-        steps: of the method, in addition to the installed ones.
-        n: number of processors to use, an actor on each.
+        recipe: the specification of all workers.
+        data: the devices' data by id; may be a mapping that generates them.
+        steps: the method's steps, in addition to the installed ones.
+        n: number of processors to use, each with one actor.
 
     Raises:
         ConfigError: the recipe trains on a GPU, and there is none.
@@ -238,8 +239,8 @@ class Shards:
     def _call_each(self, begin: Sequence[Callable[[Any], Any]], near: Sequence[Any]) -> list[Any]:
         """Return the results of calls, each made by any actor, and again by another one if its actor dies.
 
-        `begin`: makes the call to an actor and returns the reference to its result. `near`: the actor that should
-        have it, if it is idle.
+        `begin`: (actor) -> reference to the result of a call. `near`: for each call, the actor that should get it if
+        that actor is idle.
         """
         waiting = list(range(len(begin)))[::-1]
         running: dict[Any, tuple[Any, int | None]] = {}
@@ -261,7 +262,7 @@ class Shards:
                     result = ray.get(reference)
                 except ray.exceptions.RayActorError as error:
                     log.warning("event=shard_lost working=%s reason=%r", of is not None, str(error).splitlines()[0])
-                    ray.kill(shard)  # it may only be out of reach
+                    ray.kill(shard)  # the actor may be alive and only out of reach
                     waiting += [] if of is None else [of]
                     self._start()
                     continue
@@ -274,7 +275,7 @@ class Shards:
         """Compute updates again that were lost with their node.
 
         Raises:
-            FedgeError: they would differ, since the devices have gone on.
+            FedgeError: the updates would differ, since the devices have gone on.
         """
         if not blocks:
             return
@@ -297,7 +298,7 @@ class Shards:
         return self._last[1][digest]
 
     def compute_means(self, wanted: SiteSums, blocks: Mapping[str, Block], note: Note) -> list[SiteMean]:
-        """Compute means as `Sites.compute_means`; a site is a block. `blocks`: of the updates, by device."""
+        """Compute means as `Sites.compute_means`, with blocks as sites. `blocks`: the update's block, by device."""
         of_block: dict[Block, dict[str, BlobRef]] = {}
         for i, ref in sorted(wanted.updates.items()):
             of_block.setdefault(blocks[i], {})[i] = ref

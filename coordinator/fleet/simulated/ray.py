@@ -1,8 +1,8 @@
-"""Ray without usage reports, listening only on this machine: the only place that imports it.
+"""Ray without usage reports, listening only on this machine; no other module imports Ray.
 
 Usage reports are switched off before the import, unless RAY_USAGE_STATS_ENABLED says otherwise. A cluster started here
-binds to 127.0.0.1, without a dashboard. Anybody who reaches a Ray cluster can run code on it: a cluster across machines
-needs a network of its own (docs/simulation.md).
+binds to 127.0.0.1, without a dashboard. Anybody who reaches a Ray cluster can run code on it, so a cluster across
+machines needs a network of its own (docs/simulation.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedge.system.loading import is_registered, make_missing_package_error
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning
-os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine its workers starve
+os.environ.setdefault("RAY_worker_niceness", "0")  # with the default, 15, Ray's workers starve on a busy machine
 try:
     import ray  # noqa: TID251
 except ModuleNotFoundError as error:
@@ -31,10 +31,10 @@ THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 @contextmanager
 def connect(address: str | None) -> Iterator[int]:
-    """Connect for a while to the cluster at `address` (`auto`: of this machine), or to a new one here.
+    """Connect, within this context, to the cluster at `address` (`auto`: this machine's), or to a new one if None.
 
     Yields:
-        Its number of processors.
+        The cluster's number of processors.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -66,7 +66,7 @@ def connect(address: str | None) -> Iterator[int]:
 
 
 def _listen_locally() -> None:
-    """Make Ray listen on 127.0.0.1, as it does on systems where it makes no clusters; elsewhere no option does so."""
+    """Make Ray listen on 127.0.0.1, as it does on systems where it makes no clusters; Ray has no option for this."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for the processes that it starts
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # noqa: SLF001 - and for this one
 
@@ -75,7 +75,7 @@ def require_importable(*paths: str | None) -> None:
     """Refuse objects that exist only in this process.
 
     Raises:
-        ConfigError: a task, a network or a method is one.
+        ConfigError: a task, a network or a method exists only in this process.
     """
     if any(map(is_registered, paths)):
         raise ConfigError("a task, network or method of this Python process cannot go to Ray: write it into a module")
@@ -85,7 +85,7 @@ def plan_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, 
     """Return how many actors share the cluster, and what each asks for: a processor, with CUDA a part of a GPU.
 
     Raises:
-        ConfigError: CUDA, and the cluster has no GPU.
+        ConfigError: `train_on` is CUDA, and the cluster has no GPU.
     """
     if train_on is Processor.CPU:
         return n_processors, {"num_cpus": 1}

@@ -1,9 +1,9 @@
 """DBE: a vector that is added to the features stays on the device; the shared features' mean is drawn to a global one.
 
 Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023;
-baselines.md section 10. Round 1 is FedAvg's; at its end every device reports the mean of its features once, under the
-new global model, and their mean, weighted by samples, is fixed as g. Without any answer, the next round is like the
-first.
+baselines.md section 10. Round 1 is FedAvg's. At its end every device reports the mean of its features once, under the
+new global model; the mean of these reports, weighted by samples, is fixed as g. If no device answers, the next round is
+like the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DbeState(PersonalState, frozen=True, kw_only=True):
 
 
 class Dbe(PersonalLayers[DbeState]):
-    """Base and head travel; the prediction is Hd(B(x) + P_i)."""
+    """DBE: base and head travel, and the prediction is Hd(B(x) + P_i)."""
 
     name = "dbe"
     State: ClassVar[type[DbeState]] = DbeState

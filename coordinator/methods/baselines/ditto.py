@@ -23,7 +23,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ditto(PersonalLayers[PersonalState]):
-    """The global model is FedAvg's; v_i predicts on device i and stays there."""
+    """Ditto: the global model is FedAvg's; v_i predicts on device i and stays on it."""
 
     name = "ditto"
     Options: ClassVar[type[Struct]] = Options

@@ -33,7 +33,7 @@ F = TypeVar("F", bound=FedAvgState)
 
 
 class FedAvg(Method[FedAvgState]):
-    """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
+    """FedAvg, Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
     HEEDS = SHARED
@@ -57,7 +57,7 @@ class FedAvg(Method[FedAvgState]):
 
 
 async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:
-    """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
+    """Have a cohort carry out the order, then move the model by the mean change. `layout`: of model and change."""
     state, asked, updates = await train_cohort(method, state, fleet, state.model, lambda _: order)
     shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= method.settings.min_reports:

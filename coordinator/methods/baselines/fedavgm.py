@@ -20,7 +20,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FedAvgM(FedAvg):
-    """FedAvg with gamma > 0."""
+    """FedAvgM: FedAvg with server momentum, gamma > 0."""
 
     name = "fedavgm"
     Options: ClassVar[type[Struct]] = Options

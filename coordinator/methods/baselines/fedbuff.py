@@ -5,8 +5,8 @@ docs/methods/fedbuff.md. An update that began tau steps ago counts s(tau) = 1 / 
 
     w <- w + 1 / K * sum_i s(tau_i) Delta_i
 
-A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; when no device is
-working any more, the step takes what has arrived.
+A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; if no device is
+working any more, the step takes the updates that have arrived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FedBuffState(ModelState, frozen=True, kw_only=True):
 
 
 class FedBuff(Method[FedBuffState]):
-    """Algorithm 1; `--participation`: the share of the devices that work at a time (the paper's concurrency)."""
+    """FedBuff, Algorithm 1. `--participation`: share of devices that work at a time (the paper's concurrency)."""
 
     name = "fedbuff"
     HEEDS = SHARED
@@ -55,7 +55,7 @@ class FedBuff(Method[FedBuffState]):
     }
 
     def explain_no_relays(self) -> str:
-        """It takes answers one by one."""
+        """Return why relays are impossible: the method takes answers one by one."""
         return super().explain_no_relays() or ONE_BY_ONE
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:

@@ -16,13 +16,13 @@ from fedge.tensors.layout import HEAD
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of FedRep. `head_steps`: E_h, steps of the head before the base's, also with `--local-epochs`."""
+    """The options of FedRep. `head_steps`: E_h, SGD steps of the head before the base's, also with `--local-epochs`."""
 
     head_steps: Annotated[int, Meta(ge=1)] = 10
 
 
 class FedRep(PersonalLayers[PersonalState]):
-    """The base travels; head and base learn one after the other."""
+    """FedRep: the base travels; head and base learn one after the other."""
 
     name = "fedrep"
     personal = HEAD

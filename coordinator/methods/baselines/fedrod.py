@@ -15,7 +15,7 @@ from fedge.steps.training.train_rod import TrainRod
 
 
 class FedRod(PersonalLayers[PersonalState]):
-    """Base and global head travel; the second head is kept."""
+    """FedRoD: base and global head travel; the second head is kept."""
 
     name = "fedrod"
     needs_head = True

@@ -22,7 +22,7 @@ from fedge.wire.messages import BlobRef
 
 
 class Local(Method[ModelState]):
-    """One round: each device trains the common initial model, and installs what it has learned."""
+    """Local learning in one round: each device trains the common initial model, and installs the result."""
 
     name = "local"
     HEEDS = SHARED
@@ -54,7 +54,7 @@ class Local(Method[ModelState]):
 
 
 async def train_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
-    """Let each device train `first` for its number of steps and install it; returns the bundles."""
+    """Let each device train `first` for its number of steps and install the result; return the bundles."""
     orders = {
         i: Install(
             model=first,

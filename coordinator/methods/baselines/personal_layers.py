@@ -1,7 +1,7 @@
 """FedAvg with personal layers: the base of Ditto and the methods of baselines.md sections 5 to 10.
 
 A method names the personal layers and the step by which a device trains; the rest is FedAvg. At the end every device
-installs the shared layers with its own; one that never trained uses the initial ones.
+installs the shared layers with its own; a device that never trained uses the initial personal layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedge.wire.messages import BlobRef
 
 
 class PersonalState(FedAvgState, frozen=True, kw_only=True):
-    """The state. `model`: the layers that travel; `initial`: w_0; `whole`: w_0 with `model` over it."""
+    """The state of the method. `model`: the layers that travel; `initial`: w_0; `whole`: w_0 with `model` over it."""
 
     initial: BlobRef
     whole: BlobRef
@@ -35,10 +35,10 @@ P = TypeVar("P", bound=PersonalState)
 
 @alias_members(step="make_step", order="make_order", first="get_initial", kept_by="find_kept_step")
 class PersonalLayers(Method[P], Generic[P]):
-    """FedAvg without some layers. `personal`: those that stay; `needs_head`: whether a head is required.
+    """FedAvg without some layers. `personal`: the layers that stay; `needs_head`: whether a head is required.
 
-    `sends_initial`: whether personal layers begin as those of the common initial model; otherwise each device draws
-    its own, and no byte of them is ever on the wire.
+    `sends_initial`: whether personal layers begin as in the common initial model; otherwise each device initialises
+    its own, and no byte of them is ever sent.
     """
 
     SELECTIONS = SELECTIONS
@@ -48,18 +48,18 @@ class PersonalLayers(Method[P], Generic[P]):
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False
     pooled = False
-    """Whether the personal layers are pooled at the end (PM-MoE), and so may learn from D_L alone."""
+    """Whether the personal layers are pooled at the end (PM-MoE). They may then learn from D_L alone."""
     sends_initial: ClassVar[bool] = True
 
     def make_step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
-        """Make the order of the next round for this method; `common`: the fields of `Train`, filled in."""
+        """Make the order of the next round for this method. `common`: values for the fields of `Train`."""
         return Train(**common)
 
     def init(self, layout: Layout, model: BlobRef) -> P:
         """Return the state before round 1.
 
         Raises:
-            ConfigError: the network has no such layers.
+            ConfigError: the network lacks layers that the method needs.
         """
         layout.without(self.personal)
         if self.needs_head:
@@ -84,7 +84,7 @@ class PersonalLayers(Method[P], Generic[P]):
         return state.initial if self.personal and (self.sends_initial or given) else None
 
     def find_kept_step(self, state: P) -> str | None:
-        """Find the step that keeps something on the devices; None if there is none."""
+        """Find the step that keeps tensors on the devices; None if there is none."""
         order = self.make_order(state)
         return order.STEP if order.select_kept(order.personal, state.layout) else None
 

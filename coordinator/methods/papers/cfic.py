@@ -50,11 +50,11 @@ LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of section 7. `alpha`, `beta`: memory and length of the correction; `correction` false: none.
+    """The options of section 7. `alpha`, `beta`: memory and length of the correction. `correction`: whether to correct.
 
-    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates. `epsilon`: of label features under
-    differential privacy (section 10). Selection stratified: section 5; uniform: without clusters; ccmab, fastest: the
-    quota of each cluster under FedEPC's deadline.
+    `clustering`: of label features, of ReLU-sparsity profiles, or (mctc) of updates. `epsilon`: of label features under
+    differential privacy (section 10). Selections: stratified is that of section 5; uniform ignores clusters; ccmab and
+    fastest choose the quota of each cluster under FedEPC's deadline.
     """
 
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -71,10 +71,10 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CficState(AskingState, frozen=True, kw_only=True):
-    """The state of CFIC. `model`: w; `memory`: h, none is 0; `visits`: by cluster the last round of a draw.
+    """The state of CFIC. `model`: w; `memory`: h, 0 if None; `visits`: by cluster, the last round of a draw.
 
-    `extractor`: the common model, of clusters that are not of labels; `bandits`: by cluster, of the selections that
-    have a deadline.
+    `extractor`: the common model for clusters that are not of label features; `bandits`: by cluster, for selections
+    with a deadline.
     """
 
     model: BlobRef
@@ -87,7 +87,7 @@ class CficState(AskingState, frozen=True, kw_only=True):
 
 
 class Cfic(Method[CficState]):
-    """Algorithm 1; after the last round the global model is installed on every device."""
+    """CFIC, Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "cfic"
     HEEDS = SHARED
@@ -112,7 +112,7 @@ class Cfic(Method[CficState]):
         self._bandit = make_bandit_settings(self.settings)
 
     def explain_no_relays(self) -> str:
-        """With clusters of updates it needs each one."""
+        """Return why relays are impossible: clusters of updates need each update."""
         return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
 
     def recluster(self, state: CficState) -> CficState | None:
@@ -141,8 +141,8 @@ class Cfic(Method[CficState]):
         return finish_round(state, len(cohort), updates, visits=visits)
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
-        """Have devices report a label feature that is unknown or outdated, as do restarted ones (section 4)."""
-        known = {i: d for i, d in state.described.items() if d.label >= 0}  # those of an earlier version have none
+        """Have devices whose description is missing or outdated, or that restarted, describe their data (section 4)."""
+        known = {i: d for i, d in state.described.items() if d.label >= 0}  # an earlier version stored no label
         now = {(i, d.incarnation): d for i, d in known.items()}
         asked = {
             i: device for i, device in devices.items() if grouping.is_due(now.get((i, device.incarnation)), device)
@@ -170,7 +170,7 @@ class Cfic(Method[CficState]):
         return self._remake_clusters(state, comparable, fleet) if new.keys() & comparable.keys() else state
 
     def _remake_clusters(self, state: CficState, descriptions: Mapping[str, Description], fleet: Fleet) -> CficState:
-        """Remake all clusters except those of labels; each inherits the bandit it overlaps most (FedEPC 4.6)."""
+        """Remake all clusters except those of labels; each inherits the bandit of its largest overlap (FedEPC 4.6)."""
         ids, described = list(descriptions), list(descriptions.values())
         rng = np.random.default_rng(self.settings.seed)
         unit = grouping.compute_unit(described)
@@ -188,7 +188,7 @@ class Cfic(Method[CficState]):
         )
 
     def _draw(self, state: CficState, devices: Mapping[str, Device], r: int) -> list[str]:
-        """Draw uniformly in round 1, or without clusters; else about as many from each cluster (section 5)."""
+        """Draw uniformly in round 1 or without clusters; otherwise about equally many from each cluster (section 5)."""
         ids = find_available(state, devices)
         n = compute_cohort_size(len(ids), self.settings.participation)
         rng = make_round_rng(self.settings, r)
@@ -199,7 +199,7 @@ class Cfic(Method[CficState]):
         return draw_stratified(group_by_feature(state, ids), n, rng, others=unlabelled, last_visit=visits)
 
     def _choose(self, state: CficState, devices: Mapping[str, Device], r: int) -> Choices:
-        """Choose in each cluster k, as number k + 1, from round 2 on (FedEPC 5); empty if clusters alone decide."""
+        """Choose in each cluster k, under number k + 1, from round 2 on (FedEPC 5); empty for selections by `_draw`."""
         assert self.selection is not None
         if r == 1 or self.selection in {"uniform", "stratified"}:
             return {}
@@ -247,7 +247,7 @@ class Cfic(Method[CficState]):
         )
 
     def compute_direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
-        """Compute the clusters' mean direction, dir (section 6); `layout`: of the changes, for variants."""
+        """Compute the clusters' mean direction, dir (section 6). `layout`: of the changes, for variants."""
         return compute_mean_direction(changes, sizes)
 
     def summarise(self, state: CficState) -> dict[str, Any]:

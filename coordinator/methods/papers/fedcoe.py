@@ -1,9 +1,9 @@
 """FedCoE: a pool of global experts, one shared gate, and cold start by assembling experts.
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs", arXiv
-2605.21264 (v1), with the repairs of its specification, docs/methods/fedcoe.md: as printed, all experts became one in
-every run of ours. The server needs labelled samples (`coordinator.methods.server.learning`); it sees each client's
-model in the clear and which classes it is good at.
+2605.21264 (v1), with the departures of docs/methods/fedcoe.md, because with the paper's rules all experts became equal
+in every run of ours. The server needs labelled samples (`coordinator.methods.server.learning`). It sees each client's
+model in the clear, and which classes the client is good at.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DELTA: Final = 0.02  # of the profile prior, section 7
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """Parameters of sections 3 to 7. `refresh_every`: R_g, rounds; 0: the gate is never trained again."""
+    """Parameters of sections 3 to 7. `refresh_every`: R_g, rounds; 0 if the gate is never trained again."""
 
     suitability_temperature: float = 0.1
     ranking: Literal["affinity", "raw"] = "affinity"
@@ -65,7 +65,7 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of FedCoE. `preset`: as repaired in section 5, or as printed. `tau`: tau_E = tau_C.
+    """The options of FedCoE. `preset`: repaired (section 5) or printed (the paper). `tau`: tau_E = tau_C.
 
     `n_experts`: K. `assemble`: new clients get one model of mixed parameters, or the best two experts.
     """
@@ -92,9 +92,10 @@ class Diagnostics(Struct, frozen=True, kw_only=True):
 
 
 class FedCoEState(ChoosingState, frozen=True, kw_only=True):
-    """The state of FedCoE. `experts`: theta_Ej; `gate`: tensors, `gate_file`: as ONNX; `clients`: theta_Ci.
+    """The state of FedCoE. `experts`: theta_Ej; `clients`: theta_Ci.
 
-    `common`: mean of the experts, the start of clients without their own model.
+    `gate`: the gate's tensors; `gate_file`: the gate as ONNX; `common`: mean of the experts, the start of clients
+    without their own model.
     """
 
     common: BlobRef
@@ -107,7 +108,7 @@ class FedCoEState(ChoosingState, frozen=True, kw_only=True):
 
 
 class FedCoE(Method[FedCoEState]):
-    """arXiv 2605.21264; at the end clients install their own models, all other devices an assembled one."""
+    """FedCoE; at the end clients install their own models, and all other devices an assembled one."""
 
     name = "fedcoe"
     HEEDS = SHARED
@@ -130,14 +131,14 @@ class FedCoE(Method[FedCoEState]):
         ),
     }
     PRETRAINING_EPOCHS: ClassVar[int] = 30
-    """Of experts and gate, section 3."""
+    """Epochs of the experts' and the gate's training before round 1, section 3."""
     TOP: ClassVar[int] = 2
-    """k, experts of a new client with "functions"; of a sample in the global model (benchmarks/papers/fedcoe.py)."""
+    """k, experts of a new client with "functions" and of a sample in the global model (benchmarks/papers/fedcoe.py)."""
     TRUNK: ClassVar[Trunk] = "auto"
-    """Of the gate."""
+    """Trunk of the gate's network."""
 
     def set_up(self) -> None:
-        """Refuse to go without the server's samples."""
+        """Refuse to run without labelled samples on the server."""
         settings, (task, server_data) = self.settings, self.server
         if task is None or server_data is None:
             raise ConfigError(
@@ -152,11 +153,11 @@ class FedCoE(Method[FedCoEState]):
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - with all of them
-        """It does, for its experts and its gate."""
+        """Return True, since experts and gate are trained on the server."""
         return True
 
     def explain_no_relays(self) -> str:
-        """Its server runs the devices' models."""
+        """Return why relays are impossible: the server runs the devices' models."""
         return super().explain_no_relays() or "its server asks each device's model"
 
     def make_parameters(self) -> Preset:
@@ -169,7 +170,7 @@ class FedCoE(Method[FedCoEState]):
         return FedCoEState(round=0, layout=layout, common=model)
 
     async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Do a round of section 5, after section 3 the first time."""
+        """Do a round of section 5; the first time, do section 3 before it."""
         if not state.experts:
             state = await self._pretrain(state, fleet)
         before = state
@@ -181,7 +182,7 @@ class FedCoE(Method[FedCoEState]):
         return finish_round(state, asked, updates)
 
     async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Let clients install their own models; all other devices start cold."""
+        """Let clients install their own models, and all other devices an assembled one."""
         if not state.experts:
             state = await self._pretrain(state, fleet)
         return await self.serve_late_joiners(await install(self, state, fleet, among=state.clients), fleet)
@@ -192,7 +193,7 @@ class FedCoE(Method[FedCoEState]):
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
     async def _pretrain(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Train experts from one start, each on its own classes, and the gate, which learns where each is sure."""
+        """Train the experts from one start, each on its own classes, and the gate."""
         experts = await asyncio.to_thread(
             self.server_data.pretrain,
             fleet.get(state.common, state.layout),
@@ -215,7 +216,7 @@ class FedCoE(Method[FedCoEState]):
         )
 
     async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
-        """Train the gate (Eq. 1 and 2), from the present one if there is one."""
+        """Train the gate (Eq. 1 and 2), starting from the present gate if there is one."""
         start = None if state.gate is None else fleet.get_tensors(state.gate)
         seed = int(make_round_rng(self.settings, state.round).integers(2**31))
         gate = await asyncio.to_thread(self.train_gate, experts, start, epochs=epochs, seed=seed)
@@ -236,7 +237,7 @@ class FedCoE(Method[FedCoEState]):
         factors = compute_update_factors(self, fleet, updates, state.layout)
 
         def iterate_clients() -> Iterator[Model]:
-            """Iterate over theta_Ci one at a time: read twice, so that only one is in memory."""
+            """Iterate over theta_Ci; they are read twice, so that only one is in memory at a time."""
             return (self._apply_update(state, fleet, i, update, *factors[i]) for i, update in updates.items())
 
         a = await asyncio.to_thread(lambda: self.server_data.compute_scores(iterate_clients()))  # Eq. 5
@@ -297,13 +298,13 @@ class FedCoE(Method[FedCoEState]):
         experts: list[Model],
         p: correlation.Array,
     ) -> Diagnostics:
-        """Compute overlap, spread and gate maximum; warn where the experts have become one (section 13)."""
+        """Compute overlap, spread and gate maximum; warn if the experts have become equal (section 13)."""
         overlap, spread = correlation.compute_overlap(selected), correlation.compute_spread(experts)
         gate_maximum = float(p.max(axis=1).mean())
         merged = overlap == 1 and spread < COLLAPSED_SPREAD
         collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
         log.log(
-            logging.WARNING if collapsed else logging.DEBUG,  # the summary has it
+            logging.WARNING if collapsed else logging.DEBUG,  # otherwise the summary suffices
             "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f",
             "collapse" if collapsed else "experts",
             r,
@@ -316,7 +317,7 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------ section 7: cold start
 
     async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Leave a mix of experts on each device without bundle and own model, by a profile of its data."""
+        """Leave a mix of experts, by a profile of its data, on each device without a bundle or a model of its own."""
         assert state.gate_file is not None
         here = [device.id for device in (*fleet.get_devices(), *fleet.get_inference_devices())]
         new = sorted(i for i in here if i not in state.clients and i not in state.installed)
@@ -372,7 +373,7 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------------- what is seen
 
     def get_model(self, state: FedCoEState, device_id: str) -> BlobRef:
-        """Return the client's own model; without one, the mean of the experts."""
+        """Return the client's own model, or the mean of the experts if it has none."""
         return state.clients.get(device_id, state.common)
 
     def summarise(self, state: FedCoEState) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods
 departures. Above all, a warm-up of shared rounds gives all clusters their start (point 10). Unless the coordinator uses
 labelled samples of its own (extractor=server, and --server-data), the warm-up's model is the extractor of the profiles,
 and D_ref comes from the devices' split halves (4.1). Unresponsive devices rest
-(`coordinator.methods.parts.unresponsive`). As printed, the method is warm_up=0 without the rule for overdue devices
-(5.5); selection=uniform with deadline=none shows the gain of its clusters.
+(`coordinator.methods.parts.unresponsive`). The paper's method is warm_up=0 without the rule for overdue devices (5.5);
+selection=uniform with deadline=none shows the gain of its clusters.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of section 7. `participation` of the settings is the quota rho_c.
 
     `warm_up`: R_w, shared rounds before the clusters; by default a third of all. `clustering`: of profiles; labels: of
-    label features; mctc: of updates of the common model. `n_clusters`: of k-means and agglomerative; the most of mctc.
-    `extractor`: W_ext is the warm-up's model, or one trained on the server's samples. `sigma_dp`: of the noise on a
-    profile (3). `deadline`: T_max, seconds. `budget`: device-seconds of a cluster's round (5.2), for ccmab. `stop`: a
-    cluster whose loss no longer falls stops training (6).
+    label features; mctc: of updates of the common model. `n_clusters`: number of clusters with k-means and
+    agglomerative, and the most with mctc. `extractor`: whether W_ext is the warm-up's model or one trained on the
+    server's samples. `sigma_dp`: standard deviation of the noise on a profile (3). `deadline`: T_max, seconds.
+    `budget`: device-seconds of a cluster's round (5.2), for ccmab. `stop`: whether a cluster whose loss no longer falls
+    stops training (6).
     """
 
     warm_up: Annotated[int, Meta(ge=0)] | None = None
@@ -84,20 +85,20 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.sigma_dp and self.clustering in {"labels", "mctc"}:
             raise ValueError(f"sigma_dp hides profiles, and clustering={self.clustering} asks nobody for one")
         if self.sigma_dp and self.extractor == "shared":
-            raise ValueError("with sigma_dp nobody tells halves: set extractor=server")
+            raise ValueError("with sigma_dp devices do not report split halves: set extractor=server")
         if self.n_clusters is not None and self.clustering in {"aidc", "labels"}:
-            raise ValueError(f"n_clusters changes nothing with clustering={self.clustering}, which finds it by itself")
+            raise ValueError(f"n_clusters changes nothing with clustering={self.clustering}, which finds the number")
 
 
 class RoundLoss(Struct, frozen=True, kw_only=True):
-    """The n_i-weighted mean of loss_before over a cluster's participants in a round, and the sum of their n_i."""
+    """A cluster's loss in a round: the n_i-weighted mean of loss_before over participants, and the sum of their n_i."""
 
     loss: float
     n_samples: int
 
 
 class Cluster(Struct, frozen=True, kw_only=True):
-    """A cluster C_k with model W_k. `losses`: of its last trained rounds; `visited`: the last of these."""
+    """A cluster C_k with model W_k. `losses`: of the last rounds in which it trained; `visited`: its last round."""
 
     members: tuple[str, ...]
     model: BlobRef
@@ -108,7 +109,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
 
 
 class FedEpcState(AskingState, frozen=True, kw_only=True):
-    """The state of a federation between two rounds.
+    """The state of FedEPC between two rounds.
 
     `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, if it comes from the server data.
     `n_moved`: devices that joined, left or changed since the clusters were made. `seen`: the last round in which a
@@ -125,7 +126,7 @@ class FedEpcState(AskingState, frozen=True, kw_only=True):
 
 
 class FedEpc(Method[FedEpcState]):
-    """Tang et al.; after the last round every device installs its cluster's model."""
+    """FedEPC, the method of Tang et al.; after the last round every device installs its cluster's model."""
 
     name = "fedepc"
     HEEDS = SHARED
@@ -165,15 +166,15 @@ class FedEpc(Method[FedEpcState]):
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:
-        """Whether the extractor is the server's."""
+        """Return whether the extractor is trained on the server's samples."""
         return options.get("extractor") == "server"
 
     def explain_no_relays(self) -> str:
-        """With clusters of updates it needs each one."""
+        """Return why relays are impossible: clusters of updates need each update."""
         return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
 
     def make_bandit_settings(self) -> ccmab.Settings:
-        """Return the settings of the clusters' bandits; by default no deadline where everybody trains."""
+        """Return the settings of the clusters' bandits; by default no deadline if all devices train."""
         common, deadline = make_bandit_settings(self.settings), self.options.deadline
         if deadline != "quantile":
             common = replace(common, deadline_s=math.inf if deadline == "none" else deadline)
@@ -184,7 +185,7 @@ class FedEpc(Method[FedEpcState]):
         return FedEpcState(round=0, layout=layout, shared=model)
 
     async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """Do one round of section 1: warm-up, then clusters; new devices are described and placed before each."""
+        """Do one round of section 1, of the warm-up or of the clusters, after describing and placing new devices."""
         r = state.round + 1
         if r <= self._warm_up:
             return await self._do_shared_round(self._record_seen(state, fleet, r), fleet, r)
@@ -229,7 +230,7 @@ class FedEpc(Method[FedEpcState]):
     # ------------------------------------------------------------------ sections 3 and 4: descriptions and clusters
 
     def _without_gone(self, state: FedEpcState, r: int) -> FedEpcState:
-        """Forget devices that have left, and clusters empty then, with model and bandit (4.6, point 2)."""
+        """Forget devices that have left, and clusters that are then empty, with model and bandit (4.6, point 2)."""
         gone = {i for i, seen in state.seen.items() if r - seen > GONE_AFTER}
         return msgspec.structs.replace(
             state,
@@ -240,7 +241,7 @@ class FedEpc(Method[FedEpcState]):
         )
 
     async def _describe(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """Have devices without description, or with more or fewer samples since, describe their data (SPRE)."""
+        """Have devices describe their data if they have not, or if their number of samples has changed (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
         due = {i: d for i, d in find_responsive(state, fleet).items() if grouping.is_due(state.described.get(i), d)}
@@ -255,7 +256,7 @@ class FedEpc(Method[FedEpcState]):
         return self._arrange(state, grouping.read_descriptions(answers, due, fleet, state.layout), fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """Make W_ext, once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
+        """Make W_ext, once: the model of the warm-up, or a model trained on the server data with its D_ref (4.1)."""
         if state.extractor is not None:
             return state
         if self.options.extractor == "shared":
@@ -272,7 +273,7 @@ class FedEpc(Method[FedEpcState]):
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
         """Place new and changed devices; remake all clusters at first, and after many moves (4.6)."""
         described = grouping.select_comparable(state.described, new)
-        unit = state.unit or grouping.compute_unit(described.values())  # None: nothing tells devices apart: one cluster
+        unit = state.unit or grouping.compute_unit(described.values())  # None if nothing tells devices apart
         strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
@@ -290,12 +291,12 @@ class FedEpc(Method[FedEpcState]):
         """Return whether a device is new, or has changed so much that it must be placed again (4.6, point 3)."""
         if before is None or self._by_label:
             return before is None or before.label != now.label
-        if now.direction is not None:  # its data changed: it may point anywhere
+        if now.direction is not None:  # the device's data changed, so the direction may be any
             return now.direction != before.direction
         return unit is not None and grouping.has_changed(before, now, unit)
 
     def _remake_clusters(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
-        """Remake all clusters; each inherits models, and the bandit of the one it overlaps most (4.6, point 4)."""
+        """Remake all clusters; each inherits models, and the bandit of the old one it overlaps most (4.6, point 4)."""
         ids = list(state.described)
         o, rng = self.options, np.random.default_rng(self.settings.seed)
         described = list(state.described.values())
@@ -313,7 +314,7 @@ class FedEpc(Method[FedEpcState]):
         return msgspec.structs.replace(state, clusters=clusters, n_moved=0)
 
     def _join_cluster(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
-        """Let the stranger join a cluster, which reopens, or found one (4.6, point 1)."""
+        """Let the stranger join a cluster, which then trains again, or found a new cluster (4.6, point 1)."""
         spot = self._place(state, stranger, unit, fleet)
         if spot.cluster is None:
             model = state.shared if spot.nearest is None else state.clusters[spot.nearest].model
@@ -325,7 +326,7 @@ class FedEpc(Method[FedEpcState]):
         return tuple(joined if cluster is host else cluster for cluster in state.clusters)
 
     def _place(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> Place:
-        """Place a device by the NOISE rule, however clusters are made (labels: equal label, mctc: nearest mean)."""
+        """Place a device by the NOISE rule; with labels, by equal label; with mctc, by the nearest mean."""
         mine = state.described[stranger]
         if self._by_label:
             same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
@@ -343,7 +344,7 @@ class FedEpc(Method[FedEpcState]):
     # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
 
     async def _do_cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """Let each cluster that has not converged select, train and take its mean; no weights cross its border."""
+        """Let each cluster that has not converged select, train and average; clusters exchange no weights."""
         present = find_responsive(state, fleet)
         chosen = self._select(state, present, r)
         grouping.record_choices(fleet, chosen)
@@ -401,7 +402,7 @@ class FedEpc(Method[FedEpcState]):
 
 
 def remove_devices(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:
-    """Return the clusters without some devices; an empty one is deleted."""
+    """Return the clusters without some devices; empty clusters are deleted."""
     left = (
         msgspec.structs.replace(c, members=tuple(i for i in c.members if i not in ids)) if ids else c for c in clusters
     )
@@ -409,7 +410,7 @@ def remove_devices(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[C
 
 
 def inherit_model(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobRef:
-    """Average the models of the members' last clusters, one term per member; else the shared one (4.6, point 4)."""
+    """Average the models of the members' last clusters, one term per member; without any, the shared (4.6, point 4)."""
     terms = Counter(cluster.model for cluster in state.clusters for i in members if i in cluster.members)
     if not terms:
         return state.shared
@@ -427,7 +428,7 @@ def compute_round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:
 def has_converged(losses: Sequence[RoundLoss]) -> bool:
     """Return whether the mean loss of the last 5 rounds is less than 0.1 % below that of the 5 before (section 6).
 
-    `losses`: of rounds with participants, oldest first; fewer than 10 are too few to tell.
+    `losses`: of rounds with participants, oldest first; False for fewer than 10.
     """
     if len(losses) < 2 * WINDOW:
         return False

@@ -3,10 +3,10 @@
 Source: its specification, docs/methods/fedge.md, which is put together from
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
-Departures: in the first `WARM_UP` rounds every device takes part, since there are no labelled server data: their global
-model is the extractor of the profiles. Every device also takes part in the round of the trial. Clusters and trial rest
-on those rounds alone, because only updates from a common start can be compared (docs/results.md has the gain).
-Unresponsive devices rest (`coordinator.methods.parts.unresponsive`); the bandits see only the others.
+Departures: in the first `WARM_UP` rounds every device takes part. The global model of these rounds is the extractor of
+the profiles, since there are no labelled server data. Every device also takes part in the round of the trial. Clusters
+and trial rest on these rounds alone, because only updates from a common start can be compared (docs/results.md has the
+gain). Unresponsive devices rest (`coordinator.methods.parts.unresponsive`); the bandits see only the other devices.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ log = logging.getLogger("fedge.method")
 WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
 PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
 MAX_CLUSTERS = 8  # K, section 5
-CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
+CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait; the last is that of the trial
 CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of fedge. `mode` shift: for drifting class shares (15.6); all install one model, no mixture.
+    """The options of fedge. `mode` shift: for drifting class shares (15.6); all devices install one model, no mixture.
 
-    `split` overrides the trial: never: no experts; always: experts whenever there is more than one cluster.
-    `clustering` makes the experts: of the updates; aidc: of the groups; labels: of label features (CFIC section 3).
+    `split` overrides the trial. never: no experts; always: experts whenever there is more than one cluster.
+    `clustering` makes the experts' clusters. mctc: of the updates; aidc: of the groups; labels: of label features (CFIC
+    section 3).
     `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
     least ten, fit a local model and decide whether the others do (section 14). `buffer`: updates per step of an
     asynchronous server (section 4.2); 0: rounds wait for their devices. `class_means`: lambda, how strongly training
@@ -95,7 +96,7 @@ ABLATION: Final = "it only remade a row of fedge.md section 15.4: benchmarks/def
 
 
 class Fedge(Mixtures):
-    """The default method; `round` follows the table in section 1."""
+    """fedge, the default method; `round` follows the table in section 1."""
 
     name = "fedge"
     HEEDS = SHARED
@@ -130,13 +131,13 @@ class Fedge(Mixtures):
 
     @classmethod
     def without_profile(cls, options: Any) -> str:
-        """Profiles say only who is chosen to train; an asynchronous run has none."""
+        """Return what a run does without profiles, which only choose who trains; an asynchronous run never has any."""
         if options.buffer:
             return super().without_profile(options)
         return "all form one group when it is chosen who trains; experts come from their updates, as always"
 
     def explain_no_relays(self) -> str:
-        """An asynchronous run takes answers one by one."""
+        """Return why relays are impossible: an asynchronous run takes answers one by one."""
         return super().explain_no_relays() or (ONE_BY_ONE if self.options.buffer else "")
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
@@ -182,7 +183,7 @@ class Fedge(Mixtures):
         return msgspec.structs.replace(await self._equip(state, fleet), round=r)
 
     async def _do_server_step(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Do a step of the server with the next updates, before or after the split (section 4.2)."""
+        """Do one asynchronous step of the server with the next updates, before or after the split (section 4.2)."""
 
         def make_order(device_id: str) -> Train:
             return self._make_order(state, device_id, r, measure=False)
@@ -202,7 +203,7 @@ class Fedge(Mixtures):
         panel: Collection[str],
         discounts: Mapping[str, float] = FRESH,
     ) -> FedgeState:
-        """Return the state with models moved by the updates, if they are enough."""
+        """Return the state with models moved by the updates, if there are enough updates."""
         if len(updates) < self.settings.min_reports:
             return state
         if state.experts:
@@ -216,7 +217,7 @@ class Fedge(Mixtures):
         return found
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
-        """Select in each group as FedEPC section 5; empty before there are groups, or with uniform selection."""
+        """Select in each group as in FedEPC section 5; empty before there are groups, or with uniform selection."""
         assert self.selection is not None
         if self.selection == "uniform":
             return {}
@@ -233,16 +234,16 @@ class Fedge(Mixtures):
         )
 
     def _select_panel(self, present: Collection[str]) -> list[str]:
-        """Return all present devices; of more than `PANEL` that many, the same in every round (section 4)."""
+        """Return all present devices, or `PANEL` of them if there are more, the same in every round (section 4)."""
         if len(present) <= PANEL:
             return list(present)
         lots = {i: hashlib.sha256(f"{self.settings.seed}.{i}".encode()).digest() for i in present}
         return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
 
     def _select_cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
-        """Return the chosen devices; without a choice, a draw within each group; all before there are groups.
+        """Return the chosen devices; without a choice, a draw within each group; before there are groups, all devices.
 
-        Devices whose owners withhold profiles are in no group: they form their own, which is always drawn from.
+        Devices whose owners withhold profiles form a group of their own, which is always drawn from.
         """
         grouped = {i for group in state.groups for i in group}
         others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
@@ -257,7 +258,10 @@ class Fedge(Mixtures):
         return sorted(i for group in groups for i in draw_uniform(group, compute_cohort_size(len(group), share), rng))
 
     def _make_order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
-        """Make a device's order; who trained before keeps the initial model, for step 4. `measure`: for bandits."""
+        """Make a device's order. If it trained before, it keeps the initial model for step 4.
+
+        `measure`: whether it measures losses for the bandits.
+        """
         goes_on = self.options.mode == "mixture" and device_id in state.participations
         return Train(
             starts=list_starts(state, device_id, r),
@@ -269,7 +273,7 @@ class Fedge(Mixtures):
         )
 
     def _get_class_means(self, layout: Layout, r: int) -> float:
-        """Return lambda of section 4.1; 0 in the first round, when features draw nobody anywhere."""
+        """Return lambda of section 4.1; 0 in the first round, when the features still mean nothing."""
         if r <= 1 or all(info.layer != "head" for info in layout.tensors):
             return 0.0
         asked: float | None = self.options.class_means
@@ -312,7 +316,7 @@ class Fedge(Mixtures):
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
     def compute_gamma(self, discounts: Collection[float]) -> float:
-        """Return the option's momentum, reduced with discounted updates (section 4.2)."""
+        """Return the option's momentum, reduced if updates are discounted (section 4.2)."""
         return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
 
     def should_split(self, statistic: float | None, separability: float, n_devices: int) -> bool:
@@ -322,13 +326,13 @@ class Fedge(Mixtures):
         return bool(self.options.split == "always")
 
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Leave a mixture on each late joiner; the global model if it does not train."""
+        """Leave a mixture on each late joiner, or the global model if the device does not train."""
         if state.pool is not None:
             state = await self.admit(state, fleet, state.pool)
         return await self._equip(state, fleet)
 
     async def _equip(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """Install the global model on devices that do not train: they have no labels to choose by (section 12)."""
+        """Install the global model on devices that do not train, since they lack labels to choose by (section 12)."""
         return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.get_inference_devices()})
 
     # ------------------------------------------------------------------------------------------------ what is seen
@@ -427,7 +431,7 @@ async def train_experts(
     fleet: Fleet,
     discounts: Mapping[str, float] = FRESH,
 ) -> FedgeState:
-    """Move every expert by its members' changes from their own starts, after a split; w stays (section 5)."""
+    """Move every expert, after a split, by its members' changes from their own starts; w stays (section 5)."""
     assert state.trial is not None
     members = [[i for i in updates if get_owner(i) in cluster] for cluster in state.trial.clusters]
     means = await average_by_cluster(method, fleet, updates, members, state.layout, discounts=discounts)

@@ -1,4 +1,4 @@
-"""fedge's experts after the trial: where a device starts, and which one is its own; docs/methods/fedge.md section 5."""
+"""fedge's experts after the trial: a device's starts and its primary expert; docs/methods/fedge.md section 5."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 
 
 def list_starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
-    """A device's possible starts: w; after the split its primary expert, or all its experts if look-up is due."""
+    """List a device's possible starts: w; after the split its primary expert, or all its experts if look-up is due."""
     if not state.experts:
         return (Start(model=state.shared.model),)
     primary = state.primary.get(device_id)
@@ -23,7 +23,7 @@ def list_starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
 
 
 def list_offered_experts(state: FedgeState, device_id: str) -> tuple[Start, ...]:
-    """The experts of the device's clusters; any expert if it is in none."""
+    """List the experts of the device's clusters; all experts if the device is in no cluster."""
     assert state.trial is not None
     clusters = state.trial.clusters
     choice = grouping.select_offered([k for k, members in enumerate(clusters) if device_id in members], clusters)

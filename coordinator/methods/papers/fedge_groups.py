@@ -22,7 +22,7 @@ log = logging.getLogger("fedge.method")
 
 
 async def profile_devices(state: FedgeState, fleet: Fleet) -> FedgeState:
-    """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
+    """Profile (SPRE) devices without profile or with another number of samples since; then make AIDC groups."""
     extractor = state.extractor or state.shared.model
     due = {
         i: device for i, device in find_responsive(state, fleet).items() if is_outdated(state.profiles.get(i), device)
@@ -34,7 +34,7 @@ async def profile_devices(state: FedgeState, fleet: Fleet) -> FedgeState:
 
 
 def is_outdated(profiled: Description | None, device: Device) -> bool:
-    """Return whether to profile a device: as `grouping.is_due`, or where its samples' distribution has changed."""
+    """Return whether to profile a device, as `grouping.is_due`, or because its samples' distribution has changed."""
     return grouping.is_due(profiled, device) or (device.drift and device.n_samples > 0)
 
 
@@ -59,7 +59,7 @@ def group_devices(state: FedgeState, new: dict[str, Description]) -> FedgeState:
 
 
 def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
-    """The state without these devices in its groups; an empty group is deleted with its bandit."""
+    """Return the state without these devices in its groups; an empty group is deleted with its bandit."""
     left = [tuple(i for i in members if i not in strangers) for members in state.groups]
     return msgspec.structs.replace(
         state,
@@ -70,7 +70,7 @@ def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
 
 
 def place_stranger(state: FedgeState, stranger: str, unit: float) -> FedgeState:
-    """Let a stranger join the nearest group, or found one (FedEPC section 4.6, point 1)."""
+    """Let a stranger join the nearest group, or found a new group (FedEPC section 4.6, point 1)."""
     k = grouping.place(stranger, state.profiles, state.groups, unit).cluster
     if k is None:
         return msgspec.structs.replace(
@@ -81,7 +81,7 @@ def place_stranger(state: FedgeState, stranger: str, unit: float) -> FedgeState:
 
 
 def with_groups(state: FedgeState, groups: tuple[tuple[str, ...], ...]) -> FedgeState:
-    """Return the state with new groups; each inherits the bandit of the group it overlaps most."""
+    """Return the state with new groups; each inherits the bandit of the old group that it overlaps most."""
     heirs = aidc.inherit(state.groups, groups)
     bandits = tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs)
     return msgspec.structs.replace(state, groups=groups, bandits=bandits, n_moved=0)
@@ -98,7 +98,7 @@ async def cluster_by_group(state: FedgeState, fleet: Fleet, ids: Collection[str]
 
 
 async def profile_drifting(state: FedgeState, fleet: Fleet) -> FedgeState:
-    """Profile drifting devices: they are placed in a group again, and may choose among all experts."""
+    """Profile drifting devices, so that they are placed in a group again and may choose among all experts."""
     drifting = {device.id: device for device in fleet.get_devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await run_and_record(

@@ -36,19 +36,19 @@ ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is
 
 
 class Mixtures(Method[FedgeState]):
-    """A method whose rounds left a global model and perhaps experts, and whose devices end in mixtures of them."""
+    """A method whose rounds leave a global model and perhaps experts, of which its devices finally make mixtures."""
 
     SHRINKAGE: ClassVar[float] = 20.0
-    """a of the devices' own weights, in samples (section 8)."""
+    """a, the shrinkage of the devices' own weights, in samples (section 8)."""
     WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
-    """How often the pooled weights move to the mean of the devices' (section 8)."""
+    """Labels of the turns in which the pooled weights move to the mean of the devices' weights (section 8)."""
     LOCAL: ClassVar[bool] = True
-    """Whether there is a local model to try."""
+    """Whether the mixture may have a local model."""
 
     async def personalise(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
+        """Do sections 6 to 11: devices fit candidates, weights, energy and gate; losses and weights are pooled.
 
-        Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
+        Unresponsive devices that took part are asked once more, since without a mixture all of their work is lost.
         """
         asked = find_responsive(state, fleet).keys() | state.participations.keys()
         devices = {device.id: device for device in fleet.get_devices() if device.id in asked}
@@ -104,10 +104,10 @@ class Mixtures(Method[FedgeState]):
         return msgspec.structs.replace(state, pool=pool, installed=select_results(answers, Installed))
 
     async def admit(self, state: FedgeState, fleet: Fleet, pool: PooledSettings) -> FedgeState:
-        """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
+        """Do section 12: late joiners fit their candidates with the pooled settings, without any round.
 
-        So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
-        release, and so replaces the old one.
+        So do devices whose data drifted, after they were profiled and placed again. Their new bundles have a higher
+        release, and so replace the old ones.
         """
         state = await profile_drifting(state, fleet)
         new = [device for device in fleet.get_devices() if device.id not in state.installed or device.drift]
@@ -132,7 +132,7 @@ class Mixtures(Method[FedgeState]):
     def make_fit_order(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
         """Make the order to fit candidates; a device that never trained fits for the median number of rounds.
 
-        `local`: whether it also fits a local model.
+        `local`: whether the device also fits a local model.
         """
         typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
         rounds = state.participations.get(device.id, typical)
@@ -145,7 +145,7 @@ class Mixtures(Method[FedgeState]):
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Choose the (T, kappa) with the smallest pooled loss; section 12's for too few samples (section 7)."""
+        """Choose the (T, kappa) with the smallest pooled loss (section 7); with too few samples, that of section 12."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
         points = make_grid(role)
@@ -170,7 +170,7 @@ class Mixtures(Method[FedgeState]):
         return BETAS[choose_pooled(losses)] if losses else 0.0
 
     def make_mixture_order(self, pool: PooledSettings, fitted: CandidatesFitted) -> FitGate:
-        """The last step on a device, with the pooled settings; without any of the candidates, the global model.
+        """Make the order of the last step, with the pooled settings; without any candidate, with the global model.
 
         A device that may not report losses has at least the global and the private model.
         """

@@ -1,4 +1,4 @@
-"""The state of fedge between two rounds, and what it is made of; docs/methods/fedge.md."""
+"""The state of fedge between two rounds, and its parts; docs/methods/fedge.md."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class LastUpdate(Struct, frozen=True, kw_only=True):
 
 
 class PrimaryExpert(Struct, frozen=True, kw_only=True):
-    """The expert a device starts from, and the round in which it was looked up."""
+    """The expert that a device starts from, and the round in which the device chose it."""
 
     cluster: int
     round: int
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """The trial's outcome (section 5). `places`: devices `ids` in a plane (`project_to_plane`), for plots."""
+    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`project_to_plane`), for plots."""
 
     ids: tuple[str, ...]
     clusters: tuple[tuple[str, ...], ...]
@@ -51,7 +51,7 @@ class PooledSettings(Struct, frozen=True, kw_only=True):
 
 
 class FedgeState(AskingState, frozen=True, kw_only=True):
-    """The state of a federation between two rounds."""
+    """The state of fedge between two rounds."""
 
     initial_model: BlobRef
     shared: ServerModel  # w, v

@@ -37,8 +37,8 @@ from fedge.wire.messages import BlobRef
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of PM-MoE. `base`: the first stage. `top`: experts of a sample, by default half of the pool.
 
-    `denoise`: share of the pool that is left out; 0: none. `guard`: the own module serves where it does better on
-    validation samples. `clip`, `noise`: of a module that is sent; noise is measured in clips.
+    `denoise`: share of the pool that is left out. `guard`: whether the own module serves alone if it does better on
+    validation samples. `clip`, `noise`: of a module that is sent; noise is a multiple of `clip`.
     """
 
     base: Literal["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"] = "fedper"
@@ -50,11 +50,11 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.noise and self.clip is None:
-            raise ValueError("noise is measured in clips: give clip, too")
+            raise ValueError("noise is a multiple of clip: give clip, too")
 
 
 class PmMoe(Method[PersonalState]):
-    """Stage 1: the base's rounds. Stage 2, once: collect the pool, send it out, a gate on every device."""
+    """PM-MoE. Stage 1: the base's rounds. Stage 2, once: collect the pool, send it out, fit a gate on every device."""
 
     name = "pm-moe"
     HEEDS = SHARED
@@ -72,10 +72,10 @@ class PmMoe(Method[PersonalState]):
         FINE_TUNED: "pm-moe ends in a gate over what the devices kept",
     }
     PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
-    """Of the gate (section 5)."""
+    """Preset of the gate (section 5)."""
 
     def set_up(self) -> None:
-        """Make the base."""
+        """Make the base method."""
         if self.options.top == 1 and self.PRESET == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more")
         assert self.selection is not None
@@ -89,7 +89,7 @@ class PmMoe(Method[PersonalState]):
         self._base: PersonalLayers[Any] = base
 
     def explain_no_relays(self) -> str:
-        """Every device gets the others' modules."""
+        """Return why relays are impossible: every device gets the other devices' modules."""
         return super().explain_no_relays() or "devices hand their private modules to each other"
 
     def init(self, layout: Layout, model: BlobRef) -> PersonalState:
@@ -103,7 +103,7 @@ class PmMoe(Method[PersonalState]):
         return after
 
     async def finish(self, state: PersonalState, fleet: Fleet) -> PersonalState:
-        """Fit a gate over the pool on every device (section 7); who never trained installs the base's model."""
+        """Fit a gate over the pool on every device (section 7); untrained devices install the base's model."""
         o, base = self.options, self._base
         kept_by, personal = base.find_kept_step(state), base.personal
         if kept_by is None or not state.round:  # nothing was ever kept
@@ -112,7 +112,7 @@ class PmMoe(Method[PersonalState]):
         answers = await fleet.run("share", {device.id: share for device in fleet.get_devices()})
         modules = {i: shared.module for i, shared in select_results(answers, PrivateShared).items()}
         numbers = make_round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
-        n_pools = -(-len(numbers) // MAX_POOL)  # more devices than fit into a pool: several of about equal size
+        n_pools = -(-len(numbers) // MAX_POOL)  # several pools of about equal size if one cannot hold all
         pools = [numbers[k::n_pools] for k in range(n_pools)]
         orders = {
             i: FitPool(
@@ -120,7 +120,7 @@ class PmMoe(Method[PersonalState]):
                 personal=personal,
                 kept_by=kept_by,
                 initial=state.initial,
-                pool=tuple(None if other == i else modules[other] for other in members),  # the own one is there
+                pool=tuple(None if other == i else modules[other] for other in members),  # the own one is on the device
                 own=own,
                 preset=self.PRESET,
                 top=o.top,

@@ -47,7 +47,7 @@ PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """The parameters of section 12. `tau` None: Otsu's cut. `reference`: the model that updates start from."""
+    """The parameters of section 12. `tau`: Otsu's cut if None. `reference`: the model that updates start from."""
 
     n_clusters: int = 8
     tau: float | None = None
@@ -81,11 +81,12 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of SCMoE-PFL. `preset`: section 12, repaired or as printed; given options override it.
+    """The options of SCMoE-PFL. `preset`: section 12, default or as in the paper; given options override it.
 
-    `clustering` k-means or agglomerative: as many clusters as MCTC would make, or `n_clusters`, each device in one;
-    labels: devices of equal label feature (CFIC section 3). `n_clusters` of MCTC: at most. `freeze_after` 0: cluster in
-    every round. `private_data`, `private_steps`: of the private model's training. `top`: experts of a sample.
+    `clustering` k-means or agglomerative: as many clusters as MCTC would make, or `n_clusters`, each device in one
+    cluster; labels: devices of equal label feature (CFIC section 3). With MCTC, `n_clusters` is the most. With
+    `freeze_after` 0, every round clusters anew. `private_data`, `private_steps`: of the private model's training.
+    `top`: experts of a sample.
     """
 
     preset: Literal["default", "paper"] = "default"
@@ -106,7 +107,7 @@ PRESET: Final = "preset=paper or preset=default sets it"
 
 
 class Clusters(Struct, frozen=True, kw_only=True):
-    """The present clusters: `made` in which round, with which tau; `separability` of Otsu's cut (17.4)."""
+    """The present clusters, the round in which they were `made`, their tau, and Otsu's `separability` (17.4)."""
 
     made: int
     members: tuple[tuple[str, ...], ...]
@@ -160,7 +161,7 @@ class ScmoePfl(Method[ScmoeState]):
         self._p = self.make_parameters()
 
     def explain_no_relays(self) -> str:
-        """Its experts are means of whole models."""
+        """Return why relays are impossible: the experts are means of whole models."""
         return super().explain_no_relays() or "it goes by the model that each device has trained"
 
     def make_parameters(self) -> Parameters:
@@ -209,7 +210,7 @@ class ScmoePfl(Method[ScmoeState]):
         )
 
     async def _request_labels(self, state: ScmoeState, ids: Iterable[str], fleet: Fleet) -> ScmoeState:
-        """Ask devices without a label feature for it, if features make the clusters."""
+        """Ask devices for their missing label features, if features make the clusters."""
         if self.options.clustering != "labels":
             return state
         asked = dict.fromkeys((i for i in ids if i not in state.labels), DescribeLabels())
@@ -275,7 +276,7 @@ class ScmoePfl(Method[ScmoeState]):
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))
 
     def _record_best(self, state: ScmoeState, before: ScmoeState) -> ScmoeState:
-        """Keep the best experts, as measured by this round; stop after 10 rounds without progress (section 8)."""
+        """Keep the experts of the best round so far; stop after 10 rounds without progress (section 8)."""
         accuracy = state.history[-1].accuracy
         if accuracy is None or not before.experts:
             return state
@@ -342,7 +343,7 @@ def find_own_clusters(state: ScmoeState, device_id: str) -> tuple[int, ...]:
 
 
 def list_starts(state: ScmoeState, device_id: str) -> tuple[Start, ...]:
-    """List the experts of a device's clusters, or any if it is in none; before experts, the initial model."""
+    """List the experts of a device's clusters, or all if it is in none; before experts, the initial model."""
     if not state.experts or state.clusters is None:
         return (Start(model=state.initial_model),)
     choice = select_offered(find_own_clusters(state, device_id), state.clusters.members)
@@ -355,7 +356,7 @@ def load_start(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:
 
 
 def compute_mean_start(method: ScmoePfl, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet) -> Model:
-    """Compute the mean of the models that a cluster's members started from, weighted as their updates."""
+    """Compute the mean of the models that a cluster's members started from, with the weights of their updates."""
     totals: dict[int, float] = defaultdict(float)
     weights = limit_sizes([update.n_samples for update in updates.values()], method.settings.protection)
     for update, weight in zip(updates.values(), weights, strict=True):
@@ -370,7 +371,7 @@ async def aggregate(
 ) -> ScmoeState:
     """Set omega_k to the mean of its members' models; a cluster without members keeps its expert (Eq. 5).
 
-    The mean is computed as that of their starts, with the same weights, plus that of their changes.
+    The mean is computed as the mean of the members' starts plus the mean of their changes, with the same weights.
     """
     if state.clusters is None:
         return state

@@ -21,17 +21,17 @@ from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.steps.training.train import Train, Trained
 
 KEPT: Final = 20
-"""Latest updates, against whose norms the next ones are measured."""
+"""Latest updates that are kept, so that the next updates' norms can be compared with theirs."""
 
 ONE_BY_ONE: Final = "it takes answers one by one, and a relay gives those of its site together"
-"""Why devices cannot be behind relays."""
+"""Reason why devices cannot be behind relays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """The updates of a step, by ascending device id; a device may have sent several (`rounds.get_owner`).
 
-    `staleness`: tau of each, the steps since its order was written. `asked`: orders that were written meanwhile.
+    `staleness`: tau of each update, the steps since its order was written. `asked`: orders written meanwhile.
     `seen`: the latest updates, at most `KEPT`.
     """
 
@@ -61,7 +61,7 @@ async def fill_buffer(
 ) -> Buffer:
     """Collect the next `size` updates, however old they are; fewer if no device is working any more.
 
-    `--participation` is the share of devices that work at a time. Whenever one answers, an idle one is drawn to begin.
+    `--participation` is the share of devices that work at a time. Whenever a device answers, an idle device is drawn.
     A device that failed or declined is not asked again in this step.
     """
     r, settings, measures = state.round + 1, method.settings, list(seen)

@@ -25,7 +25,7 @@ FRESH: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Update(Protocol):
-    """An update that can be averaged: Delta_i and n_i."""
+    """An update that can be averaged, with Delta_i and n_i."""
 
     @property
     def update(self) -> BlobRef:
@@ -52,21 +52,21 @@ async def average_by_cluster(
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
 ) -> tuple[Average | None, ...]:
-    """Average updates within clusters; those on sites are summed there.
+    """Average updates within clusters; updates on sites are summed on their sites.
 
     Args:
-        method: its settings have the rule.
+        method: the method, whose settings have the rule.
         fleet: where the updates are.
-        updates: by ascending device id.
-        members: of each cluster, ids among those of the updates; clusters may overlap or be empty.
-        layout: of the updates.
-        alike: every device counts as one, however many samples it has.
+        updates: the updates, by ascending device id.
+        members: the ids of each cluster's devices with updates; clusters may overlap or be empty.
+        layout: the layout of the updates.
+        alike: whether every device weighs 1, however many samples it has.
         note: called with directions of updates.
         whose: devices whose directions are wanted.
         discounts: factors of some updates, applied after their lengths are bounded.
 
     Returns:
-        The average of each cluster; None if it has no members, or none of their sites has answered.
+        The average of each cluster; None if the cluster has no members, or none of their sites has answered.
     """
     ids = list(updates)
     norms = [fleet.get_norms(u.update, layout) for u in updates.values()]
@@ -107,7 +107,7 @@ async def average_by_cluster(
 
 
 def _compute_multiples(share: Share | None, size: float, discount: float) -> tuple[float, float]:
-    """Return the factors of an update that a site weighs by its size, so that it adds what its share says."""
+    """Return the factors of an update that a site weighs by size, so that the update counts as its share says."""
     if share is None:
         return discount, 1.0
     return discount * share.params * share.weight / size, share.buffers * share.weight / size
@@ -138,7 +138,10 @@ def _average_over_sites(
     counts: Shares,
     layout: Layout,
 ) -> tuple[Average | None, ...]:
-    """Average all as `average_clusters`; a site's mean of a cluster stands for its devices. `here`: the others."""
+    """Average all updates as `average_clusters`; a site's mean of a cluster stands for the site's devices.
+
+    `near`: the updates of the devices `here`, which are not on sites.
+    """
     place = {i: n for n, i in enumerate(here)}
     members = [[place[ids[p]] for p in own if ids[p] in place] for own in positions]
     of_all = {(k, place[ids[p]]): share for (k, p), share in counts.items() if ids[p] in place}

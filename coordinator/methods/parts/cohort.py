@@ -1,8 +1,8 @@
-"""Cohorts of methods without clusters, or with overlapping ones: all devices are one cluster.
+"""Cohorts of methods without clusters or with overlapping clusters, which treat all devices as one cluster.
 
 `uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md
-section 5). A rule of another package chooses from all that have samples, without a deadline.
-Stratified draws need one cluster per device: methods that have them call `coordinator.selection.select.choose`.
+section 5). A rule of another package chooses from all devices with samples, without a deadline. Stratified draws need
+one cluster per device; methods with such clusters call `coordinator.selection.select.choose`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NO_CLUSTERS: Final = {
     "selection=stratified": "it draws about as many devices from each cluster, and here are none; "
     "cfic:correction=false is fedavg with it",
 }
-"""Refused by methods without clusters."""
+"""Settings that methods without clusters refuse, and why."""
 
 
 class ChoosingState(State, frozen=True, kw_only=True):
-    """The state of a method that chooses. `seconds`: last rounds, of `fastest`; `bandit`: of `ccmab`."""
+    """The state of a method that chooses. `seconds`: of devices' last rounds, for `fastest`; `bandit`: for `ccmab`."""
 
     seconds: dict[str, float] = {}
     bandit: ccmab.State = ccmab.State()
@@ -48,12 +48,12 @@ C = TypeVar("C", bound=ChoosingState)
 async def train_cohort(
     method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
 ) -> tuple[C, int, dict[str, Trained]]:
-    """Have a cohort train `model`, or models of its size, each device by its order.
+    """Have a cohort train `model`, or models of the same size, each device by its order.
 
     Losses and gradient norms are measured only for the bandit.
 
     Returns:
-        The state with what the round showed of the devices, the number asked, and their updates.
+        The state with the measurements of the round, the number of devices asked, and their updates.
     """
     ids, choices = draw_devices(method.selection, state, fleet.get_devices(), method.settings, model)
     if choices:
@@ -75,9 +75,9 @@ def make_bandit_settings(settings: MethodSettings) -> ccmab.Settings:
 def draw_devices(
     how: str | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> tuple[list[str], Choices]:
-    """Draw the cohort of round `state.round + 1`: ascending ids, and of `ccmab` and others' rules their choice.
+    """Draw the cohort of round `state.round + 1`: ascending ids, and for `ccmab` and others' rules the choices.
 
-    `model`: one of the size of those that are trained.
+    `model`: a model of the size of those that are trained.
     """
     ids = [device.id for device in devices]
     n = compute_cohort_size(len(ids), settings.participation)
@@ -96,7 +96,7 @@ def draw_devices(
 
 
 def record_answers(how: str | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
-    """Return the state with what a round showed; infinity where a device of `fastest` did not answer."""
+    """Return the state with a round's measurements; with `fastest`, infinite seconds for devices without an answer."""
     if choices:
         return msgspec.structs.replace(state, bandit=update_bandits(choices, answers)[0])
     if how != "fastest":

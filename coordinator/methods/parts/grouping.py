@@ -1,7 +1,7 @@
 """Descriptions of devices, clusters of them, and devices as arms of their group's bandit (FedEPC section 5).
 
-Each clustering has its own description: a profile, the label feature, or the direction of one update of a common model
-(scmoe_pfl.md section 4: updates of different models cannot be compared).
+Each clustering has its own description: a profile, the label feature, or the direction of one update of a common model.
+Updates of different models cannot be compared (scmoe_pfl.md section 4).
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ log = logging.getLogger("fedge.method")
 
 ONE_GROUP: Final = "event=one_group the extractor tells no devices apart, so all form one group"
 BELIEVED: Final = 10.0
-"""Times the median: with 2, one of the runs with turned cameras chose other cohorts and missed its groups."""
+"""Limit of a device's reported figures, in medians. With 2, one of the runs with turned cameras chose other cohorts and
+missed its groups."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """A device's description of its data: a profile, its label feature, or a direction; its samples then.
+    """A device's description of its data, a profile, label feature or direction, and its number of samples then.
 
-    `halves`: D_raw between the profiles of its even and odd samples, if it tells. `label`: in CFIC the number of its
-    cluster, whatever the clusters are made of. `incarnation`: of the device then, in CFIC alone, which asks restarted
-    ones again.
+    `halves`: D_raw between the profiles of the device's even and odd samples, if it reports that. `label`: in CFIC the
+    number of the device's cluster, whatever the clusters are made of. `incarnation`: the device's incarnation then, for
+    CFIC alone, which asks restarted devices again.
     """
 
     n_samples: int
@@ -57,12 +58,12 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 def explain_refusal_of_relays(how: Clustering) -> str:
-    """Why a method cannot cluster devices behind relays; empty: it can."""
+    """Return why a method cannot cluster devices behind relays; empty if it can."""
     return "it clusters by each device's update" if how == "mctc" else ""
 
 
 def select_comparable(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
-    """Select comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
+    """Select the profiles of the most common length, on a tie the length of known ones, by ascending id.
 
     Empty profiles (of devices with another description) stay.
     """
@@ -104,7 +105,7 @@ def has_changed(before: Description, now: Description, unit: float) -> bool:
 
 
 def is_due(before: Description | None, device: Device) -> bool:
-    """Return whether a device must describe its data: it has some, and never did, or their number has changed."""
+    """Return whether a device with data must describe them, because it never did or their number has changed."""
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
@@ -128,7 +129,7 @@ def make_describe_action(
 def read_descriptions(
     answers: Mapping[str, Answer], asked: Mapping[str, Device], fleet: Fleet, layout: Layout
 ) -> dict[str, Description]:
-    """Read the descriptions in answers. Directions are stored by themselves; an update of zero has none."""
+    """Read the descriptions in answers. Directions are stored as files; an update of zero has no direction."""
     found = {}
     for i, answer in answers.items():
         device, result = asked[i], answer.result
@@ -160,9 +161,9 @@ def cluster_devices(
     rng: np.random.Generator,
     n_clusters: int | None = None,
 ) -> Clusters:
-    """Cluster N described devices, each into one; at most `n_clusters` of mctc, by default eight.
+    """Cluster N described devices, each into one cluster. With mctc, `n_clusters` is the most, by default eight.
 
-    `unit`: D_ref of profiles; None: the extractor tells no devices apart, so all are one cluster.
+    `unit`: D_ref of profiles; None if the extractor tells no devices apart, so that all are one cluster.
     """
     if how == "labels":
         return by_label([d.label for d in described])
@@ -181,16 +182,16 @@ def cluster_devices(
 
 
 def select_offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Return the numbers of the clusters whose experts a device may choose from, ascending: its own, or all.
+    """Return the numbers of the clusters from whose experts a device may choose, its own or else all, ascending.
 
-    An order holds at most `MAX_STARTS`: the largest clusters, on a tie the first.
+    An order holds at most `MAX_STARTS` of them, those of the largest clusters, the first on a tie.
     """
     largest = sorted(own or range(len(members)), key=lambda k: -len(members[k]))
     return tuple(sorted(largest[:MAX_STARTS]))
 
 
 Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
-"""By cluster: a round's selection, and the bandit that holds this round (`coordinator.selection`)."""
+"""A round's selections by cluster, each with the bandit that holds this round (`coordinator.selection`)."""
 
 
 def record_choices(fleet: Fleet, choices: Choices) -> None:
@@ -218,7 +219,7 @@ def update_bandits(choices: Choices, answers: Mapping[str, Answer]) -> dict[int,
 
 
 def make_arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
-    """Make the bandit's arm of a device in its present state; its work is that of one order to train `model`."""
+    """Make the bandit's arm of a device in its present state. The arm's work is that of one order to train `model`."""
     context = device.context or Context(device_id=device.id)
     return ccmab.Arm(
         id=device.id,

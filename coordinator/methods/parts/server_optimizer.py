@@ -22,7 +22,7 @@ log = logging.getLogger("fedge.method")
 
 
 class ServerModel(Struct, frozen=True, kw_only=True):
-    """The model w and the velocity v, by reference. None is zero velocity."""
+    """The model w and the velocity v, by reference; v is None if zero."""
 
     model: BlobRef
     velocity: BlobRef | None = None
@@ -31,18 +31,18 @@ class ServerModel(Struct, frozen=True, kw_only=True):
 def apply(model: BlobRef, change: Trained | Average | Model | None, layout: Layout, fleet: Fleet) -> BlobRef:
     """Move a model by one update or by a mean of updates, and store it: w <- w + change.
 
-    An update is a difference only in its parameters: its running statistics and counters are those after training, and
-    become the new model's. The new model is stored as the successor of the old one, so devices fetch the difference.
+    Only an update's parameters are a difference; its running statistics and counters are those after training, and
+    become the new model's. The new model is stored as successor of the old model, so that devices fetch the difference.
 
     Args:
         model: w, such as `state.model`.
-        change: an accepted answer; the mean that `average` returns; or what the method makes of them, as a `Model`
-            whose `params` are differences. None: the model stays.
-        layout: of the model, such as `state.layout`.
+        change: an accepted answer; the mean that `average` returns; or a `Model` made by the method, whose `params` are
+            differences. If None, the model stays.
+        layout: the layout of the model, such as `state.layout`.
         fleet: where models are kept.
 
     Returns:
-        The new model; the old one where the new one would not be finite (this is logged).
+        The new model; the old model if the new one would not be finite (this is logged).
     """
     if isinstance(change, Trained):
         change = fleet.get(change.update, layout)
@@ -56,13 +56,13 @@ def step_server(
 
     Args:
         server: w, v.
-        mean: of the devices' changes; None: the model stays.
-        layout: of the model.
+        mean: mean of the devices' changes; if None, the model stays.
+        layout: the layout of the model.
         fleet: where models are kept.
         gamma: momentum, in [0, 1); with 0 no velocity is kept.
 
     Returns:
-        The model after the step; the old one, at rest, where the new one would not be finite (this is logged).
+        The model after the step; the old model, with v = 0, if the new one would not be finite (this is logged).
     """
     if mean is None:
         return server

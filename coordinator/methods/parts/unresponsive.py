@@ -1,7 +1,7 @@
 """Devices that do not answer rest for a while, since each would cost a whole deadline.
 
-Rests grow with every unanswered order (`find_responsive`). A method counts these in its state (`AskingState`), through
-`run_and_record`.
+Rests grow with every unanswered order (`find_responsive`). A method counts unanswered orders in its state
+(`AskingState`), through `run_and_record`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_REST: Final = 16
 
 
 class MissedOrders(Struct, frozen=True, kw_only=True):
-    """The unanswered orders of a device in a row; the round of the last one, and the device's incarnation then."""
+    """The number of a device's last orders in a row without answer, the last one's round, the incarnation then."""
 
     misses: int
     round: int
@@ -43,8 +43,8 @@ def find_responsive(state: AskingState, fleet: Fleet) -> dict[str, Device]:
     """Return the devices to ask in the next round, by id, without those that rest.
 
     After one unanswered order a device rests for a round, after two for three, after three for seven. A device with a
-    new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If all rest, all
-    are asked: they can delay no other device.
+    new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If all devices
+    rest, all are asked, because they can delay no other device.
     """
     devices = {device.id: device for device in fleet.get_devices()}
     missed = {i: misses for i, misses in state.unresponsive.items() if i in devices}
@@ -56,7 +56,7 @@ def find_responsive(state: AskingState, fleet: Fleet) -> dict[str, Device]:
 async def run_and_record(
     state: H, fleet: Fleet, label: str, actions: Mapping[str, Action], *, insisting: bool = False
 ) -> tuple[H, dict[str, Answer]]:
-    """Run actions in the next round, and record which devices answered. `insisting`: by `run_with_retries`."""
+    """Run actions in the next round, and record which devices answered. `insisting`: use `run_with_retries`."""
     answers = await (run_with_retries(fleet, label, actions) if insisting else fleet.run(label, actions))
     incarnations = {device.id: device.incarnation for device in fleet.get_devices()}
     unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}

@@ -27,10 +27,10 @@ def make_mixture(
     """Mix several models' outputs in fixed shares, or leave one model unchanged.
 
     Args:
-        task: of the models.
+        task: the task of the models.
         models: at least one.
-        shares: of each model in the output; sum to 1.
-        log_prior: added to the logits of class c, (C,); None: nothing (kappa = 0).
+        shares: the share of each model in the output; shares sum to 1.
+        log_prior: added to the logits of class c, (C,); nothing (kappa = 0) if None.
     """
     alone = len(models) == 1
     return Mixture(
@@ -57,11 +57,11 @@ def make_files(
     """Make the files of a bundle by name; equal arguments give equal bytes.
 
     Args:
-        mixture: what the bundle predicts.
+        mixture: the mixture by which the bundle predicts.
         samples: (n, *input_shape) model inputs on which torch and ONNX Runtime must agree; n may be 0.
-        task: what the bundle is for.
-        layout: of the models.
-        release: of the bundle.
+        task: the bundle's task.
+        layout: the layout of the models.
+        release: the release of the bundle.
         method: named in the manifest.
 
     Raises:
@@ -86,7 +86,7 @@ def make_child_bundle(task: TaskSpec, layout: Layout, model: Model, *, release: 
     """Make the files of a bundle with the model's predictions, without torch in this process.
 
     Raises:
-        ConfigError: such a network cannot be exported; the text says why.
+        ConfigError: the network cannot be exported; the text says why.
     """
     with raise_as(ConfigError, f"no bundle of the network of task {task.name} can be made", on=ConfigError):
         return child.call_once(

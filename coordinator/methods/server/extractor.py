@@ -17,7 +17,7 @@ from fedge.system import child
 from fedge.tensors.layout import Model
 
 FEWEST: Final = 5
-"""Samples without which a class has no profile (section 4.1)."""
+"""Fewest samples of a class that has a profile (section 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def require_samples(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]
     """Refuse samples of the server that cannot give an extractor and a unit.
 
     Raises:
-        ConfigError: they do not fit the task, or fewer than two classes have at least 5 samples.
+        ConfigError: the samples do not fit the task, or fewer than two classes have at least 5 samples.
     """
     if x.shape != (len(y), *task.input_shape) or not len(y) or y.min() < 0 or y.max() >= task.n_classes:
         raise ConfigError(f"the labelled samples {x.shape} of the server do not fit task {task.name}")
@@ -47,10 +47,10 @@ def train_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64]
         task: what is learned.
         x: (n, *input_shape) model inputs.
         y: (n,) labels.
-        seed: of first weights and batches.
+        seed: the seed of first weights and batches.
 
     Raises:
-        ConfigError: the child failed; the text holds what it said.
+        ConfigError: the child process failed; the text holds its message.
     """
     with raise_as(ConfigError, "no extractor can be trained on the labelled samples of the server", on=ConfigError):
         model, profiles = child.call_once(

@@ -1,4 +1,4 @@
-"""What FedCoE's server computes on its labelled data: experts, gate, scores of clients, assembled bundles.
+"""The computations of FedCoE's server on its labelled data: experts, gate, scores of clients, assembled bundles.
 
 Source: arXiv 2605.21264; specification docs/methods/fedcoe.md. The maths on the results is in
 `coordinator.aggregation.correlation`. Only this part of the coordinator holds torch; a method that needs it imports it.
@@ -35,16 +35,18 @@ Trunk = Literal["auto", "vector"]
 HIDDEN: Final = 64  # d, section 4
 CHANNELS: Final = (8, 16)  # of the gate's two convolutions, section 4
 GATE_SGD: Final = Sgd(batch_size=32, learning_rate=0.05, momentum=0.9)
-"""Of the gate's training. With 0.1 (section 5) the convolutional gate died on digits, on three seeds of three."""
+"""Settings of the gate's training. With learning rate 0.1 (section 5) the convolutional gate died on digits, on three
+seeds of three."""
 GATE_DECAY: Final = 5e-4  # its weight decay, section 5
 CHUNK: Final = 512
-"""Samples per forward pass of the gate: bounds the memory."""
+"""Most samples in a forward pass of the gate, to limit the memory."""
 
 
 class Gate(nn.Module):
     """The gate G(x), section 4: a trunk of its own, 64 features, softmax over K experts (Eq. 3).
 
-    `trunk`: "auto": two convolutions for images of at least 4 x 4, else a linear layer; "vector": the linear layer.
+    `trunk`: "auto" is two convolutions for images of at least 4 x 4, otherwise a linear layer; "vector" is always the
+    linear layer.
     """
 
     def __init__(self, input_shape: tuple[int, ...], n_experts: int, trunk: Trunk = "auto") -> None:
@@ -69,13 +71,13 @@ class Gate(nn.Module):
 
 
 class ServerData:
-    """The labelled samples D_s of the server, and what is computed on them.
+    """The labelled samples D_s of the server, and the computations on them.
 
     Args:
-        task: what is learned.
+        task: the task to learn.
         x: (n, *input_shape) model inputs.
         y: (n,) labels.
-        processor: what trains the task's network and asks it.
+        processor: the processor that trains and evaluates the task's network.
 
     Raises:
         ConfigError: there are no samples, or they do not fit the task.
@@ -105,8 +107,8 @@ class ServerData:
             groups: expert of each class, (C,).
             n_experts: K; an expert without samples stays at the start.
             epochs: passes over the expert's samples.
-            sgd: learning rate, momentum, weight decay and batch size.
-            seed: of the batches.
+            sgd: settings for learning rate, momentum, weight decay and batch size.
+            seed: the seed of the batches.
         """
         experts = []
         for j in range(n_experts):
@@ -128,7 +130,7 @@ class ServerData:
         return experts
 
     def compute_scores(self, models: Iterable[Model]) -> Array:
-        """Compute the true class's probability, (n, number of models) (Eq. 5); 0 where an output is not finite."""
+        """Compute the true class's probability, (n, number of models) (Eq. 5); 0 if an output is not finite."""
         rows = np.arange(len(self.y))
         columns = [self.compute_probabilities(model)[rows, self.y] for model in models]
         return np.nan_to_num(np.stack(columns, axis=1), nan=0.0)
@@ -145,11 +147,11 @@ class ServerData:
         """Fit the gate to the suitability s (n, K) by the mean of KL(s || G) over D_s (Eq. 2).
 
         Args:
-            s: rows on the simplex; constants here.
-            start: a gate to go on from; None: a new one.
-            trunk: see `Gate`.
+            s: rows on the simplex, which training does not change.
+            start: the gate to start from; a new gate if None.
+            trunk: as in `Gate`.
             epochs: passes over D_s.
-            seed: of the weights and the batches.
+            seed: the seed of the weights and the batches.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -196,10 +198,10 @@ class ServerData:
 
         Args:
             models: the assembled model alone, or the experts whose outputs are mixed.
-            shares: of each model in the output; sum to 1.
-            layout: of the models.
-            log_prior: t_c, added to the logits of class c, (C,); None: nothing is.
-            release: of the bundle.
+            shares: the share of each model in the output; shares sum to 1.
+            layout: the layout of the models.
+            log_prior: t_c, added to the logits of class c, (C,); nothing is added if None.
+            release: the release of the bundle.
             method: named in the manifest.
         """
         mixture = make_mixture(self.task, models, shares, log_prior)

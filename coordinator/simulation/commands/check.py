@@ -23,7 +23,7 @@ from fedge.system.help import Command, json_option
 from fedge.system.text import Heading, escape_controls
 
 MANY: Final = 2000
-"""Images of a folder that are read; of other data all."""
+"""Most images of a folder that are read; other data are read completely."""
 
 
 class CheckSettings(Struct, frozen=True, kw_only=True):
@@ -110,10 +110,10 @@ def check(
 def _read_samples(
     settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]
 ) -> tuple[Samples | None, int, samples.Counts]:
-    """Read the samples; returns a few, the number of those that were read, and all by device and class.
+    """Read the samples; return a few, the number of samples read, and the numbers of all by device and class.
 
     Raises:
-        ConfigError: they cannot be read, or do not fit the task.
+        ConfigError: the samples cannot be read, or do not fit the task.
     """
     from fedge.tasks import load_pool, read_device_data
 

@@ -14,7 +14,7 @@ from fedge.system.moved import alias_members
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A figure over the seeds; `std` is that of a sample (n - 1), 0 for one seed."""
+    """The mean and sample standard deviation (n - 1) of a figure over the seeds; `std` is 0 for one seed."""
 
     mean: float
     std: float
@@ -24,9 +24,9 @@ class Spread(Struct, frozen=True, kw_only=True):
 class MethodOutcome(Struct, frozen=True, kw_only=True):
     """The outcome of a method over all seeds. Differences are in `accuracy`, seed by seed.
 
-    `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, chosen in hindsight, which
-    flatters it. `cost`: mean cost of reaching the target; None unless every seed reached it. `cold_start`: of the late
-    joiners. `details`: the method's own numbers that exist for every seed.
+    `to_baseline`: difference to the baseline. `to_best_other`: difference to the other method with the best mean. The
+    choice in hindsight flatters that method. `cost`: mean cost of reaching the target; None unless every seed reached
+    it. `cold_start`: accuracy of the late joiners. `details`: the method's own numbers that exist for every seed.
     """
 
     method: str
@@ -50,7 +50,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
 
 @alias_members(rows="to_rows")
 class Comparison(Struct, frozen=True, kw_only=True):
-    """The JSON file of `fedge compare`."""
+    """The results of `fedge compare`, as in its JSON file."""
 
     scenario: Scenario
     seeds: tuple[int, ...]
@@ -89,7 +89,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         """Read a comparison from its JSON file.
 
         Raises:
-            msgspec.DecodeError: it is none.
+            msgspec.DecodeError: the file holds no comparison.
         """
         return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
 
@@ -114,10 +114,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class Demonstration(Comparison, frozen=True, kw_only=True):
-    """The JSON file of `fedge demo`: ways to learn on one seed, the last of them by real processes.
+    """The results of `fedge demo`, as in its JSON file: ways to learn on one seed, the last of them by real processes.
 
-    `learned_by`: the method of that one. `wall_s`: from start to end. `places`: of devices in a plane, similar updates
-    side by side; empty if the method compares no updates.
+    `learned_by`: the method of the last way. `wall_s`: seconds from start to end. `places`: places of devices in a
+    plane, similar updates side by side; empty if the method compares no updates.
     """
 
     learned_by: str

@@ -9,7 +9,7 @@ from string import Template
 from typing import Any, Final
 
 NARROW: Final = 4
-"""Columns that fit on a phone."""
+"""Most columns that fit on a phone."""
 
 
 def render_page(title: str, lead: str, *content: str) -> str:
@@ -27,12 +27,12 @@ def render_section(title: str, text: str, content: str) -> str:
 
 
 def render_columns(*sections: str) -> str:
-    """Render sections side by side where there is room."""
+    """Render sections side by side if there is room."""
     return '<div class="columns">\n' + "\n".join(sections) + "\n</div>"
 
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Render a table of texts; if it is too wide, it scrolls by itself, and a wide one says so on a phone."""
+    """Render a table of texts. A table that is too wide scrolls by itself, and says so on a phone."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     whole = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
@@ -40,7 +40,7 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render rows of a CSV file as a table: shares in percent."""
+    """Render rows of a CSV file as a table, with shares in percent."""
     words = {True: "yes", False: "no"}
 
     def format_cell(cell: object) -> str:

@@ -30,11 +30,11 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
-    """The outcome of a device. `bundle`: whether it installed one; without, `score` is of the model it is served.
+    """The outcome of a device. `bundle`: whether it installed a bundle; otherwise `score` is of the model it is served.
 
-    `problem`: why it has no bundle. `release`: the bundle's folder under bundles/; None: there is none, or it is
-    unknown. `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean
-    over the test samples; None: there is none, or it is unknown.
+    `problem`: why it has no bundle. `release`: the bundle's folder under bundles/; None if there is none, or it is
+    unknown. `late_joiner`: whether it came when training was over. `private_weight`: weight of the private model in the
+    bundle, mean over the test samples; None if there is none, or it is unknown.
     """
 
     id: str
@@ -50,7 +50,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """A point of the learning curve: the devices' present accuracy, and its cost so far.
+    """A point of the learning curve: the devices' present accuracy, and the costs so far.
 
     `accuracy`: mean over the devices, each on its own test samples. `global_accuracy`: as in `RunOutcome`.
     """
@@ -81,13 +81,13 @@ class Cost(Struct, frozen=True, kw_only=True):
 class RunOutcome(Struct, frozen=True, kw_only=True):
     """The outcome of a method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
 
-    `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
-    bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
-    `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
+    `accuracy` and the fields down to `weighted_f1`: over the devices, each on test samples of its own distribution, by
+    its bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
+    `global_accuracy`: accuracy of the served models on the global test set, mean over the devices. `max_abs_diff`:
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
-    such as the silhouette of its clusters. `validation`: accuracy by round that the devices reported of the model they
-    received, on validation samples. `evaluation_s`: the part of `wall_s` spent on measuring. `draws` of the
-    partition, and samples `moved` after the last, until each device had enough; None: unknown.
+    such as the silhouette of its clusters. `validation`: accuracy by round of the received model on validation samples,
+    as devices reported it. `evaluation_s`: the part of `wall_s` spent on measuring. `draws`: draws of the partition;
+    `moved`: samples moved after the last draw, until each device had enough; both None if unknown.
     """
 
     method: str
@@ -158,9 +158,9 @@ def find_without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
 
 
 SPENT: Final = "epsilon spent"
-"""Begins the name of a detail: what differential privacy has spent of a device's samples at most."""
+"""Prefix of the name of a detail: the largest epsilon that differential privacy has spent on a device's samples."""
 COMPUTED: Final = ("=", "+", "-", "@")
-"""Beginnings of cells that spreadsheets take for formulas."""
+"""First characters of cells that spreadsheets take for formulas."""
 
 
 def make_data_frame(rows: list[dict[str, Any]]) -> Any:
@@ -179,7 +179,7 @@ def make_data_frame(rows: list[dict[str, Any]]) -> Any:
 def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format rows as comma-separated values with a header.
 
-    A text that a spreadsheet would compute, such as the name of a class or device, gets an apostrophe before it;
+    A text that a spreadsheet would take for a formula, such as the name of a class, gets an apostrophe before it;
     control characters are escaped.
     """
     text = io.StringIO()
@@ -198,8 +198,8 @@ def _escape_cell(cell: object) -> object:
 def compute_score(predicted: Ints, y: Ints) -> Score:
     """Compute accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
 
-    F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions; macro: their mean;
-    weighted: by how often a class is among the labels. Source: scmoe_pfl.md section 13.
+    F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions. Macro F1 is their mean,
+    weighted F1 their mean by frequency of the class among the labels. Source: scmoe_pfl.md section 13.
     """
     classes = np.union1d(predicted, y)
     hits = np.array([np.count_nonzero((predicted == c) & (y == c)) for c in classes])
@@ -240,7 +240,7 @@ def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome
 
 
 def compute_worst_decile(accuracies: Sequence[float]) -> float:
-    """Compute the mean of the lowest tenth of the devices, rounded up: at least one device."""
+    """Compute the mean accuracy of the lowest tenth of the devices, rounded up to at least one device."""
     lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
     return float(np.mean(lowest))
 

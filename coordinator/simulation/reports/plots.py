@@ -34,13 +34,13 @@ VARIABLES = {INK: "--ink", FAINT: "--faint", SURFACE: "--surface"} | {
     colour: f"--cluster-{i}" for i, colour in enumerate(CLUSTERS)
 }
 LINES = ("-", "--", ":")
-"""Line styles of methods: the next one when all colours are used."""
+"""Line styles of methods; the next style begins when all colours are used."""
 AXES: Final[Mapping[str, Callable[[Point], float]]] = {
     "round": lambda point: point.round,
     "MB up and down": lambda point: (point.bytes_up + point.bytes_down) / 1e6,
     "simulated seconds": lambda point: point.seconds,
 }
-"""Accuracy is drawn against rounds of training, traffic, and the simulated clock."""
+"""Axes against which accuracy is drawn: rounds of training, traffic, and the simulated clock."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedge",
@@ -84,7 +84,7 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
 
 
 def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
-    """Draw means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
+    """Draw means over the seeds, point by point, with a shade from the lowest seed to the highest."""
     methods = tuple(dict.fromkeys(run.method for run in runs))
     for number, method in enumerate(methods):
         curves = select_common_points([run.curve for run in runs if run.method == method])
@@ -105,13 +105,13 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
 
 
 def select_common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
-    """Select the points of rounds that every curve has, and each curve's last: a method may end early."""
+    """Select the points of rounds that every curve has, and each curve's last point, since a method may end early."""
     rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
 
 def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
-    """Draw validation accuracy over the rounds; a method without any keeps its colour."""
+    """Draw validation accuracy over the rounds; a method without one still takes up its colour."""
     with open_figure(2.9) as (axes, svg):
         for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
             if curve:
@@ -127,7 +127,7 @@ def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def draw_cluster_map(demo: Demonstration) -> str:
-    """Draw devices by similarity of their updates: colour of their first cluster, ring of their true group."""
+    """Draw devices by similarity of their updates, in the colour of the first cluster with a ring of the true group."""
     *_, ours = demo.runs
     groups = {device.id: device.group for device in ours.devices}
     first = {i: int(k) for k, members in reversed(list(ours.clusters.items())) for i in members}
@@ -148,7 +148,7 @@ def draw_cluster_map(demo: Demonstration) -> str:
 
 
 def choose_group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
-    """Choose each true group's number: the cluster with most of its devices, unless an earlier group has it."""
+    """Choose each true group's number, that of the cluster with most of its devices unless an earlier group has it."""
     numbers: dict[int, int] = {}
     for group in sorted(set(groups.values())):
         counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
@@ -176,7 +176,7 @@ def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
 
 
 def set_percent_ticks(axis: Axis, what: str, floor: float) -> None:
-    """Set ticks at round percents, as many digits as they have; the axis' label says its start."""
+    """Set ticks at round percents, with no more digits than they need; the axis' label gives the axis' start."""
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
     axis.set_label_text(f"{what}, from {floor:.0%}" if floor else what)
@@ -188,7 +188,7 @@ def list_accuracies(runs: Sequence[RunOutcome]) -> list[float]:
 
 
 def compute_floor(values: Sequence[float]) -> float:
-    """Choose the start of an axis: a tenth to a fifth below the smallest value, so that differences are visible."""
+    """Choose the start of an axis, a tenth to a fifth below the smallest value, so that differences are visible."""
     return max(0.0, math.floor(min(values) * 10 - 1) / 10)
 
 

@@ -48,7 +48,7 @@ FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
 
 class Report(NamedTuple):
-    """The results of a demo, run, comparison or federation: a page, its figures, rows of them, and a plot (SVG)."""
+    """The results of a demo, run, comparison or federation: HTML page, JSON figures, their rows, and a plot (SVG)."""
 
     page: str
     outcome: Struct | dict[str, Any]
@@ -131,7 +131,7 @@ def render_methods(comparison: Comparison) -> str:
 
 
 def render_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
-    """Render a table and the curves for a cell's output."""
+    """Render a table and the curves as the output of a notebook's cell."""
     svg = plots.fix_colours(plots.draw_curves(runs))
     return f'<p>{escape(lead)}</p>{shown}<div style="max-width: 560px; background: #ffffff">{svg}</div>'
 
@@ -148,7 +148,7 @@ def list_headings(comparison: Comparison) -> tuple[str, ...]:
 
 
 def format_row(method: MethodOutcome) -> tuple[str, ...]:
-    """Format a method's line of the table."""
+    """Format a method's row of the table."""
     return (
         method.method,
         format_percent(method.accuracy),

@@ -35,7 +35,7 @@ GLOBAL: Final = "global: the models that devices are served, each on samples fro
 
 
 def make_table(comparison: Comparison) -> Table:
-    """Make the comparison's table for 80 columns: means; standard deviations where seeds decide."""
+    """Make the comparison's table for 80 columns: means, and standard deviations of figures that depend on seeds."""
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # as narrow as it goes: names of variants are long
     found.add_column("method", overflow="fold")
     clock = has_clock(comparison)

@@ -64,7 +64,7 @@ def describe_work(scenario: Scenario) -> str:
 
 
 def describe_unequipped(runs: Sequence[RunOutcome]) -> str:
-    """Describe which runs left devices without a bundle, and what their figures are of; empty without any."""
+    """Describe which runs left devices without a bundle, and which models those figures are of; empty without any."""
     found = [
         f"{run.method}, seed {run.seed}: {len(run.devices) - run.bundles} of {len(run.devices)}"
         f" ({problems.describe_reasons(find_without_bundle(run.devices))})"

@@ -1,4 +1,4 @@
-"""What an agent hears: orders, acknowledgements, requests for its updates, and whether it has a twin."""
+"""Receives an agent's messages: orders, acknowledgements, requests for its updates, and signs of a twin."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fedge.wire.transport import Transport
 
 @dataclass(eq=False)
 class Listener:
-    """Hears for one device, and drops messages that violate the contract.
+    """A listener for one device, which drops messages that violate the contract.
 
     Args:
         me: the device.
-        incarnation: of this process.
-        voice: falls silent when another process speaks as this device.
+        incarnation: the incarnation of this process.
+        voice: the publisher, which is silent while another process speaks as this device.
         sender: serves the updates that are wanted.
         feed: takes orders and acknowledgements.
-        speak_again: called when it is for this process to speak.
+        speak_again: called when this process is to speak.
     """
 
     me: Member
@@ -39,7 +39,7 @@ class Listener:
     speak_again: Callable[[], None]
 
     async def attach(self, transport: Transport) -> None:
-        """Subscribe to what is for this device."""
+        """Subscribe to the messages for this device."""
         await transport.subscribe(self.me.make_topic("status"), self._on_own_status, refused=self._on_status_refused)
         await transport.subscribe(self.me.make_topic("orders"), self._on_order)
         await transport.subscribe(self.me.make_topic("acks"), self._on_ack)
@@ -59,14 +59,14 @@ class Listener:
             other, past = decode_message(said, Status), inbound.retained
             if other.presence is Presence.ONLINE and not past:
                 self.voice.pause(other.incarnation)
-            elif self.me.signed.is_behind or not past:  # a past life's, or it has gone: it is for us to speak
+            elif self.me.signed.is_behind or not past:  # the status of a past life, or the twin has gone, so we speak
                 self.speak_again()
 
     def _on_status_refused(self, reason: str) -> None:
         self.me.events.log_event("cannot_overhear", logging.WARNING, detail=reason)
 
     async def _on_order(self, inbound: Inbound) -> None:
-        if self.voice.silent:  # it is for the other process
+        if self.voice.silent:  # the message is for the other process
             return
         with self._drop_invalid(inbound):
             self.feed(decode_message(self._unseal(inbound), Order))
@@ -88,7 +88,7 @@ class Listener:
 
     @contextmanager
     def _drop_invalid(self, inbound: Inbound) -> Iterator[None]:
-        """Drop messages that violate the contract: one log line, one count, no change."""
+        """Drop messages that violate the contract, with a log line and a count, but no change."""
         try:
             yield
         except ProtocolError as error:

@@ -1,6 +1,6 @@
-"""What an agent says to its coordinator: it waits here until the broker takes it.
+"""Messages of an agent to its coordinator, queued until the broker takes them.
 
-While another process speaks as this device, which came later, this one is silent for a while.
+If another process that came later speaks as this device, this process is silent for a while.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedge.wire.transport import Transport
 
 YIELD_BASE_S: Final = 30.0
 YIELD_CAP_S: Final = 600.0
-"""Of two processes that speak as one device, each is silent for 15 to 30 s when it hears the other, twice as long each
-time, at last 5 to 10 min: meanwhile the other one can work."""
+"""Longest silence of a process that hears another process speak as the same device. It is silent for 15 to 30 s, then
+twice as long each time, at last 5 to 10 min, so that the other process can work."""
 CHECK_TWIN: Final = (
     "another process speaks as this device: a second one of this --id, a copy of its card or container, or a stolen "
     "identity (fedge provision revoke). End one of the two; until then they take turns"
@@ -34,8 +34,8 @@ CHECK_TWIN: Final = (
 class Twin:
     """Another process that speaks as this device.
 
-    since: when it was heard first, seconds since the epoch. heard_at: the last time, by a monotonic clock. times: how
-    often we have given way in a row.
+    since: when it was heard first, seconds since the epoch. heard_at: when it was heard last, by a monotonic clock.
+    times: number of times in a row that we have given way.
     """
 
     incarnation: str
@@ -51,12 +51,12 @@ def compute_yield_s(times: int, draw: float) -> float:
 
 @dataclass(eq=False)
 class Publisher:
-    """Speaks as one device: queues and publishes its messages.
+    """A publisher that speaks as one device: it queues and publishes the device's messages.
 
     Args:
         me: the device.
-        transport: to the broker.
-        after_silence: called when it may speak again, after a while of silence.
+        transport: the transport to the broker.
+        after_silence: called when this process may speak again after a silence.
     """
 
     me: Member
@@ -68,15 +68,15 @@ class Publisher:
         self._sent: Counter[str] = Counter()  # how often the broker has taken each unanswered report, by order
         self._something_waits = asyncio.Event()
         self._twin: Twin | None = None
-        self._silence: asyncio.TimerHandle | None = None  # until when we give way to it
+        self._silence: asyncio.TimerHandle | None = None  # the timer that ends our silence
 
     @property
     def silent(self) -> bool:
-        """Whether this process gives way to another one."""
+        """Whether this process is silent because another speaks."""
         return self._silence is not None
 
     def send(self, message: Status | Context | Report) -> None:
-        """Queue a message; it replaces one with the same key, so the queue is bounded."""
+        """Queue a message in place of an earlier one with the same key, so that the queue is bounded."""
         if self.silent:
             return
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
@@ -95,7 +95,7 @@ class Publisher:
         return self._sent[order_id]
 
     async def publish_queued(self, unanswered: Callable[[str], bool]) -> None:
-        """Publish messages one by one, for ever; `unanswered`: whether an order's report still is."""
+        """Publish messages one by one, endlessly. `unanswered`: (order id) -> whether its report is unanswered."""
         while True:
             await self._something_waits.wait()
             self._something_waits.clear()
@@ -112,7 +112,7 @@ class Publisher:
                     self.me.events.log_event("publish_refused", logging.ERROR, topic=topic, detail=str(error))
 
     def pause(self, incarnation: str) -> None:
-        """Be silent as this device for a while: another process speaks, which came later."""
+        """Be silent as this device for a while, because another process that came later speaks."""
         now = time.monotonic()
         lasts = self._twin is not None and now - self._twin.heard_at < 2 * YIELD_CAP_S
         before = self._twin if lasts else None
@@ -132,7 +132,7 @@ class Publisher:
         self._silence = asyncio.get_running_loop().call_later(wait, self.after_silence)
 
     def resume(self) -> None:
-        """Speak again, and drop what was to follow the silence."""
+        """Speak again now, and cancel the end of the silence."""
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None

@@ -32,8 +32,8 @@ class StoredAnswer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
     """Return psi of D_L; with `epsilon` one randomised answer, which is kept and repeated for ever.
 
-    It uses the device's own random numbers: with the order's seed the coordinator could tell true answers from drawn
-    ones.
+    The answer uses the device's own random numbers, because with the order's seed the coordinator could tell true
+    answers from drawn ones.
     """
     task, (_, y) = device.task, device.data.shared
     feature = compute_label_feature(np.bincount(y, minlength=task.n_classes))
@@ -59,7 +59,7 @@ def compute_label_feature(counts: ArrayLike) -> int:
 
 
 def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.random.Generator) -> int:
-    """Keep the feature at probability e^eps / (e^eps + C - 1), else draw another label uniformly.
+    """Keep the feature with probability e^eps / (e^eps + C - 1), otherwise draw another label uniformly.
 
     This is eps-local differential privacy (section 10). `feature`: 0..C-1; `epsilon` > 0.
     """

@@ -16,7 +16,7 @@ from fedge.errors import raise_as
 from fedge.steps.descriptions.route import Route, Routed
 
 CHUNK: Final = 512
-"""Samples per call of the gate: bounds the memory."""
+"""Most samples in a call of the gate, to limit the memory."""
 
 
 def run(device: Device, action: Route) -> Routed:

@@ -1,4 +1,4 @@
-"""Confirm a sum that covers enough devices, all masked with the same ones: one sum in a session."""
+"""Confirm a sum that covers enough devices, all of which masked with the same devices; only one sum in a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedge.wire.messages import Why
 
 
 def run(device: Device, action: ConfirmSum) -> Result:
-    """Sign the confirmation of a sum, which is on disk before."""
+    """Sign the confirmation of a sum, after the confirmation is on disk."""
     session = Session(device, action.session)
     roster, own = session.fetch_roster(action.roster)
     session.load_shared(roster)
@@ -23,7 +23,7 @@ def run(device: Device, action: ConfirmSum) -> Result:
     if before is not None and before.statement != confirmed:
         raise FailedError("another sum of this session was confirmed")
     if not set(summed).issubset(sharers):
-        raise FailedError("a sum of devices that have shared no secrets")
+        raise FailedError("the sum has devices that have shared no secrets")
     if own in summed if mine is None else mine.statement != masked:
         raise FailedError("this device has not masked with these devices")
     near = set(roster.get_neighbours(own)).intersection(summed)
@@ -34,7 +34,7 @@ def run(device: Device, action: ConfirmSum) -> Result:
     devices = roster.get_ids(summed)
     reason = session.load_sums().explain_too_close(devices, device.min_cohort)
     if not reason and not roster.are_joined(summed):
-        reason = "a sum of parts that too few masks join"
+        reason = "too few masks join the parts of the sum"
     if reason:
         return Declined(why=Why.TOO_FEW, reason=reason)
     session.record_sum(devices)

@@ -1,4 +1,4 @@
-"""Make key pairs for one masked sum; a repeated order gets the same ones."""
+"""Make key pairs for one masked sum; a repeated order gets the same keys."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from fedge.wire.messages import Why
 
 
 def run(device: Device, action: MaskShares) -> Result:
-    """Share the own mask's seed and the masking key, sealed for each neighbour."""
+    """Share the seed of the device's own mask and its masking key, sealed for each neighbour."""
     session = Session(device, action.session)
     roster, own = session.fetch_roster(action.roster)
     if (n := len(roster.members)) < (fewest := device.min_cohort):
-        return Declined(why=Why.TOO_FEW, reason=f"a cohort of {n} devices, its owner wants {fewest}")
+        return Declined(why=Why.TOO_FEW, reason=f"the cohort has {n} devices, but the owner wants {fewest}")
     known = session.load(Shared)
     if known is not None:
         if known.roster != roster.digest:

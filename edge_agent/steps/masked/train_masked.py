@@ -22,7 +22,7 @@ THREADED = train.THREADED
 
 
 def run(device: Device, action: TrainMasked) -> Result:
-    """Repeat an earlier answer if there is one; else train, mask, keep, send."""
+    """Repeat the earlier answer if there is one; otherwise train, mask the update, keep it and send it."""
     session = Session(device, action.session)
     roster, own = session.fetch_roster(action.roster)
     known = session.load(Masked)
@@ -37,7 +37,7 @@ def run(device: Device, action: TrainMasked) -> Result:
 
 
 def many(devices: Sequence[Device], actions: Sequence[TrainMasked]) -> list[Result | None]:
-    """Train side by side, as `train.many`; then mask each."""
+    """Train side by side, as `train.many` does; then mask each update."""
     fresh = [Session(device, a.session).load(Masked) is None for device, a in zip(devices, actions, strict=True)]
     found: list[Result | None] = [None] * len(devices)
     numbers = [k for k, is_fresh in enumerate(fresh) if is_fresh]
@@ -58,7 +58,7 @@ def with_exact_codec(action: TrainMasked) -> Train:
 
 
 def mask_update(device: Device, action: TrainMasked, trained: Trained) -> Result:
-    """Mask a training's update, keep it and send it."""
+    """Mask the update of a training, keep it and send it."""
     session = Session(device, action.session)
     roster, own = session.fetch_roster(action.roster)
     _require_pairs(session, roster, own, action)
@@ -84,21 +84,21 @@ def mask_update(device: Device, action: TrainMasked, trained: Trained) -> Result
 
 
 def _compute_change(device: Device, action: TrainMasked, trained: Trained) -> Model:
-    """Return the change in training; the update has final buffers and counters, not differences."""
+    """Return the change of the whole model, since an update has final buffers and counters, not differences."""
     update = device.take_update(trained.update)
     start = device.fetch_model(action.train.starts[0].model)
     return Model(update.params, update.buffers - start.buffers, update.counters - start.counters)
 
 
 def _require_pairs(session: Session, roster: Roster, own: int, action: TrainMasked) -> None:
-    """Refuse masks shared with too few devices, or with others than all neighbours that have shared their secrets."""
+    """Refuse masks with too few neighbours, or not with exactly the neighbours that have shared their secrets."""
     if len(action.train.starts) != 1 or action.train.personal:
-        raise FailedError("a masked training is of one whole model")
+        raise FailedError("masked training needs one start, without personal layers")
     sharers = session.fetch_positions(action.sharers, roster)
     if own not in sharers or set(action.shares) != set(roster.get_neighbours(own)).intersection(sharers):
-        raise FailedError("shares of others than the neighbours that have shared their secrets")
+        raise FailedError("the order's shares are not those of the neighbours that have shared their secrets")
     if len(action.shares) < roster.threshold:
-        raise FailedError(f"masks with {len(action.shares)} devices, {roster.threshold} neighbours are the fewest")
+        raise FailedError(f"only {len(action.shares)} neighbours for masks; at least {roster.threshold} are needed")
 
 
 def _compute_digest(action: TrainMasked) -> str:

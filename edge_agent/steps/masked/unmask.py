@@ -16,7 +16,7 @@ _KEY: Final = slice(SHARE_BYTES, 2 * SHARE_BYTES)
 
 
 def run(device: Device, action: Unmask) -> Result:
-    """Return each neighbour's share in the own masks: of the seed if it is summed, else of the key."""
+    """Return the shares of the neighbours' secrets: of the seed if the neighbour is in the sum, else of the key."""
     session = Session(device, action.session)
     roster, own = session.fetch_roster(action.roster)
     session.load_shared(roster)

@@ -1,4 +1,4 @@
-"""Private and local model, primary expert, losses over the calibration grid (fedge.md sections 6 and 7)."""
+"""Fit private and local model, choose the primary expert, compute losses over the calibration grid (fedge.md 6, 7)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(
     """Fit on D_L, keep the models, and report each candidate's losses on V_L.
 
     With marked samples, the private and the local model are shadows; `fit_gate` trains those that stay (3.1).
-    For variants: the private model's start (`candidates.Plan`), and its number of steps without validation.
+    Variants give the private model's start (`candidates.Plan`), and its number of steps without validation.
     """
     models: dict[str, Model] = {
         candidates.INITIAL: device.fetch_model(action.initial_model),

@@ -1,4 +1,4 @@
-"""The mixture with and without energies (fedge.md section 9)."""
+"""Compute the mixture's losses with and without energies (fedge.md section 9)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 
 
 def run(device: Device, action: FitEnergy) -> EnergyFitted:
-    """Compute losses for each pooled mean."""
+    """Compute the losses for each pooled mean of the weights."""
     pooled_losses: list[float] = []
     beta_losses: list[tuple[float, float, float]] = []
     for pooled in action.pooled:

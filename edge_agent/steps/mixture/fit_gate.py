@@ -1,4 +1,4 @@
-"""Gate, final fit, guard, bundle (fedge.md sections 9 to 11)."""
+"""Finish the mixture on a device: gate, final fit, guard, bundle (fedge.md sections 9 to 11)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def run(
 ) -> Installed:
     """Write the bundle of the mixture.
 
-    For variants: `trains_gate` False: r = 0 (section 9). `guards`: section 11. `refits`: section 10.
+    Variants change `trains_gate`, whether the gate is trained, else r = 0 (section 9), and `guards` and `refits`,
+    whether sections 11 and 10 apply.
     """
     data = device.data
     found = make_candidates(
@@ -92,9 +93,10 @@ def run(
 
 
 def fit_final_candidates(device: Device, action: FitGate) -> FittedModels:
-    """Return the candidates that stay; with marks, private and local model fitted anew on all (3.1).
+    """Return the final candidates, which never leave the device.
 
-    They never leave the device. Without marks they are the pooled candidates.
+    Without marked samples they are the pooled candidates; with marks, private and local model are fitted anew on all
+    samples (3.1).
     """
     fitted = load_fitted(device)
     if not device.data.has_sensitive:
@@ -112,7 +114,7 @@ def fit_final_candidates(device: Device, action: FitGate) -> FittedModels:
 def choose_guard(
     device: Device, fitted: FittedModels, calibration: Mapping[Role, Calibration], fused: Array
 ) -> tuple[Role, Calibration] | None:
-    """Choose what gets half of the output, before section 10, with r = 0, or None (section 11)."""
+    """Choose the candidate that gets half of the output, or None (section 11); before section 10, with r = 0."""
     data, n_classes = device.data, device.task.n_classes
     counts = np.bincount(data.y_val, minlength=n_classes)
     if not mixture.is_representative(counts, data.count_classes(n_classes)):
@@ -132,7 +134,7 @@ def choose_guard(
 
 
 def fit_final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
-    """Train private and local model on the validation samples, too, after all choices (section 10)."""
+    """Train private and local model also on the validation samples, after all choices (section 10)."""
     kept, final = found.fitted, dict(zip(found.roles, found.models, strict=True))
 
     def refit(role: Role, start: str, steps: int, stream: int) -> Model:

@@ -29,7 +29,7 @@ DECAY: Final = 1e-3  # of the gate, section 11.5
 
 
 def run(device: Device, action: FitMixture) -> Installed:
-    """Fit private model and gate over it and the experts, write the bundle, and send nothing of it.
+    """Fit the private model, fit a gate over it and the experts, and write the bundle; no model is sent.
 
     Raises:
         FailedError: there is neither an expert nor a training sample.
@@ -45,7 +45,7 @@ def run(device: Device, action: FitMixture) -> Installed:
 
 
 def fetch_experts(device: Device, action: FitMixture) -> list[Model]:
-    """Return the experts of the mixture: those of the order, thinned if all are new to the device."""
+    """Return the experts of the mixture, all that the order names or, with `near_best`, those near the best."""
     experts = [device.fetch_model(start.model) for start in action.experts]
     return select_near_best(device, experts) if action.near_best else experts
 
@@ -54,7 +54,7 @@ def make_candidates(private: Model | None, experts: list[Model]) -> tuple[list[M
     """Return models and roles, the private model first.
 
     Raises:
-        FailedError: there is none.
+        FailedError: there is no model.
     """
     models = [*([private] if private else []), *experts]
     if not models:
@@ -63,7 +63,7 @@ def make_candidates(private: Model | None, experts: list[Model]) -> tuple[list[M
 
 
 def select_near_best(device: Device, experts: list[Model]) -> list[Model]:
-    """Select of the new experts those within 0.02 of the best accuracy, at most 3 (section 9)."""
+    """Select at most 3 of the new experts, within 0.02 of the best accuracy (section 9)."""
     samples = max(len(device.data.y_val) or device.data.n_shared, 1)
     ranks = [rank_model(device, model, "accuracy") for model in experts]
     enough = max((correct for correct, _ in ranks), default=0.0) - NEAR * samples
@@ -112,7 +112,7 @@ def fit_gate(
     *,
     energy: bool = True,
 ) -> GateWeights:
-    """Fit the gate over the candidates (section 11.5), untrained with few samples; `energy`: it counts."""
+    """Fit the gate over the candidates (section 11.5), untrained with few samples. `energy`: whether energy counts."""
     x, y = samples
     if len(y) < gate.MIN_SAMPLES:
         return GateWeights.make_untrained(device.task.input_shape, len(models))
@@ -136,7 +136,7 @@ def write_mixture(
     *,
     energy: bool = True,
 ) -> Installed:
-    """Write the bundle: equal weights, T = 1, no prior; energies minus their offsets (sections 11.2 and 11.3)."""
+    """Write the bundle with equal weights, T = 1, no prior, and energies minus their offsets (sections 11.2, 11.3)."""
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
     made = Mixture(
         candidates=tuple(

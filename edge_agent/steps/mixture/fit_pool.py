@@ -1,8 +1,8 @@
 """PM-MoE stage 2 on a device: denoise the pool of private modules, train a gate over the rest, write the bundle.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
-2025, Eq. 5 to 13; specification docs/methods/pm_moe.md. Preset `anchored` (the default)
-departs from the paper as its section 5 says: standardised inputs, the own module always selected, weights renormalised.
+2025, Eq. 5 to 13; specification docs/methods/pm_moe.md. Preset `anchored` (the default) departs from the paper as the
+specification's section 5 says: standardised inputs, the own module always selected, weights renormalised.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from fedge.wire.messages import Role
 log = logging.getLogger("fedge.worker")
 
 METHOD: Final = "pm-moe"
-NO_NORM: Final = 1e-12  # of an expert's output, section 6
+NO_NORM: Final = 1e-12  # an expert's output with a smaller norm counts as 0, section 6
 OWN_BIAS: Final = 4.0  # b_0, section 5
-LAST_SCALE: Final = 0.1  # of the last layer's first weights, preset "anchored"
+LAST_SCALE: Final = 0.1  # scale of the last layer's first weights, preset "anchored"
 BATCH_SIZE: Final = 32  # of the gate, section 5
 LEARNING_RATE: Final = 0.1
 DROPOUT: Final = 0.1
@@ -51,10 +51,10 @@ SPREAD: Final = 1e-3  # added to the deviation of the gate's inputs
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The pool in usable form.
+    """The pool of private modules, decoded.
 
-    `items`: M modules, with the device's own in place of missing ones; `present`: (M,); `vectors`: (M, D) of a
-    parameter pool (DBE), which section 6 compares.
+    `items`: M modules, with the device's own in place of missing ones; `present`: (M,), whether each was received;
+    `vectors`: (M, D) of a parameter pool (DBE), which section 6 compares.
     """
 
     kind: Literal["head", "base"]
@@ -66,7 +66,7 @@ class Modules:
 
 
 def run(device: Device, action: FitPool) -> Installed:
-    """Fit the gate and install the pool, or the own module if it is alone or better (sections 5 to 7).
+    """Fit the gate and install the pool, or only the own module if it is alone or better (sections 5 to 7).
 
     Raises:
         FailedError: the device has no module of its own.
@@ -115,7 +115,7 @@ def run(device: Device, action: FitPool) -> Installed:
 
 
 def make_modules(device: Device, action: FitPool, mine: Layers) -> Modules:
-    """Make modules of what each base keeps, and what they are combined with (section 3's table)."""
+    """Make modules of what each base method keeps, and the shared part that they combine with (section 3's table)."""
     layout, head_layout = device.layout, device.layout.select(HEAD)
     own = find_kept(action.kept_by, action.personal, layout, device.steps)
     found = [_decode_module(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
@@ -183,7 +183,7 @@ def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32
 
 
 def _install_own(device: Device, model: Model) -> Installed:
-    """Serve the device's own module alone."""
+    """Install the device's own module alone."""
     return install_alone(device, model, Role.PRIVATE, METHOD)
 
 
@@ -191,11 +191,11 @@ def _install_own(device: Device, model: Model) -> Installed:
 
 
 def compute_confidences(outputs: Array, own: int) -> Array:
-    """Compute conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: unit outputs of l times the own (Eq. 10-12).
+    """Compute conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: unit outputs of l times those of the own (Eq. 10-12).
 
     Args:
         outputs: H, (n, M, O), n >= 1. A norm below 1e-12 gives v = 0, a value that is not finite -inf.
-        own: j.
+        own: j, index of the device's own module.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         norms = np.linalg.norm(outputs, axis=2, keepdims=True)
@@ -206,9 +206,9 @@ def compute_confidences(outputs: Array, own: int) -> Array:
 
 
 def denoise_pool(conf: Array, own: int, ratio: float, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return survivors (M,): all but the floor(gamma (M - 1) + 1e-9) others of lowest conf, high index first.
+    """Return survivors (M,): all but the floor(gamma (M - 1) + 1e-9) others of lowest conf, the higher index on a tie.
 
-    An expert of conf -inf, whose outputs are not all finite, is as one that is not present.
+    An expert of conf -inf, whose outputs are not all finite, is treated as not present.
 
     Example:
         >>> denoise_pool(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool)).astype(int).tolist()
@@ -242,12 +242,12 @@ def train_gate(
     Args:
         g: (n, F) inputs of the gate.
         added: (n, M, C) each module's contribution to the logits.
-        rest: (n, C) the logits without any.
+        rest: (n, C) the logits without any module.
         y: (n,) labels.
         keep: (M,) survivors of the denoising.
         top: k' <= survivors.
         action: preset, epochs, own index.
-        seed: of weights, batches and dropout.
+        seed: the seed of weights, batches and dropout.
         stop: checked between batches.
 
     Raises:

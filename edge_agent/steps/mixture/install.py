@@ -1,4 +1,4 @@
-"""A bundle of one model: the end of every method whose devices run one network."""
+"""Install a bundle of one model, the end of every method whose devices run one network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(device: Device, action: Install) -> Installed:
 
 
 def load_kept(device: Device, action: Served) -> Layers | None:
-    """Return what the run's last training kept here, or None, for example of an unknown step."""
+    """Return what the run's last training kept on the device, or None, for example if its step is unknown."""
     if action.kept_by is None or device.files.read(PERSONAL) is None:
         return None
     return device.load_kept(action.kept_by, find_kept(action.kept_by, action.personal, device.layout, device.steps))
@@ -42,7 +42,7 @@ def make_served_model(device: Device, action: Served) -> Model:
 
 
 def install_alone(device: Device, model: Model, role: Role, method: str) -> Installed:
-    """Write one model unchanged as a bundle: a mixture of one."""
+    """Write one model unchanged as a bundle, a mixture of one model."""
     alone = Mixture(
         candidates=(Candidate(role=role, name=role.value, model=model),),
         log_prior=compute_final_prior(device),
@@ -56,8 +56,8 @@ def install_alone(device: Device, model: Model, role: Role, method: str) -> Inst
 def fine_tune(device: Device, start: Model, tuning: FineTune) -> Model:
     """Train `start` on n >= 1 samples; return the first checkpoint of smallest validation loss.
 
-    A single checkpoint is used regardless of validation; without validation samples, `otherwise` is. If training
-    diverges, the best earlier checkpoint counts, or `start` if there is none.
+    A single checkpoint is used regardless of validation; without validation samples, `otherwise` is used. If training
+    diverges, the best earlier checkpoint is returned, or `start` if there is none.
     """
     network, validation = device.network, device.data.validation
     checkpoints = sorted(set(tuning.checkpoints))

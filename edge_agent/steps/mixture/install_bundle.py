@@ -47,7 +47,7 @@ def _require_valid(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> Non
     if manifest.task.compute_fingerprint() != task.compute_fingerprint():
         raise FailedError(f"the bundle is for task {manifest.task.name} of another fingerprint")
     if manifest.release != action.release:
-        raise FailedError(f"the bundle is release {manifest.release}, the order says {action.release}")
+        raise FailedError(f"the bundle has release {manifest.release}, but the order {action.release}")
     sample = np.zeros((1, *task.input_shape), np.float32)
     with raise_as(FailedError, "the bundle cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
         outputs = make_session(bundle.graph, bundle.folder).run(None, {INPUT: sample})

@@ -1,4 +1,5 @@
 """Device halves of the steps that train.
 
-Their contracts are in `fedge.steps.training`; `frame` is around the learning of all. Begin with `frame`, then `train`.
+Their contracts are in `fedge.steps.training`; `edge_agent.learning.frame` is around the learning of all. Begin with
+that frame, then `train`.
 """

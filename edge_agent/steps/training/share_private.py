@@ -1,4 +1,4 @@
-"""PM-MoE's one upload: the kept private module (pm_moe.md sections 7, 9). Off unless its owner enables it, too."""
+"""PM-MoE's one upload, the kept private module (pm_moe.md sections 7, 9); the device's owner must enable it, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Module = Mapping[str, NDArray[np.generic]]
 
 
 class SentModule(Struct, frozen=True, kw_only=True):
-    """What was sent, and with which settings."""
+    """The module that was sent, and the settings with which it was sent."""
 
     action: SharePrivate
     tensors: bytes
@@ -67,8 +67,8 @@ def _select_floats(module: Module) -> dict[str, Floats]:
 def _add_noise_once(device: Device, action: SharePrivate, module: Module, known: bytes | None) -> bytes:
     """Return the module with secret noise, not by the order's seed, which the coordinator knows.
 
-    It is drawn once per run and stored, and nothing else is sent from then on: averaging many draws, or a version
-    without noise, would reveal the module.
+    The noise is drawn once per run and stored, and nothing else is sent from then on, because averaging many draws, or
+    a version without noise, would reveal the module.
 
     Raises:
         FailedError: there is no clip to scale the noise by, or the module was already sent with other settings.
@@ -82,5 +82,5 @@ def _add_noise_once(device: Device, action: SharePrivate, module: Module, known:
         return made
     given = decode_kept(known, SentModule)
     if given.action != action:
-        raise FailedError("in this run the module was given already, with other noise")
+        raise FailedError("the module was already sent in this run, with other noise")
     return given.tensors

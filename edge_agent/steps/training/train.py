@@ -4,9 +4,9 @@ Model split (baselines.md sections 6 to 10): some layers stay on the device. Fed
 Learning with Personalization Layers", 2019. LG-FedAvg: Liang et al., "Think Locally, Act Globally", 2020. FedRep:
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
 
-Everything learns from D_L: what stays shapes the gradient of what is shared, so anything it learned from a sensitive
-sample would show in the upload. FedRep's head is trained for steps of SGD, not epochs; running statistics belong to the
-base and change in both phases.
+Everything learns from D_L, because the layers that stay shape the gradient of the shared layers, so that whatever they
+learned from a sensitive sample would show in the upload. FedRep's head is trained for steps of SGD, not epochs; running
+statistics belong to the base and change in both phases.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fedge.tensors.layers import Layers, cut, paste
 from fedge.tensors.layout import Model, Tensors, flatten
 
 THREADED: Final = True
-"""Whether orders may run in threads: the step draws from no generator of the process."""
+"""Whether orders may run in threads, because the step draws from no generator of the process."""
 
 overlay = paste
-"""The model with its personal layers replaced by the kept ones."""
+"""The function that replaces a model's personal layers by the kept ones."""
 
 
 def run(device: Device, action: Train) -> Result:
-    """FedAvg, or a method whose layers `action.personal` stay here."""
+    """Train by FedAvg, or a method whose layers `action.personal` stay on the device."""
     return train_alone(device, action, lambda start, _: learn(device, action, start))
 
 
 def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | None]:
-    """The same for small networks without personal layers, side by side."""
+    """Train several devices as `run` does, side by side: small networks without personal layers."""
     return train_together(devices, actions, make_recipe)
 
 
 def make_recipe(action: Train) -> Recipe:
-    """How the order says that the weights move."""
+    """Make the recipe by which the order moves the weights."""
     if action.personal:
         return Recipe(action.sgd, head_steps=action.head_steps)
     return Recipe(
@@ -52,7 +52,7 @@ def make_recipe(action: Train) -> Recipe:
 
 
 def learn(device: Device, action: Train, start: Model) -> Learned:
-    """The trained model, and its personal layers."""
+    """Train, and return the trained model with its personal layers."""
     network = device.network
     network.load(start)
     fit(network, [device], make_recipe(action))
@@ -63,7 +63,7 @@ def learn(device: Device, action: Train, start: Model) -> Learned:
 
 
 def train(device: Device, action: Train, learn: Callable[[Model, Tensors | None], tuple[Model, Tensors]]) -> Result:
-    """The frame as version 0.1 had it, where what is kept are tensors by name; it goes with version 0.3."""
+    """Train in the frame of version 0.1, with kept tensors by name; version 0.3 removes this function."""
     text = "edge_agent.steps.training.train.train is edge_agent.steps.train_alone now; it goes with version 0.3"
     warnings.warn(text, FutureWarning, stacklevel=2)
     keeps = action.select_kept(action.personal, device.layout)

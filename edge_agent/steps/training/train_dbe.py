@@ -1,10 +1,10 @@
-"""DBE: a vector added to the features stays here; the shared features' mean is pulled to a global one.
+"""DBE: a vector added to the features stays on the device; the shared features' mean is pulled to a global mean.
 
 Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023;
 baselines.md section 10. Prediction: Hd(B(x) + P) = W f + (W P + b): in a bundle the vector becomes part of the head's
 bias.
 
-P shapes the gradient of what is shared, so it learns from the same samples, D_L.
+P shapes the gradient of the shared layers, so it learns from the same samples, D_L.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo
 
 
 def make_regularised_loss(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
-    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], r: f's mean; `offset`: P, `goal`: g."""
+    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], with r the mean of f. `offset`: P, `goal`: g."""
 
     def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         seen: list[Tensor] = []
@@ -52,10 +52,10 @@ def run(device: Device, action: TrainDbe) -> Result:
 def train_models(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:
     """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
 
-    `mine`: the offset so far; None: zero. `goal`: g (D,), the mean of the features over all devices.
+    `mine`: the offset so far; zero if None. `goal`: g (D,), the mean of the features over all devices.
 
     Raises:
-        ProtocolError: `not-finite`, training of the shared model diverged.
+        ProtocolError: `not-finite`, because training of the shared model diverged.
     """
     network, sgd = device.network, action.sgd
     network.load(start)

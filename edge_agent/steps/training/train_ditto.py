@@ -1,9 +1,9 @@
-"""Ditto: besides the shared model, a personal one that is pulled towards it and never sent.
+"""Ditto: besides the shared model, a personal model that is pulled towards it and never sent.
 
 Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1;
 scmoe_pfl.md section 14. The shared model learns as in FedAvg. The personal model v minimises the local loss +
-(lambda / 2) ||v - w||^2, where w is the global model at the round's start. It cannot influence the upload, so it learns
-from all training samples, including sensitive ones. A device's first v is the first w it receives.
+(lambda / 2) ||v - w||^2, where w is the global model at the round's start. v cannot influence the upload, so it learns
+from all training samples, including sensitive ones. A device's first v is the first w that it receives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train_models(device: Device, action: TrainDitto, w: Model, mine: Layers | No
     """Train the shared model from w on D_L, and v as long on all samples, from w if `mine` is None.
 
     Raises:
-        ProtocolError: `not-finite`, training diverged.
+        ProtocolError: `not-finite`, because training diverged.
     """
     network, data, sgd = device.network, device.data, action.sgd
     trained = private_model.fit_model(device, w, data.shared, sgd, sgd.count_steps(data.n_shared))

@@ -1,8 +1,8 @@
-"""DP-SGD in place of SGD: what leaves hardly depends on any single sample.
+"""Train by DP-SGD in place of SGD, so that what leaves hardly depends on any single sample.
 
 Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1 (`fedge.models.dp_sgd`), run on
-the device that owns the samples. What stays on the device is trained in the same way: it shapes the gradients of what
-is sent, so without noise it would leak single samples into them.
+the device that owns the samples. Layers that stay on the device are trained in the same way, because they shape the
+gradients of the layers that are sent, and without noise would leak single samples into them.
 
 Batches and noise come from the operating system, never from the order's seed, which the coordinator knows. A repeated
 order draws anew and is charged again.

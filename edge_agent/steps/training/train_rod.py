@@ -3,9 +3,9 @@
 Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
 baselines.md section 9. Prediction: Hd_g(f) + Hd_p(f); the logits add, so a bundle has one combined head.
 
-Departures: the second head starts at zero, so that an untrained device predicts as the shared model does. It sends no
-gradient into the base, so it learns from all training samples, in its own batches, on the features after step (a), in
-evaluation mode; the shared model learns from D_L, with the class counts of D_L.
+Departures: the second head starts at zero, so that an untrained device predicts as the shared model does. The second
+head sends no gradient into the base, so it learns from all training samples, in its own batches, on the features after
+step (a), in evaluation mode. The shared model learns from D_L, with the class counts of D_L.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
     """Train the shared model (a) and the second head (b) alternately, batch by batch.
 
     The shared model learns from D_L, n >= 1; the second head from all training samples, or from D_L if it may be
-    pooled. `mine`: the second head so far; None: zero.
+    pooled. `mine`: the second head so far; zero if None.
 
     Raises:
-        ProtocolError: `not-finite`, training of the shared model diverged.
+        ProtocolError: `not-finite`, because training of the shared model diverged.
     """
     network, shared, sgd = device.network, device.data.shared, action.sgd
     network.load(start)
@@ -75,7 +75,7 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
             velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
             own.sub_(velocity, alpha=sgd.learning_rate)
     learned = own.cpu().numpy()
-    if np.isfinite(learned).all():  # divergence is not reported: it learns from all samples
+    if np.isfinite(learned).all():  # divergence is not reported, since the head learns from all samples
         head = learned
     trained = network.dump()
     own_head = np.concatenate([head[:, :-1].ravel(), head[:, -1]])
@@ -83,7 +83,7 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
 
 
 def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the head comes last in all of them
-    """Make one head of both: W = W_g + W_p, b = b_g + b_p."""
+    """Add both heads to one: W = W_g + W_p, b = b_g + b_p."""
     params, own = model.params.copy(), kept.model.params
     params[-len(own) :] = np.add(params[-len(own) :], own, dtype=np.float64)
     return Model(params, model.buffers, model.counters)

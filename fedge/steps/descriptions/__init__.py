@@ -1,5 +1,5 @@
 """Steps that describe a device's data, or score models on it.
 
-Profiles, label features, mean features, routes and trials. One file is one contract; the device half has the same name
-below `edge_agent.steps.descriptions`. Begin with `profile`.
+They give profiles, label features, mean features, routes and trials. One file is one contract; the device half has the
+same name below `edge_agent.steps.descriptions`. Begin with `profile`.
 """

@@ -12,7 +12,7 @@ from fedge.wire.messages import Count
 
 
 class LabelsDescribed(Result, frozen=True, kw_only=True):
-    """A label feature, 0..C-1, or -1 without samples."""
+    """The device's label feature, 0..C-1, or -1 without samples."""
 
     REVEALS: ClassVar = {"feature": Reveals.LABELS, "n_samples": Reveals.COUNT}
     feature: Annotated[int, Meta(ge=-1, le=2**31)]
@@ -20,7 +20,7 @@ class LabelsDescribed(Result, frozen=True, kw_only=True):
 
 
 class DescribeLabels(Action, frozen=True, kw_only=True):
-    """A request for the label feature; `epsilon`: by randomised response, drawn once and stored."""
+    """A request for the label feature. With `epsilon`, it is drawn once by randomised response and stored."""
 
     STEP: ClassVar = "describe_labels"
     RESULT: ClassVar = LabelsDescribed
@@ -29,4 +29,4 @@ class DescribeLabels(Action, frozen=True, kw_only=True):
 
     def check(self, result: LabelsDescribed, task: TaskSpec) -> None:
         """Require a label of the task."""
-        require(result.feature < task.n_classes, f"label {result.feature} of {task.n_classes} classes")
+        require(result.feature < task.n_classes, f"label {result.feature} is not one of {task.n_classes} classes")

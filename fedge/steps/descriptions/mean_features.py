@@ -10,7 +10,7 @@ from fedge.steps.contract import Action, Result, Reveals
 from fedge.wire.messages import BlobRef, Count
 
 MAX_FEATURES: Final = 4096
-"""Numbers of a mean of features, 9 bytes each."""
+"""Most numbers in a mean of features, 9 bytes each."""
 
 
 class FeaturesMeasured(Result, frozen=True, kw_only=True):

@@ -12,9 +12,10 @@ from fedge.wire.messages import BlobRef, Count, Digest, NonNegative, Share
 
 
 class Profiled(Result, frozen=True, kw_only=True):
-    """Shares of exact zeros per unit, in [0, 1]; `halves`: D_raw of the even and odd samples' profiles.
+    """The profile: the share of exact zeros of each unit, in [0, 1].
 
-    `extractor`: digest of the network that made the profile. `halves` is None with noise or fewer than 2 samples.
+    `extractor` is the digest of the network that made the profile. `halves` is D_raw between the profiles of the even
+    and the odd samples; it is None with noise or fewer than 2 samples.
     """
 
     REVEALS: ClassVar = {
@@ -30,7 +31,7 @@ class Profiled(Result, frozen=True, kw_only=True):
 
 
 class Profile(Action, frozen=True, kw_only=True):
-    """A request for the profile; `noise`: sigma_dp >= 0 of Gaussian noise, drawn once and stored."""
+    """A request for the profile. `noise` is sigma_dp >= 0 of Gaussian noise, which is drawn once and stored."""
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled
@@ -44,5 +45,5 @@ class Profile(Action, frozen=True, kw_only=True):
 
     def check(self, result: Profiled, task: TaskSpec) -> None:
         """Require a profile by this extractor, without halves if noise is requested."""
-        require(result.extractor == self.extractor.digest, "a profile of another extractor")
-        require(not self.noise or result.halves is None, "halves, which no noise covers")
+        require(result.extractor == self.extractor.digest, "the profile is by another extractor")
+        require(not self.noise or result.halves is None, "the report has halves, which no noise covers")

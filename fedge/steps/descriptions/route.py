@@ -1,4 +1,4 @@
-"""FedCoE's cold start, first half: mean output of the gate over the device's samples. Needs no torch."""
+"""The first half of FedCoE's cold start: the gate's mean output over the device's samples. It needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedge.wire.messages import BlobRef, Count, Share
 
 
 class Routed(Result, frozen=True, kw_only=True):
-    """rho, the shares of the experts, (K,), which sum to 1."""
+    """The shares of the experts, rho (K,), which sum to 1."""
 
     REVEALS: ClassVar = {"shares": Reveals.WEIGHT, "n_samples": Reveals.COUNT}
     shares: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=1024)]
@@ -19,7 +19,7 @@ class Routed(Result, frozen=True, kw_only=True):
 
 
 class Route(Action, frozen=True, kw_only=True):
-    """A request for the shares by `gate`, an ONNX file, x (n, *input_shape) -> p (n, K)."""
+    """A request for the shares by `gate`, an ONNX file that computes p (n, K) from x (n, *input_shape)."""
 
     STEP: ClassVar = "route"
     RESULT: ClassVar = Routed

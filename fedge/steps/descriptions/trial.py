@@ -25,5 +25,5 @@ class Trial(Action, frozen=True, kw_only=True):
     expert: BlobRef
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count two models on the validation samples."""
+        """Count the passes of two models on the validation samples."""
         return 2 * n_val

@@ -13,17 +13,17 @@ from fedge.wire.messages import BlobRef
 
 
 class SumConfirmed(Result, frozen=True, kw_only=True):
-    """The signed sum (`fedge.privacy.masked_sums.Roster.make_sum_statement`), `confirmation`."""
+    """The device's signature of the sum's statement (`fedge.privacy.masked_sums.Roster.make_sum_statement`)."""
 
     REVEALS: ClassVar = {"confirmation": Reveals.NOTHING}
     confirmation: Signature
 
 
 class ConfirmSum(MaskStep, frozen=True, kw_only=True):
-    """A request to confirm the sum of `summed`, which all masked with all neighbours among `sharers`.
+    """A request to confirm the sum of the devices in `summed`, which masked with all their neighbours among `sharers`.
 
-    Both are files (`fedge.privacy.masked_sums.write_positions`), the same for all. `statements`: of this device's
-    neighbours that are summed (`fedge.steps.masked.train_masked.TrainedMasked`).
+    Both are files (`fedge.privacy.masked_sums.write_positions`), the same for all devices. `statements` are those of
+    this device's summed neighbours (`fedge.steps.masked.train_masked.TrainedMasked`).
     """
 
     STEP: ClassVar = "confirm_sum"

@@ -12,15 +12,15 @@ from fedge.wire.messages import Id
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
-"""By the key `signing` of a device (Ed25519), of a statement (`fedge.privacy.masked_sums`)."""
+"""An Ed25519 signature of a statement (`fedge.privacy.masked_sums`), by a device's key `signing`."""
 Proof = Annotated[bytes, Meta(max_length=4096)]
 
 
 class KeysMade(Result, frozen=True, kw_only=True):
-    """Public keys: X25519 for shares that others send (`encryption`) and masks, Ed25519 for `signing`.
+    """A device's public keys: X25519 for shares from others (`encryption`) and for `masking`, Ed25519 for `signing`.
 
-    `proof`: of this device's ownership, for the rest of the cohort (`fedge.privacy.masked_sums.require_genuine`); empty
-    if messages are not signed.
+    `proof` shows the rest of the cohort that the keys are this device's (`fedge.privacy.masked_sums.require_genuine`);
+    it is empty if messages are not signed.
     """
 
     REVEALS: ClassVar = dict.fromkeys(("encryption", "masking", "signing", "proof"), Reveals.NOTHING)
@@ -31,16 +31,16 @@ class KeysMade(Result, frozen=True, kw_only=True):
 
 
 class MaskStep(Action, frozen=True, kw_only=True):
-    """Common part of the steps of a masked sum besides training; only devices that train are asked.
+    """The base of the steps of a masked sum besides training; only devices that train are asked.
 
-    `session`: name of the sum within the round, the same in all five.
+    `session` is the name of the sum within the round, the same in all five steps.
     """
 
     TIMED: ClassVar = False
     session: Id
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Return 1, the least, as no sample is used."""
+        """Return 1, the least possible, since no sample is used."""
         return 1
 
 
@@ -52,12 +52,12 @@ class MaskKeys(MaskStep, frozen=True, kw_only=True):
     RESULT: ClassVar = KeysMade
 
     def check(self, result: KeysMade, task: TaskSpec) -> None:
-        """Require three keys, of which two make secrets."""
+        """Require three different keys, of which two can make shared secrets."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-        require(len({result.encryption, result.masking, result.signing}) == 3, "one key for two purposes")
+        require(len({result.encryption, result.masking, result.signing}) == 3, "two of the keys are the same")
         for key in (result.encryption, result.masking):
             try:
                 X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
             except ValueError:
-                require(False, "a key that makes no secret")
+                require(False, "a key cannot make a shared secret")

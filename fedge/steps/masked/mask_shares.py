@@ -11,13 +11,13 @@ from fedge.steps.masked.mask_keys import MaskStep
 from fedge.wire.messages import BlobRef
 
 MAX_COHORT: Final = 10_000
-"""Devices of one sum: `fedge.privacy.masked_sums.DEGREE` neighbours are enough for so many."""
+"""Most devices of one sum; `fedge.privacy.masked_sums.DEGREE` neighbours are enough for so many."""
 MIN_COHORT: Final = 5
-"""Devices of one sum at least, unless somebody says otherwise: who knows all but one of the updates knows that one."""
+"""Default for the fewest devices of one sum. Whoever knows all updates of a sum but one can compute that one."""
 Position = Annotated[int, Meta(ge=0, lt=MAX_COHORT)]
-"""Of a device in the roster."""
+"""Position of a device in the roster."""
 Sealed = Annotated[bytes, Meta(min_length=82, max_length=82)]
-"""Two shares of 33 bytes and a tag of 16: for one device's eyes."""
+"""Two shares of 33 bytes and a tag of 16 bytes, encrypted for one device."""
 
 
 class SharesMade(Result, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ from fedge.wire.messages import BlobRef, Id, NonNegative, Share
 class TrainedMasked(Result, frozen=True, kw_only=True):
     """The masked `fedge.tensors.fixed_point.Summand` as bytes, with figures as in `Trained`.
 
-    `statement`: with whom the device has masked (`fedge.privacy.masked_sums.Roster.make_mask_statement`), signed.
+    `statement` is the device's signed statement with whom it has masked
+    (`fedge.privacy.masked_sums.Roster.make_mask_statement`).
     """
 
     REVEALS: ClassVar = {
@@ -41,9 +42,9 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
 
 
 def compute_common_digest(train: Train, heaviest: int) -> str:
-    """Return the digest of what all devices of a sum do alike; measuring losses is each one's own affair.
+    """Return the digest of the request that all devices of a sum share; whether losses are measured may differ.
 
-    It is that of the decoded order, as a device has it.
+    The digest is that of the decoded order, as devices have it.
     """
     same = msgspec.structs.replace(train, measure=False, codec=Codec.FLOAT32)
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(same), type=Train)
@@ -53,12 +54,12 @@ def compute_common_digest(train: Train, heaviest: int) -> str:
 class TrainMasked(Action, frozen=True, kw_only=True):
     """A request to train from the one start of `train` and mask the change with the peers in `shares`.
 
-    Masks cancel only between devices whose `train` and `heaviest` are `compute_common_digest`: raise VERSION when
-    `Train` or `Sgd` gets another field.
+    Masks cancel only between devices whose `train` and `heaviest` have the same `compute_common_digest`, so raise
+    VERSION when `Train` or `Sgd` gets another field.
 
-    `heaviest`: upper limit of a device's weight, which is its number of samples. `sharers`: who has shared secrets,
-    the same for all (`fedge.privacy.masked_sums.write_positions`). `shares`: what the neighbours among them sealed for
-    this device, by their positions in the roster.
+    `heaviest` is the upper limit of a device's weight, which is its number of samples. `sharers` lists the devices that
+    have shared secrets, the same for all (`fedge.privacy.masked_sums.write_positions`). `shares` holds the shares that
+    neighbours among them sealed for this device, by the neighbours' positions in the roster.
     """
 
     STEP: ClassVar = "train_masked"
@@ -72,7 +73,7 @@ class TrainMasked(Action, frozen=True, kw_only=True):
     shares: Annotated[dict[Position, Sealed], Meta(max_length=256)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count as much as plain training."""
+        """Count the passes of plain training."""
         return self.train.passes(n_shared, n_train, n_val)
 
     def without(self, withheld: Collection[str]) -> Self | None:
@@ -87,9 +88,9 @@ class TrainMasked(Action, frozen=True, kw_only=True):
         require(not self.train.measure or None not in measured, "no losses, which were asked for")
 
     def uploads(self, result: TrainedMasked, layout: Layout) -> Mapping[BlobRef, Layout | None]:
-        """Return plain bytes of exactly a summand's size; nothing else can be checked."""
+        """Return the masked update as plain bytes; only their size, that of a summand, can be checked."""
         from fedge.tensors.fixed_point import count_bytes
 
         size, needed = result.masked.size_bytes, count_bytes(layout)
-        require(size == needed, f"a masked update of {size} bytes instead of {needed}")
+        require(size == needed, f"the masked update has {size} bytes instead of {needed}")
         return {result.masked: None}

@@ -16,9 +16,9 @@ KeyShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
 
 
 class Unmasked(Result, frozen=True, kw_only=True):
-    """Shares by the position of the neighbour whose secret they belong to.
+    """Shares of neighbours' secrets, by the neighbour's position.
 
-    `seeds`: of a neighbour's own mask, if it is in the sum; `keys`: of its masking key, if it is not.
+    `seeds` holds shares of the own masks of neighbours in the sum, `keys` shares of the masking keys of all others.
     """
 
     REVEALS: ClassVar = {"seeds": Reveals.NOTHING, "keys": Reveals.NOTHING}
@@ -29,7 +29,7 @@ class Unmasked(Result, frozen=True, kw_only=True):
 class Unmask(MaskStep, frozen=True, kw_only=True):
     """A request to reveal shares for the sum that this device has confirmed.
 
-    `confirmations`: of all devices that have (`fedge.privacy.masked_sums.write_signatures`).
+    `confirmations` are those of all devices that have confirmed it (`fedge.privacy.masked_sums.write_signatures`).
     """
 
     STEP: ClassVar = "unmask"
@@ -39,5 +39,5 @@ class Unmask(MaskStep, frozen=True, kw_only=True):
     confirmations: BlobRef
 
     def check(self, result: Unmasked, task: TaskSpec) -> None:
-        """Refuse both secrets of one device."""
-        require(result.seeds.keys().isdisjoint(result.keys), "shares of both secrets of a device")
+        """Refuse shares of both secrets of one device."""
+        require(result.seeds.keys().isdisjoint(result.keys), "the report has shares of both secrets of a device")

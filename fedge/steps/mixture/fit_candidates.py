@@ -1,4 +1,4 @@
-"""fedge.md sections 6 and 7: train private and local model, choose the primary expert, report validation losses."""
+"""fedge.md sections 6 and 7: train private and local models, choose the primary expert, report validation losses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fedge.steps.training.train import Starts
 from fedge.wire.messages import BlobRef, Count, Role
 
 CANDIDATE_STEPS: Final = 160
-"""Of the private model, at most (fedge.md section 6)."""
+"""Most training steps of the private model (fedge.md section 6)."""
 GridLosses = Annotated[tuple[float, ...], Meta(min_length=16, max_length=16)]
 
 
 class CandidatesFitted(Result, frozen=True, kw_only=True):
-    """Per candidate the 16 sums of validation losses over the grid (T outermost), and m_i."""
+    """For each candidate the 16 sums of validation losses over the grid (T outermost), and m_i, `n_validation`."""
 
     REVEALS: ClassVar = {"losses": Reveals.LOSS, "n_validation": Reveals.COUNT, "cluster": Reveals.CHOICE}
     losses: dict[Role, GridLosses] = {}
     n_validation: Count = 0
-    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the primary expert
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # cluster of the primary expert
 
 
 class FitCandidates(Action, frozen=True, kw_only=True):
-    """A request to train private and local model, choose the expert, and report losses over the grid.
+    """A request to train the private and local models, choose the expert, and report losses over the grid.
 
-    The private model starts from the primary expert, or else from the global model. `tell`: whether to report losses;
-    what is fitted is kept for `fit_gate` in any case.
+    The private model starts from the primary expert or, without one, from the global model. `tell` is whether to report
+    losses. The fitted models are kept for `fit_gate` in any case.
     """
 
     STEP: ClassVar = "fit_candidates"
@@ -46,17 +46,20 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     tell: bool = True
 
     def without(self, withheld: Collection[str]) -> Self:
-        """Fit all the same, and report nothing."""
+        """Return the action; if losses are withheld, it fits all the same but reports none."""
         return msgspec.structs.replace(self, tell=self.tell and Reveals.LOSS not in withheld)
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count two trainings, and evaluations of all candidates."""
+        """Count two trainings, and the evaluations of all candidates."""
         looks = (5 + len(self.experts)) * n_val
         return looks + self.sgd.count_passes(CANDIDATE_STEPS + self.local_steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
-        """Require the global model's losses, if requested, and none of candidates not offered."""
+        """Require the global model's losses, if requested, and no losses of candidates that were not offered."""
         offered = {start.cluster for start in self.experts} | {-1}
-        require(result.cluster in offered, "an expert that was not offered")
-        require(not self.tell or Role.GLOBAL in result.losses, "no losses of the global model")
-        require(bool(self.experts) or Role.EXPERT not in result.losses, "losses of an expert without one")
+        require(result.cluster in offered, "the expert was not offered")
+        require(not self.tell or Role.GLOBAL in result.losses, "the losses of the global model are missing")
+        require(
+            bool(self.experts) or Role.EXPERT not in result.losses,
+            "the report has losses of an expert, but none was offered",
+        )

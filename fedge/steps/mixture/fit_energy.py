@@ -13,7 +13,7 @@ from fedge.wire.messages import Count
 
 
 class EnergyFitted(Result, frozen=True, kw_only=True):
-    """Per pooled mean: the sum of validation losses of its mixture, and one per beta in (0, 0.5, 1)."""
+    """For each pooled mean, the sum of validation losses of its mixture, and one sum for each beta in (0, 0.5, 1)."""
 
     REVEALS: ClassVar = {
         "pooled_losses": Reveals.LOSS,
@@ -26,7 +26,7 @@ class EnergyFitted(Result, frozen=True, kw_only=True):
 
 
 class FitEnergy(OfPooled, frozen=True, kw_only=True):
-    """A request for the losses of each pooled mixture, and of the own mixture for each beta."""
+    """A request for the losses of each pooled mixture, and of the device's own mixture for each beta."""
 
     STEP: ClassVar = "fit_energy"
     RESULT: ClassVar = EnergyFitted
@@ -34,4 +34,6 @@ class FitEnergy(OfPooled, frozen=True, kw_only=True):
     def check(self, result: EnergyFitted, task: TaskSpec) -> None:
         """Require losses for each variant."""
         n = len(self.pooled)
-        require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")
+        require(
+            len(result.pooled_losses) == n == len(result.beta_losses), "the number of losses is not the one asked for"
+        )

@@ -1,4 +1,4 @@
-"""fedge.md sections 9 to 11: gate, final fit, guard; writes the bundle."""
+"""fedge.md sections 9 to 11: fit the gate, do the final fit, choose the guard, and write the bundle."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class FitGate(Action, frozen=True, kw_only=True):
     sgd: Sgd
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count each candidate on the validation samples, and the last fit."""
+        """Count the passes of each candidate on the validation samples, and of the final fit."""
         return len(self.calibration) * n_val + self.sgd.count_passes(CANDIDATE_STEPS, n_train + n_val)

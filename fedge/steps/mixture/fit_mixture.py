@@ -1,4 +1,4 @@
-"""SCMoE-PFL (scmoe_pfl.md sections 10 and 11) in one order: private model, gate over it and the experts, bundle."""
+"""SCMoE-PFL (scmoe_pfl.md sections 10, 11) in one order: the private model, the gate, the bundle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedge.steps.training.train import Starts
 from fedge.wire.messages import BlobRef
 
 GateData = Literal["validation", "training"]
-"""What SCMoE-PFL's gate learns from."""
+"""The samples from which SCMoE-PFL's gate learns."""
 Offset = Literal["never", "untrained"]
-"""When the candidates' mean energies are subtracted (section 11.4); untrained: if the gate has too few samples."""
+"""Case in which the candidates' mean energies are subtracted (section 11.4); "untrained" means too few gate samples."""
 
 
 class FitMixture(Action, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class FitMixture(Action, frozen=True, kw_only=True):
 
     experts: Starts
     initial_model: BlobRef
-    sgd: Sgd  # of the private model, including its steps
+    sgd: Sgd  # training of the private model, including its steps
     private_data: Literal["sensitive", "all"] = "all"
     private_start: Literal["initial", "best"] = "best"
     gate: GateData = "validation"
@@ -37,6 +37,6 @@ class FitMixture(Action, frozen=True, kw_only=True):
     top: Annotated[int, Meta(ge=1, le=64)] = 2
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count each candidate on all samples, and the private model's training."""
+        """Count the passes of each candidate on all samples, and of the private model's training."""
         looks = (2 + len(self.experts)) * (n_train + n_val)
         return looks + self.sgd.count_passes(self.sgd.count_steps(n_train), n_train)

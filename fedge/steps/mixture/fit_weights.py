@@ -32,14 +32,14 @@ class WeightsFitted(Result, frozen=True, kw_only=True):
 
 
 class OfPooled(Action, frozen=True, kw_only=True):
-    """A request to fit something on validation samples from each pooled mean (without and with local model)."""
+    """A request to fit something on validation samples from each pooled mean (without and with the local model)."""
 
     calibration: dict[Role, Calibration]
     pooled: Variants
     shrinkage: Annotated[float, Meta(gt=0)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count each candidate on the validation samples, once per variant."""
+        """Count the passes of each candidate on the validation samples, once per variant."""
         return len(self.calibration) * len(self.pooled) * n_val
 
 
@@ -51,7 +51,7 @@ class FitWeights(OfPooled, frozen=True, kw_only=True):
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
         """Require one set of weights per variant, for its candidates, with sum 1."""
-        require(len(result.weights) == len(self.pooled), "another number of weights than pooled means")
+        require(len(result.weights) == len(self.pooled), "the number of weights is not that of pooled means")
         for weights, pooled in zip(result.weights, self.pooled, strict=True):
-            require(set(weights) <= set(pooled), "weights of candidates that are not in the pool")
-            require(math.isclose(sum(weights.values()), 1, abs_tol=1e-6), "weights that do not sum to 1")
+            require(set(weights) <= set(pooled), "the report has weights of candidates that are not in the pool")
+            require(math.isclose(sum(weights.values()), 1, abs_tol=1e-6), "the weights do not sum to 1")

@@ -1,4 +1,4 @@
-"""Write a bundle of one model: the end of every method whose devices run one network."""
+"""Write a bundle of one model, as every method whose devices run one network does at its end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fedge.wire.messages import BlobRef, Count, Id, Text
 
 
 class Installed(Result, frozen=True, kw_only=True):
-    """The release of the written bundle, whose content stays here: sensitive samples shaped it."""
+    """The release of the written bundle. The bundle stays on the device, since sensitive samples shaped it."""
 
     REVEALS: ClassVar = {"release": Reveals.NOTHING}
-    release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any bundle before on the device
+    release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any earlier bundle on the device
 
 
 class FineTune(Struct, frozen=True, kw_only=True):
-    """How to train on all of the device's training samples before the bundle is written; nothing is sent.
+    """Training on all of the device's training samples before the bundle is written; nothing is sent.
 
-    `checkpoints`: candidate numbers of steps, chosen by validation loss, the smaller on a tie; a single one is simply
-    run.
+    `checkpoints` are candidate numbers of steps, of which the smallest validation loss decides, the smaller number on a
+    tie. A single checkpoint is simply run.
     """
 
     sgd: Sgd  # its `steps` are not used
@@ -34,8 +34,8 @@ class FineTune(Struct, frozen=True, kw_only=True):
 class Served(Action, frozen=True, kw_only=True):
     """The model of a final order, combined with what a training step kept on the device.
 
-    `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: none. `initial`:
-    all tensors, for a device that never trained; None: as in `Train`.
+    `personal` selects the layers that `model` lacks. `kept_by` is the step whose training kept something, or None.
+    `initial` holds all tensors, for a device that never trained; None is as in `Train`.
     """
 
     model: BlobRef
@@ -56,6 +56,6 @@ class Install(Served, frozen=True, kw_only=True):
     fine_tune: FineTune | None = None
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count one evaluation on the validation samples, and the fine-tuning."""
+        """Count the passes of one evaluation on the validation samples, and of the fine-tuning."""
         tuning = self.fine_tune
         return n_val + (tuning.sgd.count_passes(max(tuning.checkpoints), n_train) if tuning else 0)

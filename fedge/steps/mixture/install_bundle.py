@@ -24,4 +24,4 @@ class InstallBundle(Action, frozen=True, kw_only=True):
 
     def check(self, result: Installed, task: TaskSpec) -> None:
         """Require the release that was sent."""
-        require(result.release == self.release, "another bundle than the one sent")
+        require(result.release == self.release, "the release is not the one that was sent")

@@ -1,4 +1,4 @@
-"""PM-MoE's one upload: what training kept on the device. Off unless the device's owner enables it."""
+"""PM-MoE's one upload, the module that training kept on the device. It is off unless the device's owner enables it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fedge.wire.messages import BlobRef, Id, NonNegative
 
 
 class PrivateShared(Result, frozen=True, kw_only=True):
-    """The private module, as tensors under their own names; codec float32."""
+    """The private module, as tensors under their own names, in codec float32."""
 
     REVEALS: ClassVar = {"module": Reveals.PRIVATE}
     module: BlobRef
 
 
 class SharePrivate(Action, frozen=True, kw_only=True):
-    """A request for the private module; `kept_by`, `personal` as in `Install`.
+    """A request for the private module; `kept_by` and `personal` are as in `Install`.
 
-    `clip`, `noise`: the whole module is clipped to that norm and gets N(0, (noise * clip)^2); None: unchanged.
+    The whole module is clipped to the norm `clip` and gets noise N(0, (noise * clip)^2); it is unchanged if `clip` is
+    None.
     """
 
     STEP: ClassVar = "share_private"
@@ -40,5 +41,5 @@ class SharePrivate(Action, frozen=True, kw_only=True):
         require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
 
     def uploads(self, result: PrivateShared, layout: Layout) -> Mapping[BlobRef, Layout]:
-        """Return the module."""
+        """Return the module with the layout of its tensors."""
         return {result.module: find_kept(self.kept_by, self.personal, layout)}

@@ -1,4 +1,4 @@
-"""Train the shared model, or its travelling part, on the non-sensitive samples (D_L)."""
+"""Train the shared model, or the part of it that is uploaded, on the non-sensitive samples (D_L)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Count, NonNegative, Share
 
 MAX_STARTS: Final = 64
-"""Models that an order offers to start from."""
+"""Most models that an order offers to start from."""
 
 Choice = Literal["loss", "accuracy"]
-"""How a device picks among models, on its validation samples: the smallest loss with prior (fedge.md section 5), or
-the highest accuracy, then the smallest loss (scmoe_pfl.md section 8); the first on a tie."""
+"""Rule by which a device chooses among models on its validation samples, the first on a tie. "loss" takes the smallest
+loss with prior (fedge.md section 5), "accuracy" the highest accuracy, then the smallest loss (scmoe_pfl.md section
+8)."""
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ Starts = Annotated[tuple[Start, ...], Meta(max_length=MAX_STARTS)]
 
 
 class Trained(Result, frozen=True, kw_only=True):
-    """The result of training: `update` has trained - start of trainable tensors, and buffers as they are.
+    """The result of training. `update` holds trained minus start for trainable tensors, and buffers unchanged.
 
     Losses and norm are None unless the order asks for them (`measure`).
     """
@@ -51,22 +52,23 @@ class Trained(Result, frozen=True, kw_only=True):
     }
     update: BlobRef
     n_samples: Count  # |D_L|
-    cluster: Annotated[int, Meta(ge=-1)] = -1  # of the start that was chosen
+    cluster: Annotated[int, Meta(ge=-1)] = -1  # cluster of the chosen start
     loss_before: float | None = None  # mean training loss on D_L at the start model, without proximal term
     loss_after: float | None = None
     gradient_norm: NonNegative | None = None  # L2 norm of the gradient of the mean loss at the start model
-    val_accuracy: Share | None = None  # of the start model on the validation samples
+    val_accuracy: Share | None = None  # accuracy of the start model on the validation samples
 
 
 @alias_members(kept="select_kept")
 class Train(Action, frozen=True, kw_only=True):
-    """A request to train on D_L from the best of `starts` (by `choose`; one start is not evaluated).
+    """A request to train on D_L from the best of `starts` (by `choose`; a single start is not evaluated).
 
-    `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
-    normalisation). The others travel: those of the starts and of the update. The personal layers are those kept in the
-    previous round, at first those of `initial`; without any, `initial` is only kept for a later order. `head_steps`:
-    the head first learns alone for this long, then the base alone (FedRep); 0: together. `class_means`: weight of the
-    features' distance to the device's own class means (fedge.md section 4.1), where nothing is personal.
+    `personal` selects the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
+    normalisation). Starts and update have only the other layers. The personal layers are those kept in the previous
+    round, at first those of `initial`; without personal layers, `initial` is only kept for a later order. `head_steps`
+    is the number of steps in which the head learns alone, before the base learns alone (FedRep); if 0, both learn
+    together. `class_means` is the weight of the features' distance to the device's own class means (fedge.md section
+    4.1), if nothing is personal.
     """
 
     STEP: ClassVar = "train"
@@ -76,27 +78,30 @@ class Train(Action, frozen=True, kw_only=True):
     codec: Codec = Codec.INT8
     choose: Choice = "loss"
     personal: Selector = ()
-    initial: BlobRef | None = None  # all tensors; None: the network's own code initialises personal layers
+    initial: BlobRef | None = None  # all tensors; if None, the network's own code initialises personal layers
     head_steps: Count = 0
     class_means: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
-    measure: bool = True  # whether to measure losses and the gradient's norm: as much work as an epoch
+    measure: bool = True  # whether to measure losses and the gradient's norm, which is as much work as an epoch
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count evaluations of the starts, training, evaluations before and after."""
+        """Count the passes of evaluating the starts, of training, and of the evaluations before and after it."""
         looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
         return looks + self.sgd.count_passes(self.sgd.count_steps(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:
-        """Require an update of at least one sample, the order's codec, one of its starts, and requested losses."""
+        """Require an update from at least one sample, the order's codec, one of its starts, and requested losses."""
         if result.n_samples == 0:
-            raise ProtocolError("no-samples", "an update that was learned from nothing")
+            raise ProtocolError("no-samples", "the update was learned from no samples")
         require(result.update.codec is self.codec, f"codec {result.update.codec} instead of {self.codec}")
-        require(result.cluster in {start.cluster for start in self.starts}, "a start that was not offered")
+        require(
+            result.cluster in {start.cluster for start in self.starts},
+            "the update is from a start that was not offered",
+        )
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.measure or None not in measured, "no losses, which were asked for")
 
     def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
-        """Return the update, with the tensors that travel."""
+        """Return the update, with the layout of all layers that are not personal."""
         return {result.update: layout.without(self.personal)}
 
     def reveals(self) -> Mapping[str, Reveals]:
@@ -115,20 +120,20 @@ class Train(Action, frozen=True, kw_only=True):
 
     @property
     def shareable(self) -> bool:
-        """Whether what stays on the device learns from D_L alone; if not, nothing about it is reported."""
+        """Whether the layers kept on the device learn from D_L alone; if not, nothing about them is reported."""
         return True
 
     @staticmethod
     def select_kept(personal: Selector, layout: Layout) -> Layout | None:
-        """Return the tensors that stay on the device after the step, or None."""
+        """Return the layout of the tensors that stay on the device after the step, or None."""
         return layout.select(personal) if personal else None
 
 
 def find_kept(step: str, personal: Selector, layout: Layout, known: Steps | None = None) -> Layout:
-    """Return the tensors that a training step keeps on a device; `known`: the steps to search.
+    """Return the layout of the tensors that a training step keeps on a device; `known` are the steps to search.
 
     Raises:
-        ConfigError: no such step, or it keeps nothing.
+        ConfigError: there is no such step, or the step keeps nothing.
     """
     kind = (load_installed_steps() if known is None else known).get(step)
     kept = kind.select_kept(personal, layout) if kind is not None and issubclass(kind, Train) else None

@@ -1,4 +1,4 @@
-"""DBE: a vector added to the features stays on the device; the features' mean is pulled to the global one."""
+"""DBE: a vector added to the features stays on the device; the features' mean is pulled to the global mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ditto: besides the shared model, a personal model that is pulled towards it learns and stays on the device."""
+"""Ditto: besides the shared model, a personal model learns, pulled towards the shared one, and stays on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedge.wire.messages import NonNegative
 
 
 class TrainDitto(Train, frozen=True, kw_only=True):
-    """Ditto's training; `proximal_lambda`: of (lambda/2) ||v - w||^2, w the round's start."""
+    """Ditto's training; `proximal_lambda` is lambda in (lambda/2) ||v - w||^2, where w is the round's start."""
 
     STEP: ClassVar = "train_ditto"
 
@@ -23,7 +23,7 @@ class TrainDitto(Train, frozen=True, kw_only=True):
 
     @property
     def shareable(self) -> bool:
-        """False, as the personal model learns from all samples."""
+        """Always False, since the personal model learns from all samples."""
         return False
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Train the shared model, or its travelling part, with differential privacy for each sample of D_L."""
+"""Train the shared model, or the part of it that is uploaded, with differential privacy for each sample of D_L."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import Layout
 
 PER_SAMPLE: Final = 3
-"""Gradients of single samples cost so many times that of their mean; measured: 2.7 (`cnn`) to 7 (`cnn_fedavg`)."""
+"""Cost of per-sample gradients relative to that of their mean; measured 2.7 (`cnn`) to 7 (`cnn_fedavg`)."""
 
 Epsilon = Annotated[float, Meta(gt=0, le=10_000)]
 Delta = Annotated[float, Meta(gt=0, lt=1)]
@@ -22,9 +22,9 @@ NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 def explain_weak_delta(delta: float, n_samples: int) -> str:
-    """Return why delta promises nothing to each of so many samples, or "".
+    """Return why delta promises nothing to each of `n_samples` samples, or "".
 
-    With delta = 1 / n, publishing one of n samples as it is would count as private.
+    With delta = 1 / n, publishing one of n samples unchanged would count as private.
     """
     if delta * n_samples < 1:
         return ""
@@ -34,9 +34,9 @@ def explain_weak_delta(delta: float, n_samples: int) -> str:
 class Privacy(Struct, frozen=True, kw_only=True):
     """A run's promise to each sample: (epsilon, delta) for all of its orders together, or a fixed noise level.
 
-    Give one of `epsilon`, from which each device derives the noise by its number of samples, and `noise_multiplier`,
-    the noise's standard deviation over the clip norm, which gives each device its own epsilon. `participations`: the
-    most orders of the run for one device.
+    Give either `epsilon`, from which each device derives the noise by its number of samples, or `noise_multiplier`, the
+    noise's standard deviation divided by the clip norm, which gives each device its own epsilon. `participations` is
+    the most orders of the run for one device.
     """
 
     clip_norm: ClipNorm
@@ -47,9 +47,9 @@ class Privacy(Struct, frozen=True, kw_only=True):
 
 
 class TrainedDp(Trained, frozen=True, kw_only=True):
-    """The noisy `update`; other figures of training are absent, since they are not accounted for.
+    """The noisy `update`; other figures of training are absent, since their privacy cost is not accounted for.
 
-    `n_samples` is public: neighbouring data sets have the same size and differ in whether one sample counts.
+    `n_samples` is public, since neighbouring data sets have the same size and differ in whether one sample counts.
     """
 
     REVEALS: ClassVar = dict.fromkeys(Trained.__struct_fields__, Reveals.NOTHING) | {
@@ -59,7 +59,7 @@ class TrainedDp(Trained, frozen=True, kw_only=True):
 
 
 class TrainDp(Train, frozen=True, kw_only=True):
-    """A request for `Train` by DP-SGD: one start, no measurements, no duration reported."""
+    """A request for `Train` by DP-SGD, with one start, no measurements, and no duration reported."""
 
     STEP: ClassVar = "train_dp"
     RESULT: ClassVar = TrainedDp
@@ -75,14 +75,14 @@ class TrainDp(Train, frozen=True, kw_only=True):
         """Require what `Train` does, and nothing but the update."""
         super().check(result, task)
         figures = (result.loss_before, result.loss_after, result.gradient_norm, result.val_accuracy)
-        require(figures == (None,) * len(figures), "a figure that no noise protects")
+        require(figures == (None,) * len(figures), "the report has a figure that no noise protects")
 
 
 def require_no_statistics(layout: Layout) -> None:
     """Refuse a network that DP-SGD cannot train.
 
     Raises:
-        ConfigError: it keeps running statistics, as batch normalisation does; the text names one.
+        ConfigError: the network keeps running statistics, as batch normalisation does; the text names one.
     """
     statistics = [info.name for info in layout.tensors if info.kind != "param"]
     if statistics:

@@ -16,7 +16,7 @@ class TrainRod(Train, frozen=True, kw_only=True):
     poolable: bool = False  # the second head may be sent (PM-MoE), so it learns from D_L alone
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count a second pass for the second head."""
+        """Count the passes of `Train`, and those of training the second head."""
         once = super().passes(n_shared, n_train, n_val)
         return once + self.sgd.count_passes(self.sgd.count_steps(n_shared), n_shared)
 

@@ -1,7 +1,7 @@
-"""What a connection to the broker is made of.
+"""The parts of a connection to the broker.
 
-`broker` has its settings and what comes from it; `route` and `paho` find the way to it, `connector` tries until it lets
-us in, `connection` lasts as long as one TCP connection. `window` has what goes out, `subscription` what comes in;
-`packet_limits` learns what the broker takes; `reasons` and `refusals` say why it refused. `fedge.wire.transport` puts
-all of it together. Begin there.
+`broker` has the broker's settings and messages; `route` and `paho` find the way to it, `connector` tries until it lets
+us in, and `connection` lasts as long as one TCP connection. `window` holds outgoing messages, `subscription` incoming
+ones. `packet_limits` learns how large packets may be; `reasons` and `refusals` explain refusals.
+`fedge.wire.transport` puts all of this together. Begin there.
 """

@@ -1,4 +1,4 @@
-"""The broker as its users see it: where it is, what comes from it, and what it says when we vanish."""
+"""The broker's settings, its inbound messages, and the last will that it publishes for us."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Handler = Callable[["Inbound"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """The broker's address and credentials: TLS with `ca_file`; `cert` and `key` identify this client.
+    """The broker's address and our credentials. `ca_file` turns on TLS; `cert_file` and `key_file` identify us.
 
-    path, secure: as of `Address`. A `secure` broker is over TLS without `ca_file`, too; it is trusted as the system
-    trusts web servers.
-    topic_prefix: levels before all our topics at this broker. Nobody but the transport sees it.
-    client_prefix: before our client id.
+    `path` and `secure` are as in `Address`. A `secure` broker uses TLS even without `ca_file`; it is then trusted as
+    the system trusts web servers. `topic_prefix` holds the levels before all our topics at this broker; only the
+    transport sees it. `client_prefix` stands before our client id.
     """
 
     host: str
@@ -43,10 +42,10 @@ class BrokerSettings:
         return Address(self.host, self.port, self.path, self.secure)
 
     def make_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context that the files make, or None without TLS.
+        """Return the TLS context with these files, or None without TLS.
 
         Raises:
-            ConfigError: one of them is unusable.
+            ConfigError: one of the files is unusable.
         """
         if self.ca_file is None and not self.secure:
             return None
@@ -55,10 +54,10 @@ class BrokerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """A message from the broker. `retained`: it was there before we subscribed.
+    """A message from the broker. `retained` is True if the broker had it before we subscribed.
 
-    A request names a topic for its answer, and data to return with it (MQTT 5 only). One that is not below our topic
-    prefix begins with `OUTSIDE`.
+    A request names a topic for its answer, and data to return with the answer (MQTT 5 only). An answer topic that is
+    not below our topic prefix begins with `OUTSIDE`.
     """
 
     topic: str
@@ -70,7 +69,7 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Will:
-    """What the broker publishes for us (QoS 1, retained) once we are gone for `delay_s` (MQTT 3.1.1: at once)."""
+    """The message that the broker publishes (QoS 1, retained) `delay_s` after we vanish (at once in MQTT 3.1.1)."""
 
     topic: str
     payload: bytes
@@ -79,7 +78,7 @@ class Will:
 
 @dataclass(slots=True)
 class Caller:
-    """The client and where it connects; `door` gets topic and payload of the will, and may hold it back."""
+    """The client and its broker. `door` is called with topic and payload of the will, and may hold the will back."""
 
     settings: BrokerSettings
     client_id: str
@@ -87,7 +86,7 @@ class Caller:
     session_expiry_s: int
     door: Callable[[str, bytes], None] | None
     alert: str = ""
-    """Why the broker last ended TLS before it let us in; it is lost if the connection is reset."""
+    """Why the broker last ended TLS before it let us in; unknown if the connection was reset."""
 
     @property
     def broker(self) -> str:

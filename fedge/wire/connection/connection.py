@@ -23,21 +23,23 @@ from fedge.wire.connection.window import Publish
 from fedge.wire.topics import add_prefix, remove_prefix, strip_share
 
 IN_WINDOW: Final = 20
-"""Our Receive Maximum: messages the broker may send before a handler has finished. Mosquitto's own limit is 20."""
+"""Our Receive Maximum: most messages that the broker may send before their handlers have finished. Mosquitto's own
+limit is 20."""
 MAX_INBOUND_BYTES: Final = 1024 * 1024
-"""Our Maximum Packet Size: twice the largest chunk. Protects the memory of a small device."""
+"""Our Maximum Packet Size: twice the largest chunk. It protects the memory of a small device."""
 CONNECT_TIMEOUT_S: Final = 10.0
-"""Time for TCP, TLS and CONNACK each: a slow mobile link needs seconds for the TLS handshake alone."""
+"""Time limit for each of TCP, TLS and CONNACK; a slow mobile link needs seconds for the TLS handshake alone."""
 SILENCE_S: Final = 2.0
-"""A broker that knows no MQTT 5 may leave our CONNECT without an answer (amqtt does); then 3.1.1 is tried."""
+"""Wait for an answer to our MQTT 5 CONNECT before MQTT 3.1.1 is tried. A broker that knows no MQTT 5 may not answer at
+all (amqtt does not)."""
 MISC_INTERVAL_S: Final = 1.0
-"""How often the keep-alive is looked at; the smallest keep-alive is a second."""
+"""Pause between two checks of the keep-alive, which is at least a second."""
 _ALERT: Final = re.compile(r" alert ([a-z ]+) \(")
-"""What a broker says when it ends TLS, in OpenSSL's words."""
+"""Pattern of the TLS alert with which a broker ends TLS, as OpenSSL words it."""
 
 
 class NotGrantedError(Exception):
-    """The broker refused a subscription with this code."""
+    """The broker refused a subscription; `code` is its reason code."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -45,10 +47,10 @@ class NotGrantedError(Exception):
 
 
 class Owner(Protocol):
-    """The interface of whoever a connection works for."""
+    """The callbacks through which a connection passes on what it receives."""
 
     def deliver(self, message: Inbound, packet_id: int, connection: Connection) -> None:
-        """Handle a message; `Connection.acknowledge` tells the broker when that is done."""
+        """Handle a message, then call `Connection.acknowledge`, which tells the broker that it is handled."""
 
     def on_acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
         """Handle a PUBACK."""
@@ -65,8 +67,8 @@ class Connection:
         self._clean = clean
         self._paused = False
         self.announced: Properties | None = None
-        """What the broker said of itself when it let us in."""
-        self.shares = True  # whether group subscriptions are shared; otherwise the client gets all messages
+        """The properties of the broker's CONNACK, in MQTT 5."""
+        self.shares = True  # whether the broker shares group subscriptions; otherwise this client gets all messages
         self._awaits_room = False
         self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
         self.closed: asyncio.Future[Ending] = self._loop.create_future()
@@ -141,7 +143,7 @@ class Connection:
         self.shares = self.is_v5 and getattr(self.announced, "SharedSubscriptionAvailable", 1) == 1
 
     def _connect(self) -> None:
-        """Connect, blocking in a thread (TCP and TLS handshake), before the loop watches the socket."""
+        """Connect, including TCP and TLS handshake, before the loop watches the socket. Blocks, so runs in a thread."""
         settings = self._caller.settings
         self._client.connect(
             settings.address.name,
@@ -205,7 +207,7 @@ class Connection:
             self._loop.call_later(MISC_INTERVAL_S, self._run_misc)
 
     async def disconnect(self) -> None:
-        """Disconnect cleanly: the will is not published, and the broker drops the session."""
+        """Disconnect cleanly, so that the broker publishes no will and drops the session."""
         if not self.closed.done():
             self._client.disconnect(properties=self._make_properties(PacketTypes.DISCONNECT, SessionExpiryInterval=0))
             with contextlib.suppress(TimeoutError):
@@ -221,7 +223,7 @@ class Connection:
         sock = self._client.socket()
         if sock is not None:
             self._unwatch(sock)
-            self._loop.call_soon(self._drop_socket)  # paho, which may have called us, still uses it for a few lines
+            self._loop.call_soon(self._drop_socket)  # later, since paho may have called us and still use the socket
         if not self._connack.done():
             self._connack.set_exception(RefusedError(ending.reason, closed_early=closed_early))
             self._connack.exception()  # nobody may be waiting
@@ -231,7 +233,7 @@ class Connection:
     # ---------------------------------------------------------------------------------------------- packets
 
     def send(self, publish: Publish) -> int:
-        """Send a message; returns its packet id, under which `Owner.on_acknowledged` is called."""
+        """Send a message; return its packet id, with which `Owner.on_acknowledged` is called later."""
         values = {"MessageExpiryInterval": publish.expires_in_s, "CorrelationData": publish.correlation}
         properties = self._make_properties(PacketTypes.PUBLISH, **values)
         while True:
@@ -253,7 +255,7 @@ class Connection:
         try:
             await self._request_grant(topic_filter)
         except NotGrantedError as error:
-            if error.code in AGAIN:  # it is asked once more on the next connection
+            if error.code in AGAIN:  # the next connection subscribes again
                 self.close(Ending(str(error)))
             elif error.code == NO_SHARES and self.shares:
                 self.shares = False
@@ -274,11 +276,11 @@ class Connection:
             grant.result()
 
     def unsubscribe(self, topic_filter: str) -> None:
-        """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
+        """Unsubscribe without waiting for the answer; if we subscribe to the filter again, TCP keeps the order."""
         self._client.unsubscribe(self._get_broker_name(topic_filter))
 
     def _get_broker_name(self, topic_filter: str) -> str:
-        """Return a filter's name at this broker."""
+        """Return the filter as this broker needs it: with the topic prefix, and without a group if it has no groups."""
         name = topic_filter if self.shares else strip_share(topic_filter)
         return add_prefix(self._caller.settings.topic_prefix, name)
 
@@ -316,7 +318,7 @@ class Connection:
             self.close(Ending(NO_ANSWER if str(reason) == "Keep alive timeout" else LOST))
 
     def _on_log(self, _client: paho.Client, _user: object, _level: int, text: str) -> None:
-        """Note why the broker ends TLS, which paho tells nowhere else."""
+        """Record why the broker ends TLS, which paho reports only in its log."""
         if found := _ALERT.search(text):
             self._caller.alert = found[1]
 
@@ -360,7 +362,7 @@ class Connection:
             self._unwatch(sock)
 
     def _on_register_write(self, _client: paho.Client, _user: object, _sock: Any) -> None:
-        self._loop.call_soon(self._flush)  # all of this turn's messages at once, without asking epoll first
+        self._loop.call_soon(self._flush)  # sends all messages of this loop turn at once, without asking epoll first
 
     def _flush(self) -> None:
         """Send pending data; the rest follows when the socket has room."""
@@ -383,5 +385,5 @@ class Connection:
 
 
 def _has_more(sock: Any) -> bool:
-    """Return whether a socket holds bytes already read; of plain TCP the system holds all."""
+    """Return whether a TLS socket has buffered bytes that wake no loop; a plain TCP socket never has any."""
     return bool(getattr(sock, "pending", bool)())

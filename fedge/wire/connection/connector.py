@@ -1,4 +1,4 @@
-"""The way in: one attempt after the other, with pauses, until the broker lets us in."""
+"""Attempts to connect, one after the other and with pauses, until the broker lets us in."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ log = logging.getLogger("fedge.transport")
 
 BACKOFF_BASE_S: Final = 0.25
 BACKOFF_CAP_S: Final = 10.0
-"""A restarted broker is found within seconds, and a thousand agents do not come back in one instant (full jitter)."""
+"""Longest pause between attempts, so that a restarted broker is found within seconds. Full jitter keeps a thousand
+agents from returning at the same moment."""
 SLOW_AFTER: Final = 3
 SLOW_RETRY_S: Final = 60.0
-"""After so many early closes a broker is asked again every 30 to 60 s: somebody must change something."""
+"""Longest pause (30 to 60 s) after `SLOW_AFTER` early closes in a row, since somebody must change something first."""
 
 
 def compute_backoff_s(attempt: int, draw: float) -> float:
-    """Draw the wait before attempt 1, 2, ...: full jitter in [0, min(cap, base * 2^attempt))."""
+    """Return the wait in seconds after failed attempt 1, 2, ...: `draw` in [0, 1) times min(cap, base * 2^attempt)."""
     return draw * min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 16))
 
 
 class Connector:
-    """Makes the connections of one caller to one broker, for their owner."""
+    """Makes the connections of one caller to one broker, for an owner that gets their messages."""
 
     def __init__(self, caller: Caller, owner: Owner) -> None:
         self._caller = caller
         self._owner = owner
         self.protocols = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
-        """The one that worked last, then the other one."""
+        """Both MQTT versions, the one that worked last first."""
         self.connection: Connection | None = None
-        """The present one, the last one, or one that is tried."""
+        """The present connection, the last one, or one that is being tried."""
         self.protocol = ""
-        """Of the current or last connection: "5" or "3.1.1"."""
+        """MQTT version of the current or last connection: "5" or "3.1.1"."""
         self._was_connected = False
 
     async def connect(self, *, patient: bool) -> Connection:
-        """Try until a broker lets us in. If not patient, a permanent refusal is raised as TransportError."""
+        """Try until a broker lets us in. If not `patient`, raise TransportError on a permanent refusal."""
         attempt = closed_early = 0
         warned: set[str] = set()
         while True:
             attempt += 1
             try:
                 return await self._connect_once()
-            except (RefusedError, OSError, ConfigError) as error:  # the last one: a file may just be renewed
+            except (RefusedError, OSError, ConfigError) as error:  # ConfigError if a file is just being renewed
                 failure = make_refusal(error, self._caller.settings)
             closed_early = closed_early + 1 if failure.closed_early else 0
             if failure.final and not patient:
@@ -72,10 +73,10 @@ class Connector:
             await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else compute_backoff_s(attempt, draw))
 
     async def _log_what_to_check(self, *, patient: bool) -> None:
-        """Log why a broker may have hung up before it let us in, or answered in no MQTT.
+        """Log why a broker may have hung up before it let us in, or did not answer in MQTT.
 
         Raises:
-            TransportError: what answers there is no broker; not if we are patient.
+            TransportError: what answers is no broker, and `patient` is false.
         """
         settings, check = self._caller.settings, CHECK_REVOKED
         if self._caller.alert != REVOKED:
@@ -87,7 +88,7 @@ class Connector:
         log.error("event=closed_early broker=%s check=%r", self._caller.broker, check or explain_hang_up(settings))
 
     async def _connect_once(self) -> Connection:
-        """Try the protocol that worked last (at first MQTT 5), then the other one."""
+        """Try the MQTT version that worked last (at first MQTT 5), then the other version."""
         first, second = self.protocols
         try:
             return await self._connect_with(first)
@@ -100,7 +101,7 @@ class Connector:
         return connection
 
     async def _connect_with(self, protocol: MQTTProtocolVersion) -> Connection:
-        """Try once. A process's first connection starts a clean session: no old messages are for us."""
+        """Try once. A process's first connection starts a clean session, since no old messages are for this process."""
         connection = self.connection = Connection(self._caller, self._owner, protocol, clean=not self._was_connected)
         await connection.open()
         if lack := explain_lacking(connection.announced, LEAST_PACKET):

@@ -1,6 +1,6 @@
-"""paho's client, where fedge needs another one.
+"""A subclass of paho's client, with the changes that fedge needs.
 
-It overrides what paho keeps to itself. Tests over real brokers see whether a newer paho still asks for it.
+It overrides private methods of paho; tests over real brokers show whether a newer paho still calls them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedge.wire.connection.reasons import TOO_LARGE
 from fedge.wire.connection.route import Address, Proxy, open_socket
 
 _REASON_AT: Final = 2
-"""Of the reason code in a PUBACK, after the packet id."""
+"""Index of the reason code's byte in a PUBACK, after the packet id."""
 
 
 class Client(paho.Client):
-    """Connects by `fedge.wire.connection.route`, and masks what goes into a WebSocket 500 times as fast.
+    """Connects by `fedge.wire.connection.route`, and masks WebSocket data 500 times as fast as paho.
 
     Mosquitto answers a message over its `message_size_limit` by a PUBACK with "packet too large", a code that MQTT 5
-    does not have there. paho would hang up; here it is an answer.
+    does not allow there. paho would hang up; this client treats it as an answer.
     """
 
     def __init__(self, address: Address, proxy: Proxy | None, client_id: str, **settings: Any) -> None:
@@ -76,7 +76,7 @@ class _WebSocket(paho._WebsocketWrapper):  # noqa: SLF001 - paho has no other
         super().__init__(sock, name, port, secure, address.path, headers)
 
     def _create_frame(self, opcode: int, data: bytearray, _do_masking: int = 1) -> bytearray:
-        """Mask every frame, as RFC 6455 (5.1) wants it of a client; paho would not mask a pong."""
+        """Mask every frame, as RFC 6455 (5.1) requires of a client; paho would not mask a pong."""
         n, mask = len(data), os.urandom(4)
         size = bytes([128 | n]) if n < 126 else b"\xfe" + n.to_bytes(2) if n < 2**16 else b"\xff" + n.to_bytes(8)
         stretched = (mask * (n // 4 + 1))[:n]

@@ -1,6 +1,6 @@
-"""What a broker's reason codes mean (MQTT 5, 2.4), whether trying again may help, and what to do.
+"""The meaning of a broker's reason codes (MQTT 5, 2.4), whether trying again may help, and what to do.
 
-paho turns the codes of MQTT 3.1.1 into these: of a CONNACK 0x84 to 0x88, of a SUBACK 0x80.
+paho translates the codes of MQTT 3.1.1: those of a CONNACK into 0x84 to 0x88, that of a SUBACK into 0x80.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ NO_SHARES: Final = 0x9E
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a reason says and what to do. `final`: trying again does not cure it; somebody must change something.
+    """The meaning of a reason code and what to do.
 
-    `older`: the broker may know MQTT 3.1.1 alone, which is tried next.
+    `final` is True if trying again does not help, because somebody must change something. `older` is True if the broker
+    may know only MQTT 3.1.1, which is tried next.
     """
 
     do: str
@@ -75,18 +76,18 @@ MEANINGS: Final = {
     0xA1: Meaning(LOG, final=True),
     0xA2: Meaning("it allows no wildcards in subscriptions, which fedge needs", final=True),
 }
-"""Of every code that says that something is wrong."""
+"""Meaning of every code that says that something is wrong."""
 AGAIN: Final = frozenset({0x91, 0x96, 0x97})
-"""Of a message or a subscription: the broker may take the same one a little later."""
+"""Codes after which the broker may accept the same message or subscription a little later."""
 
 
 def find_meaning(code: ReasonCode) -> Meaning:
-    """Return what a reason says; an unknown one is not final."""
+    """Return the meaning of a reason code; an unknown code is not final."""
     return MEANINGS.get(code.value, Meaning(LOG))
 
 
 def describe_reason(code: ReasonCode, properties: Any = None) -> str:
-    """Describe a reason: name, number, what the broker adds (`properties` of its packet), advice."""
+    """Describe a reason code: its name, its number, what the broker adds (`properties` of its packet), and advice."""
     said = [f"{code} (0x{code.value:02x})"]
     if words := getattr(properties, "ReasonString", ""):
         said.append(f"{words[:200]!r}")
@@ -96,7 +97,7 @@ def describe_reason(code: ReasonCode, properties: Any = None) -> str:
 
 
 def explain_lacking(properties: Any, least_packet_bytes: int) -> str:
-    """Return what a broker that let us in (CONNACK of MQTT 5) lacks and fedge needs, or ""."""
+    """Return what fedge needs and a broker lacks by its CONNACK (MQTT 5), with advice, or ""."""
     if getattr(properties, "RetainAvailable", 1) == 0:
         return MEANINGS[0x9A].do
     if getattr(properties, "MaximumQoS", 1) == 0:

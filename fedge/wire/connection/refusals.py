@@ -1,4 +1,4 @@
-"""Why there is no connection, or why one ended, in words, and what a person can check."""
+"""Explanations of why there is no connection or why it ended, with advice on what to check."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ CHECK_SENT: Final = (
     "it. See its log; unanswered were"
 )
 MAX_NAMED: Final = 3
-"""Messages that a line of the log names."""
+"""Most messages that a log line names."""
 UNTOLD: Final = frozenset({0, 0x80, 0x81, 0x82, 0x83})
-"""Codes of a connection's end that say nothing of its cause."""
+"""Reason codes of a connection's end that do not tell its cause."""
 LOST: Final = "the connection broke"
 NO_ANSWER: Final = "nobody answered within the keep-alive: the network between us and the broker is gone, or it hangs"
 NOT_MQTT: Final = "what came is neither MQTT 5 nor 3.1.1"
 SILENT: Final = "nothing answers in MQTT (no CONNACK)"
 REVOKED: Final = "certificate revoked"
 OTHER_NAME: Final = frozenset({62, 64})
-"""OpenSSL's codes of a certificate that does not have this name or address."""
+"""OpenSSL's error codes for a certificate without this name or address."""
 
 
 class RefusedError(Exception):
-    """The broker refused us.
+    """The broker refused us, or there is none.
 
-    final: it always will. older: it may know MQTT 3.1.1 alone. closed_early: it gave no reason. alien: it may be none.
+    `final` is whether it always will; `older` whether it may know only MQTT 3.1.1; `closed_early` whether it gave no
+    reason; `alien` whether what answers may be no broker.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a connection ended. `code`: the broker's (DISCONNECT of MQTT 5); 0: it said nothing."""
+    """The reason why a connection ended. `code` is that of the broker's DISCONNECT (MQTT 5), or 0 without one."""
 
     reason: str
     code: int = 0
@@ -80,7 +81,7 @@ class Ending:
 
 
 def make_refusal(error: RefusedError | OSError | ConfigError, settings: BrokerSettings) -> RefusedError:
-    """Return in words why there is no connection."""
+    """Return a refusal that says in words why there is no connection."""
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -97,7 +98,7 @@ def make_refusal(error: RefusedError | OSError | ConfigError, settings: BrokerSe
 
 
 def explain_hang_up(settings: BrokerSettings) -> str:
-    """Say why a broker may have hung up without a word, such as a fault of our certificate."""
+    """Return why a broker may have hung up without a reason, such as a fault of our certificate."""
     if settings.path is not None:
         return CHECK_WEB
     if settings.ca_file is None:
@@ -108,7 +109,7 @@ def explain_hang_up(settings: BrokerSettings) -> str:
 
 
 def explain_endings(ending: Ending, unanswered: Sequence[Publish]) -> str:
-    """Return what usually ends several connections in a row at once."""
+    """Return what usually causes several connections in a row to end at once."""
     if ending.reason == NO_ANSWER or ending.code not in UNTOLD | {TAKEN_OVER}:
         return ending.reason
     if ending.code == TAKEN_OVER or not unanswered:

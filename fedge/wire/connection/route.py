@@ -1,4 +1,4 @@
-"""The way to a broker: its address, a proxy, and what answers there if it is no broker."""
+"""The way to a broker: its address, a proxy, and a diagnosis if something else than a broker answers there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedge.errors import ConfigError
 from fedge.system.text import format_address
 
 PORTS: Final = {"": 1883, "ws": 80, "wss": 443}
-"""By scheme, where an address names none."""
+"""Default port by scheme, for addresses without a port."""
 PATH: Final = "/mqtt"
-"""Of MQTT over WebSockets at nearly all brokers."""
+"""Default path of MQTT over WebSockets, used by nearly all brokers."""
 PROBE_S: Final = 3.0
 HEADER_BYTES: Final = 16 * 1024
-"""Of a proxy's answer, at most."""
+"""Most bytes of the header of a proxy's answer."""
 
 _ADDRESS: Final = re.compile(
     r"((?P<scheme>wss?)://)?"
@@ -33,7 +33,7 @@ _ADDRESS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a broker listens; `path` of WebSockets, None for plain MQTT; `secure`: wss, always over TLS."""
+    """A broker's address. `path` is for WebSockets, None for plain MQTT; `secure` is True for wss, always over TLS."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The host's name or address as a certificate has it: without the zone of a link-local address."""
+        """The host's name or address as certificates have it, without the zone of a link-local address."""
         return self.host.partition("%")[0]
 
 
@@ -50,7 +50,7 @@ def parse_address(text: str) -> Address:
     """Parse "host:port", "host" (port 1883), "[IPv6 address]:port" or "ws://...", "wss://..." with or without a path.
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: the text is none of these.
     """
     found = _ADDRESS.fullmatch(text)
     scheme = (found["scheme"] or "") if found else ""
@@ -65,7 +65,7 @@ def parse_address(text: str) -> Address:
 
 
 def _is_name(host: str) -> bool:
-    """Return whether a host can be looked up: sockets raise anything for an empty or too long part."""
+    """Return whether a host's name can be looked up; sockets raise various errors for an empty or too long part."""
     with suppress(UnicodeError):
         host.encode("idna")
         return True
@@ -77,7 +77,7 @@ def _is_name(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy of a company's network: HTTP (CONNECT) or SOCKS 5. It looks up the broker's name itself."""
+    """A proxy of a company's network, HTTP (CONNECT) or SOCKS 5. The proxy itself looks up the broker's name."""
 
     socks: bool
     host: str
@@ -87,7 +87,7 @@ class Proxy:
 
 
 class ProxyError(OSError):
-    """The proxy did not let us through. `final`: it never will with this login."""
+    """The proxy did not let us through. `final` is True if it never will with this login."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -98,7 +98,7 @@ def parse_proxy(url: str) -> Proxy:
     """Parse http://HOST:PORT or socks5://HOST:PORT, perhaps with USER:PASSWORD@ (percent-encoded).
 
     Raises:
-        ConfigError: neither; the text holds no password.
+        ConfigError: the URL is neither; the error text holds no password.
     """
     try:
         found = urlsplit(url)
@@ -116,7 +116,8 @@ def open_socket(host: str, port: int, proxy: Proxy | None, timeout_s: float) -> 
     """Open a TCP connection, through the proxy if there is one. Blocks.
 
     Raises:
-        OSError: nobody listens there, or as `ProxyError`.
+        OSError: nobody listens there.
+        ProxyError: the proxy did not let us through.
     """
     if proxy is None:
         sock = socket.create_connection((host, port), timeout_s)
@@ -148,7 +149,7 @@ def _connect_through(proxy: Proxy, host: str, port: int, timeout_s: float) -> so
 
 
 def _request_http(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
-    """Send CONNECT (RFC 9110, 9.3.6), with Basic authentication (RFC 7617)."""
+    """Request a tunnel by HTTP CONNECT (RFC 9110, 9.3.6), with Basic authentication (RFC 7617)."""
     target = format_address(host, port)
     lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
     if proxy.username is not None:
@@ -157,7 +158,7 @@ def _request_http(sock: socket.socket, proxy: Proxy, host: str, port: int) -> No
     sock.sendall("\r\n".join([*lines, "", ""]).encode())
     header = b""
     while not header.endswith(b"\r\n\r\n"):
-        header += (byte := sock.recv(1))  # no more: what follows is the broker's
+        header += (byte := sock.recv(1))  # one byte at a time, since what follows the header is the broker's
         if not byte or len(header) > HEADER_BYTES:
             raise ProxyError(f"is no HTTP proxy: it answered {header[:40]!r}")
     status = header.partition(b"\r\n")[0].decode("latin-1")
@@ -183,7 +184,7 @@ SOCKS_REPLIES: Final = {
 
 
 def _request_socks(sock: socket.socket, proxy: Proxy, host: str, port: int) -> None:
-    """Request a way by SOCKS 5 (RFC 1928), with user name and password (RFC 1929)."""
+    """Request a connection by SOCKS 5 (RFC 1928), with user name and password (RFC 1929)."""
     sock.sendall(b"\x05\x01\x00" if proxy.username is None else b"\x05\x02\x00\x02")
     version, method = _receive_exactly(sock, 2)
     if version != 5:
@@ -225,9 +226,9 @@ def _receive_exactly(sock: socket.socket, n_bytes: int) -> bytes:
 
 
 def explain_other_protocol(address: Address, proxy: Proxy | None, tls: Callable[[], ssl.SSLContext | None]) -> str:
-    """Return what speaks at a broker's address in place of MQTT, and advice, or "". Blocks.
+    """Return which other protocol answers at a broker's address, with advice, or "" if none is recognised. Blocks.
 
-    It asks for a WebSocket, as any browser does.
+    The function requests a WebSocket, as a browser does.
     """
     where = format_address(address.host, address.port)
     answer, scheme = b"", "ws"
@@ -277,7 +278,7 @@ def explain_outage(error: OSError, host: str) -> str:
         return f"the name {host} is not known here ({error.strerror}): see --broker, and this machine's name server"
     if isinstance(error, ssl.SSLEOFError | ConnectionResetError | ConnectionAbortedError):
         return (
-            "it hung up before a word, as a broker does that has all the connections that it takes (max_connections), "
+            "it hung up before a word, as does a broker whose connections are all taken (max_connections), "
             "or a firewall"
         )
     if isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""What comes in: topic filters, their handlers, and what waits for these."""
+"""Inbound messages: topic filters, their handlers, and the queues of messages that wait for the handlers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ log = logging.getLogger("fedge.transport")
 
 HELD_MESSAGES: Final = 256
 HELD_BYTES: Final = 16 * 1024 * 1024
-"""What waits for one handler, at most. Only QoS 0 floods and brokers without flow control (amqtt) can exceed it."""
+"""Most bytes that wait for one handler. Only QoS 0 floods and brokers without flow control (amqtt) can reach it."""
 PAUSE_BYTES: Final = 8 * 1024 * 1024
-"""What waits for all handlers before the socket is left unread, so that TCP holds the broker back: Mosquitto 2.0.11
-keeps our Receive Maximum only until the first acknowledgement, and amqtt knows none. Read again below half of it."""
+"""Bytes waiting for all handlers from which the socket is left unread, so that TCP holds the broker back, until half of
+them are handled. Mosquitto 2.0.11 keeps to our Receive Maximum only until the first acknowledgement; amqtt ignores
+it."""
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Delivery:
     n_open: int
 
     def mark_handled(self) -> None:
-        """Record that one of its handlers is done."""
+        """Record that one of the message's handlers is done."""
         self.n_open -= 1
         if self.n_open == 0 and self.packet_id:
             self.connection.acknowledge(self.packet_id)
@@ -65,7 +66,7 @@ class Subscription:
         self.task: asyncio.Task[None] | None = None
 
     def accept(self, delivery: Delivery) -> bool:
-        """Queue a message; False (and not queued) if the handler is too far behind."""
+        """Queue a message; return False, without queueing it, if the handler is too far behind."""
         size = len(delivery.message.payload)
         if len(self._queue) >= HELD_MESSAGES or self.held_bytes + size > HELD_BYTES:
             return False
@@ -75,7 +76,7 @@ class Subscription:
         return True
 
     async def serve(self) -> None:
-        """Pass on the messages one at a time, in order. When cancelled, waiting ones count as handled."""
+        """Pass the messages to the handler one at a time, in order. When cancelled, waiting ones count as handled."""
         try:
             while True:
                 while self._queue:
@@ -109,7 +110,7 @@ class Subscriptions:
         self._lines = Lines()
         self._paused: Connection | None = None
         self.held_bytes = 0
-        """What waits for all handlers."""
+        """Payload bytes that wait for all handlers."""
         self.bytes_received = 0
         self.messages_dropped = 0
 
@@ -117,7 +118,7 @@ class Subscriptions:
         return iter(self._by_filter.values())
 
     def add(self, topic_filter: str, handler: Handler, refused: Callable[[str], None] | None) -> Subscription:
-        """Pass matching messages to this handler from now on.
+        """Pass matching messages to `handler` from now on.
 
         Raises:
             ValueError: the filter is already subscribed to.
@@ -129,7 +130,7 @@ class Subscriptions:
         return subscription
 
     def remove(self, topic_filter: str) -> Subscription | None:
-        """Remove and return a filter's subscription, whose handler gets no more, or None if it is unknown."""
+        """Remove and return a filter's subscription, whose handler gets no more messages; None for unknown filters."""
         subscription = self._by_filter.pop(topic_filter, None)
         if subscription is not None:
             del self._by_topic[strip_share(topic_filter)]  # type: ignore[no-untyped-call]
@@ -156,4 +157,4 @@ class Subscriptions:
         if self.held_bytes > PAUSE_BYTES:
             self._paused = connection
             connection.pause()
-        delivery.mark_handled()  # our own hold: messages that nobody wants are acknowledged at once
+        delivery.mark_handled()  # our own hold, so that messages that nobody wants are acknowledged at once

@@ -1,4 +1,4 @@
-"""What waits to go out, and what went out without an acknowledgement so far."""
+"""The publishes that wait to be sent, and those sent but not yet acknowledged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 OUT_WINDOW: Final = 8
-"""Unacknowledged publishes, unless the server's Receive Maximum is smaller. More gained nothing."""
+"""Most unacknowledged publishes, unless the server's Receive Maximum is smaller. A larger window gained nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,22 +22,22 @@ class Publish:
     correlation: bytes | None
     done: asyncio.Future[None]
     chunk: bool = False
-    """Whether its caller can send the same in smaller pieces."""
+    """Whether the caller can send the payload in smaller pieces."""
     number: int = 0
-    """Of the transport's messages, in the order of its callers."""
+    """Number of the message in the transport, in the order in which callers published."""
 
     @property
     def packet_bytes(self) -> int:
-        """The size of its packet in bytes, estimated upwards."""
+        """An upper estimate of the packet's size in bytes."""
         # Fixed header 5, topic length 2, packet id 2, properties 9, and 3 more for an answer.
         return len(self.payload) + len(self.topic.encode()) + len(self.correlation or b"") + 21
 
 
 class Window:
-    """Publishes in order, at most `limit` of them unacknowledged. No IO: packet ids come from outside.
+    """A queue of publishes, of which at most `limit` are unacknowledged. No IO; packet ids come from outside.
 
-    A permit belongs to the packet, not to the caller, and returns with the acknowledgement: cancelling the caller of a
-    publish in flight neither leaks the permit nor lends it out twice.
+    A permit belongs to the packet, not to the caller, and returns with the acknowledgement. So cancelling the caller of
+    a publish in flight neither loses the permit nor frees it twice.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Window:
         self._waiting.append(publish)
 
     def take_next(self) -> Publish | None:
-        """Take the next publish that may go out, if any; those whose caller gave up are skipped."""
+        """Take the next publish that may be sent, or None; publishes whose caller gave up are skipped."""
         while self._waiting and len(self._in_flight) < self.limit:
             publish = self._waiting.popleft()
             if not publish.done.done():
@@ -61,23 +61,23 @@ class Window:
         return None
 
     def record_sent(self, packet_id: int, publish: Publish) -> None:
-        """Record that the publish went out under this id."""
+        """Record that the publish was sent with this packet id."""
         self._in_flight[packet_id] = publish
 
     def take_acknowledged(self, packet_id: int) -> Publish | None:
-        """Return a packet's permit; None if the id is unknown."""
+        """Free a packet's permit and return its publish, or None if the id is unknown."""
         return self._in_flight.pop(packet_id, None)
 
     @property
     def in_flight(self) -> tuple[Publish, ...]:
-        """What went out and was not acknowledged, in order."""
+        """The publishes that were sent but not acknowledged, in order."""
         return tuple(self._in_flight.values())
 
     def repeat(self, publish: Publish) -> None:
-        """Send an acknowledged publish first of all once more: the broker did not take it."""
+        """Queue a publish again, before all others, because the broker did not take it."""
         self._waiting.appendleft(publish)
 
     def record_lost(self) -> None:
-        """Record that the connection broke: unacknowledged publishes go first on the next."""
+        """Record that the connection broke, so that unacknowledged publishes are sent first on the next one."""
         self._waiting.extendleft(p for p in reversed(self._in_flight.values()) if not p.done.done())
         self._in_flight.clear()

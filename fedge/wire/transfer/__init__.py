@@ -1,8 +1,8 @@
 """Blobs over MQTT, in chunks.
 
-`receiver` asks for byte ranges of a blob, `sender` publishes each chunk once for all receivers. `receiving`, `sending`
-and `ranges` decide for them, without IO or clock; `partial_blob` is what survives a receiver. Begin with `receiver`,
-which shows both sides.
+`receiver` requests byte ranges of a blob; `sender` publishes each chunk once for all receivers. `receiving`, `sending`
+and `ranges` decide for them, without IO or clock. `partial_blob` stores the part that survives a receiver. Begin with
+`receiver`, which describes both sides.
 """
 
 from fedge.system.moved import make_getattr

@@ -1,4 +1,4 @@
-"""A partial blob on disk, and the record of what is valid of it."""
+"""A partial blob on disk, and the record of its valid byte ranges."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedge.wire.messages import BlobRef
 from fedge.wire.transfer.ranges import MAX_PIECES, Range, Ranges
 
 MAX_LINES: Final = 4 * MAX_PIECES
-"""Lines of the record of a partial blob, after which it is written anew: one for each of its ranges."""
+"""Most lines of a partial blob's record; beyond them the record is rewritten with one line for each range."""
 READ_BYTES: Final = 1024 * 1024
 
 
 class PartialBlob:
-    """A partial blob on disk; its methods block, may run in threads, and do nothing after `close`."""
+    """A partial blob on disk. Its methods block, may run in threads, and do nothing after `close`."""
 
     def __init__(self, folder: BlobFolder, ref: BlobRef, *, durable: bool) -> None:
         self._final = folder.get_path(ref.digest)
@@ -33,7 +33,7 @@ class PartialBlob:
         recorded = self._read_record() if self._data_path.exists() else []
         self._n_lines = len(recorded)
         self.have = Ranges(recorded)
-        """What is recorded; at first what an earlier receiver left."""
+        """The recorded ranges; at first those that an earlier receiver left."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
         self._data = os.open(self._data_path, flags, 0o600)
         try:
@@ -60,7 +60,7 @@ class PartialBlob:
             if self._closed:
                 return
             for start, end in pieces:
-                if start < self._hashed:  # other bytes were there
+                if start < self._hashed:  # these bytes replace hashed ones
                     self._hasher, self._hashed = hashlib.sha256(), 0
                 data = memoryview(payload)[start - offset : end - offset]
                 _write_all(self._data, data, start)
@@ -86,7 +86,7 @@ class PartialBlob:
             self._n_lines = len(self.have)
 
     def _catch_up(self, until: int) -> None:
-        """Read and hash gapless bytes after the hashed part that arrived earlier or out of order."""
+        """Hash stored bytes that follow the hashed part without a gap, up to `until`."""
         first = next(iter(self.have), (0, 0))
         end = min(until, first[1] if first[0] == 0 else 0)
         while self._hashed < end and (data := os.pread(self._data, min(READ_BYTES, end - self._hashed), self._hashed)):
@@ -131,9 +131,9 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
 
 
 def _start_writing_back(handle: int, start: int, end: int) -> None:
-    """Start write-back of these bytes while others still arrive, which leaves less for fsync.
+    """Start writing these bytes to disk while others still arrive, which leaves less work for fsync.
 
-    Linux does so when told that dirty pages are not needed; they stay in memory until they are clean.
+    Linux does so when it is advised that dirty pages are not needed; they stay in memory until they are clean.
     """
     if sys.platform == "linux":
         os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_DONTNEED)

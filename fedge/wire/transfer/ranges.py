@@ -8,11 +8,11 @@ from operator import itemgetter
 from typing import Final
 
 Range = tuple[int, int]
-"""Bytes [start, end)."""
+"""A range of byte offsets, [start, end)."""
 MAX_RANGES: Final = 256
-"""Ranges in one Want (fedge.wire.messages)."""
+"""Most ranges in one Want (`fedge.wire.messages`)."""
 MAX_PIECES: Final = 4096
-"""Gaps of a blob on its way in, and pieces of one on its way out: senders that send in order leave a few."""
+"""Most gaps of an incoming blob, and most pieces of an outgoing one; senders that send in order leave few gaps."""
 
 
 class Ranges:

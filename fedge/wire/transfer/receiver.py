@@ -7,19 +7,20 @@
     stalled: Want again what is missing
     complete: SHA-256, rename into the folder
 
-The Want follows the subscription at once: one TCP connection keeps the order, so no chunk can overtake it, and the
-receiver gets everything published after the first Want of a subscription, whoever requested it.
+The Want follows the subscription at once. One TCP connection keeps the order, so the receiver gets every chunk that is
+published after the first Want of a subscription, whoever requested the chunk.
 
-A chunk is written and hashed on the event loop as it arrives, 0.4 ms each on a PC: a hop to a thread costs as much, and
-more if all cores are busy. The bytes go to the page cache; only fsync and reading an earlier receiver's leftovers wait
-for the disk, and these have a thread.
+A chunk is written and hashed on the event loop as it arrives, which takes 0.4 ms on a PC. A hop to a thread costs as
+much, and more if all cores are busy. The bytes go to the page cache; only fsync and reading an earlier receiver's
+leftovers wait for the disk, so these run in a thread.
 
-Nothing here relies on the broker's delivery: a lost chunk is requested again, a duplicate changes nothing, and any
-order will do. `Ranges`, `Receiving` and `Sending` decide, without clock or files; `Receiver` and `Sender` act. A
-partial blob survives kill -9 of its receiver as two files in the blob folder, `{digest}.part` (the bytes) and
-`{digest}.ranges` (which of them are valid: a line for each chunk, written after its bytes, and fewer if chunks are many
-and small). After a power cut the record may list bytes that never reached the disk; then the hash does not match and
-the blob is fetched again.
+Nothing here relies on the broker's delivery: a lost chunk is requested again, a duplicate changes nothing, and chunks
+may come in any order. `Ranges`, `Receiving` and `Sending` decide, without clock or files; `Receiver` and `Sender` act.
+
+A partial blob survives kill -9 of its receiver as two files in the blob folder: `{digest}.part` holds the bytes, and
+`{digest}.ranges` lists which of them are valid. The list has a line for each chunk, written after the chunk's bytes, or
+fewer lines if chunks are many and small. After a power cut the list may name bytes that never reached the disk; then
+the hash does not match, and the blob is fetched again.
 """
 
 from __future__ import annotations
@@ -53,31 +54,34 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.transfer")
 
 TOTAL_ASK_BYTES: Final = 32 * 1024 * 1024
-"""All fetches of a receiver together, so that a cohort that uploads at once does not overflow the broker's queue."""
+"""Most bytes requested at a time by all fetches of a receiver together, so that a cohort that uploads at once does not
+overflow the broker's queue."""
 ANSWER_CAP_S: Final = 30.0
-"""Where many transfers share a broker or a sender, each waits for its turn: nothing counts as lost before twice the
-time that answers take just now, but after so long in any case."""
+"""Longest wait before a chunk counts as lost. Many transfers that share a broker or a sender wait for their turns, so
+the wait is twice the present response time, up to this limit."""
 MAX_ATTEMPTS: Final = 3
-"""Complete transfers with a wrong digest before the blob is given up."""
+"""Complete transfers with a wrong digest after which the blob is given up."""
 MAX_BLOB_BYTES: Final = 4 * 1024**3
-"""Default bound on a blob; a role that knows its models sets a lower one."""
+"""Default limit on a blob's size; a role that knows its models sets a lower limit."""
 RANGE_BYTES: Final = 19
-"""Of one range in a Want, at most."""
+"""Most bytes of one range in a Want."""
 MEASURED_BYTES: Final = 64 * 1024
-"""Shorter transfers tell more of delays than of the link's rate."""
+"""Smallest transfer whose rate is measured; shorter ones depend more on delays than on the link's rate."""
 MEASURED: Final = 5
-"""Transfers of whose rates the median counts: one that a broken connection or a busy sender held up changes little."""
+"""Number of latest transfers whose median rate counts, so that one slow transfer (a broken connection, a busy sender)
+changes little."""
 WHOLE_STALLS: Final = 3
-"""After how many stalls pieces are taken again where some were wrong: a sender on a busy machine answers late."""
+"""Stalls after which pieces of a blob are accepted again though some were wrong, since a sender on a busy machine
+answers late."""
 PART_KEPT_S: Final = 24 * 3600.0
-"""Partial blobs untouched for a day are deleted when a receiver starts."""
+"""Age after which untouched partial blobs are deleted when a receiver starts."""
 
 
 class Receiver:
     """Fetches blobs into a folder. Create it before the transport is entered, so that it notices reconnects.
 
-    `durable`: a fetched blob survives a power cut. Otherwise it may be lost or damaged, so a starting receiver searches
-    the folder; fine for blobs that can be fetched again. `seal`: signs a Want for its topic.
+    If `durable`, a fetched blob survives a power cut. Otherwise it may be lost or damaged, so a starting receiver
+    checks the folder; that is fine for blobs that can be fetched again. `seal` signs a Want for its topic.
     """
 
     def __init__(
@@ -105,33 +109,33 @@ class Receiver:
 
     @property
     def mbit_s(self) -> float | None:
-        """The rate of arriving blobs, waiting included, a median of the last large ones; None before any."""
+        """The rate of arriving blobs in Mbit/s, waits included: the median of the last large ones; None before any."""
         return statistics.median(self._rates) if self._rates else None
 
     async def fetch(
         self, ref: BlobRef, *, chunks: str, wants: str, device_id: str, patience_s: float = math.inf
     ) -> Path:
-        """Wait until the blob is in the folder and verified; returns at once if it is there already.
+        """Wait until the blob is in the folder and verified; return its path, at once if the folder has it already.
 
-        There is no time-out except `patience_s`: wrap it in `asyncio.timeout`. Data received before a cancellation (or
-        a kill -9) is kept, and the next fetch continues from there. Two fetches of one blob share the work.
+        The only time-out is `patience_s`; use `asyncio.timeout` for a limit on the whole fetch. Data received before a
+        cancellation (or a kill -9) is kept, and the next fetch continues from there. Two fetches of one blob share the
+        work.
 
         Args:
             ref: the blob; its digest and size are binding.
-            chunks: topic filter of its chunks, whose last level is "+" (the byte offset).
-            wants: topic on which its sender listens for Wants.
-            device_id: goes into the Want: the sender, or, from the coordinator, the addressee.
+            chunks: topic filter of the blob's chunks, whose last level is "+" (the byte offset).
+            wants: topic on which the blob's sender listens for Wants.
+            device_id: the device named in the Want: the sender or, in a coordinator's Want, the addressee.
             patience_s: longest wait for new data while connected to the broker.
 
         Raises:
-            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing arrived in time), or
-            `digest`
+            ProtocolError: `oversized` (larger than `max_bytes`), `stalled` (nothing arrived in time), or `digest`
                 (three mismatches).
             StoreError: the disk is full or the folder cannot be written.
-            TransportError: the broker refused the subscription or the Want, or even such a small packet.
+            TransportError: the broker refused the subscription, the Want, or even the smallest packets.
         """
         if ref.size_bytes > self._max_bytes:
-            raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
+            raise ProtocolError("oversized", f"the blob has {ref.size_bytes} bytes; at most {self._max_bytes} allowed")
         lock = self._locks.setdefault(ref.digest, asyncio.Lock())
         async with lock:
             with raise_as(StoreError, f"cannot store blob {ref.digest}"):
@@ -163,8 +167,8 @@ class Receiver:
                 await self._transport.unsubscribe(chunks)
         raise ProtocolError(
             "digest",
-            f"{ref.digest} is not what came, {MAX_ATTEMPTS} times; where the broker admits everybody, anybody can send "
-            "such chunks: give it certificates (fedge provision)",
+            f"what came for {ref.digest} had another hash {MAX_ATTEMPTS} times; if the broker admits everybody, "
+            "anybody can send such chunks: give it certificates (fedge provision)",
         )
 
     async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
@@ -176,7 +180,7 @@ class Receiver:
         while not fetch.receiving.complete:
             await fetch.wait(connected=self._transport.connected)
             if fetch.wrong and fetch.quiet_s and fetch.receiving.missing == ((0, fetch.ref.size_bytes),):
-                return  # it came whole, and was never right
+                return  # the blob came whole, and was never right
             if fetch.quiet_s >= patience_s:
                 raise ProtocolError("stalled", f"nothing of {fetch.ref.digest} came for {fetch.quiet_s:.0f} s")
             await ask()
@@ -185,7 +189,7 @@ class Receiver:
 
     async def _request(self, fetch: _Fetch, wants: str, device_id: str) -> None:
         budget = TOTAL_ASK_BYTES
-        if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is requested in any case, and there may be thousands
+        if fetch.ref.size_bytes > LARGE_CHUNK:  # a blob of one chunk is always requested; there may be thousands
             budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.request_ranges(budget, _compute_most_ranges(self._transport.max_packet_bytes))
         if ranges:
@@ -201,7 +205,7 @@ class Receiver:
 
 
 async def _run_to_end(work: Coroutine[Any, Any, bool]) -> bool:
-    """Wait for a thread's result even if cancelled: closing the file would block the loop on it."""
+    """Wait for a thread's result even if cancelled, since closing its file meanwhile would block the loop."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -211,7 +215,7 @@ async def _run_to_end(work: Coroutine[Any, Any, bool]) -> bool:
 
 @dataclass(slots=True)
 class _Pace:
-    """The present response time of senders, over all incoming transfers."""
+    """The present response time of senders in seconds, averaged over all incoming transfers."""
 
     answer_s: float = 0.0
 
@@ -229,23 +233,23 @@ class _Fetch:
         self.ref = ref
         self.receiving = Receiving(ref.size_bytes, part.have)
         self.listening = _draw_listening()
-        """Drawn anew when what is on its way to us may be lost: then the sender takes us for somebody new."""
+        """Random number, drawn anew when chunks in flight may be lost; the sender then takes us for a new receiver."""
         self.progress = asyncio.Event()
         self.quiet_s = 0.0
-        """For how long nothing new has come although the broker was there."""
+        """Seconds without new data while connected to the broker."""
         self.asked_at: float | None = None
         self.whole_only = 0
-        """For how many stalls pieces are still ignored: some were wrong, and the sender needs one chunk alone, unless
-        it has found a limit of the broker's."""
+        """Number of stalls during which pieces are still ignored, because some were wrong. The sender needs
+        only one chunk for the whole blob, unless it has found a limit of the broker."""
         self.wrong = False
-        """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
+        """Whether the whole blob came in one chunk with a wrong hash; such a chunk is dropped at once."""
         self._pace = pace
         self._part = part
         self._failure: OSError | None = None
 
     async def on_chunk(self, message: Inbound) -> None:
         """Store a chunk; its topic ends in the byte offset."""
-        if message.retained:  # no sender of ours does that, and it would come again at each attempt
+        if message.retained:  # our senders retain no chunks, and this one would come again at each attempt
             return
         level = message.topic.rpartition("/")[2]
         if not (level.isascii() and level.isdigit() and len(level) < 16):
@@ -276,7 +280,7 @@ class _Fetch:
         self.progress.set()
 
     async def wait(self, *, connected: bool) -> None:
-        """Wait until something new is stored or nothing came for too long; re-raises the OSError of a failed write."""
+        """Wait until something new is stored or nothing came for too long; raise the OSError of a failed write."""
         began = time.monotonic()
         while not self.progress.is_set():
             waited_s = time.monotonic() - began
@@ -297,7 +301,7 @@ class _Fetch:
 
 
 def _compute_most_ranges(max_packet_bytes: int | None) -> int:
-    """Return the number of ranges in a Want under the packet limit (None: no limit)."""
+    """Return the most ranges that a Want may have under the packet limit (None if there is no limit)."""
     if max_packet_bytes is None:
         return MAX_RANGES
     return max(1, min(MAX_RANGES, (max_packet_bytes - PACKET_OVERHEAD) // RANGE_BYTES))

@@ -1,4 +1,4 @@
-"""Which bytes of a blob are missing, and which to request now: without IO or clock."""
+"""The bookkeeping of a receiver: which bytes of a blob are missing, and which to request now. No IO, no clock."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from fedge.wire.connection.packet_limits import LARGE_CHUNK, LEAST_PACKET, PACKE
 from fedge.wire.transfer.ranges import MAX_PIECES, MAX_RANGES, Range, Ranges
 
 ASK_BYTES: Final = 8 * 1024 * 1024
-"""One fetch has at most this much under way: 60 ms at 1 GbE, and far below a broker's queue limit."""
+"""Most bytes under way in one fetch: 60 ms at 1 GbE, and far below a broker's queue limit."""
 STALL_S: Final = 3.0
-"""No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
+"""Time without a new chunk after which the requested bytes count as lost. It doubles up to `STALL_CAP_S` where chunks
+need longer."""
 STALL_CAP_S: Final = 12.0
 STEP_BYTES: Final = SMALL_CHUNK
-"""So many new bytes, as many as the largest chunk of this fetch, or all that was asked for, count as progress. Fewer do
-not: on a broker that admits everybody, a stranger who sends a byte now and then would keep a receiver from asking again
-for what was lost. How small chunks must be, the sender may find out alone: so the receiver measures them."""
+"""New bytes that count as progress, unless the largest chunk of this fetch is smaller or all requested bytes have come.
+Fewer bytes do not count, because a stranger who sends a byte now and then (on a broker that admits everybody) would
+keep a receiver from requesting lost bytes again. The receiver measures the chunks, since only the sender may know how
+small they must be."""
 LEAST_CHUNK: Final = LEAST_PACKET - PACKET_OVERHEAD
-"""No sender of ours cuts smaller ones; those of a stranger do not make progress cheaper."""
+"""Smallest chunk that counts as one; our senders cut none smaller, and a stranger's do not make progress cheaper."""
 
 
 class Receiving:
-    """The bytes of a blob that are missing, and which to request now. No IO, no clock."""
+    """Tracks which bytes of a blob are missing, and chooses which to request now. No IO, no clock."""
 
     def __init__(self, size_bytes: int, have: Iterable[Range] = ()) -> None:
         self.size_bytes = size_bytes
         self.patience_s = STALL_S
-        """Time without a new chunk after which `record_stalled` is to be called."""
+        """Seconds without a new chunk after which `record_stalled` must be called."""
         self._missing = Ranges([(0, size_bytes)])
         self._asked = Ranges()
         self._unsafe_bytes = 0
@@ -57,16 +59,20 @@ class Receiving:
         """Return the missing parts of a chunk, to be stored and then reported to `record_stored`.
 
         Raises:
-            ProtocolError: `out-of-range`: the chunk is empty or reaches beyond the blob; `fragmented`: there would be
-                too many gaps.
+            ProtocolError: `out-of-range` if the chunk is empty or reaches beyond the blob; `fragmented` if there would
+                be too many gaps.
         """
         if offset < 0 or length < 1 or offset + length > self.size_bytes:
-            raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
+            raise ProtocolError(
+                "out-of-range", f"a chunk of {length} bytes at {offset} does not fit a blob of {self.size_bytes}"
+            )
         new, n_before = self._missing.find_overlap(offset, offset + length), len(self._missing)
         self._missing.remove(offset, offset + length)
         if n_before < len(self._missing) > MAX_PIECES:
             self._missing.add(offset, offset + length)  # all of it was missing
-            raise ProtocolError("fragmented", f"chunk of {length} bytes at {offset}: {n_before} gaps already")
+            raise ProtocolError(
+                "fragmented", f"a chunk of {length} bytes at {offset} would add a gap to {n_before} others"
+            )
         self._unsafe_bytes += sum(end - start for start, end in new)
         self._chunk_bytes = max(self._chunk_bytes, length)
         return new
@@ -79,7 +85,7 @@ class Receiving:
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
     def has_advanced(self) -> bool:
-        """Return whether a step was stored since this was last True."""
+        """Return whether enough bytes were stored since this last returned True (`STEP_BYTES`)."""
         if found := self._since_step >= min(STEP_BYTES, self._chunk_bytes) or not self._asked:
             self._since_step = 0
         return found
@@ -88,8 +94,8 @@ class Receiving:
         """Return the ranges to request now, in order; none while half of the allowance is under way.
 
         Args:
-            budget: bytes that other fetches leave us; one chunk is requested even without, so that all make progress.
-            max_ranges: limit of one Want.
+            budget: bytes that other fetches leave us; one chunk is requested even if none, so that all make progress.
+            max_ranges: most ranges of one Want.
         """
         under_way = self.under_way
         if under_way > self._ask_bytes // 2:
@@ -109,11 +115,11 @@ class Receiving:
         return tuple(chosen)
 
     def record_lost(self) -> None:
-        """Record that the connection broke: nothing is under way any more."""
+        """Record that the connection broke, so that nothing is under way any more."""
         self._asked = Ranges()
 
     def record_stalled(self) -> None:
-        """Restart with one chunk, as nothing came in time: the sender may be gone; leave room for others."""
+        """Restart with one chunk because nothing came in time; the sender may be gone, and others need the room."""
         self.record_lost()
         self._ask_bytes = LARGE_CHUNK
         self.patience_s = min(STALL_CAP_S, self.patience_s * 2)

@@ -20,19 +20,19 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.transfer")
 
 Source = Callable[[str], Path | bytes | None]
-"""digest -> where its bytes are; None when there is no such blob."""
+"""Function from a digest to the blob's path or bytes, or None if there is no such blob."""
 SENDER_TASKS: Final = 6
-"""Chunks being published at a time; leaves room in the transport's window of 8 for messages."""
+"""Most chunks published at a time; this leaves room for messages in the transport's window of 8."""
 GATHER_S: Final = 0.02
-"""Bytes published before are held back for this long: the rest of a cohort asks within it, and all share one copy.
-Otherwise k devices that ask one after the other get k copies each."""
+"""Seconds for which bytes that were published before are held back. The rest of a cohort asks within that time, and all
+share one copy. Otherwise k devices that ask one after the other get k copies each."""
 
 
 class Sender:
     """Publishes wanted chunks. Async context manager; enter it inside the transport.
 
-    All blobs share `SENDER_TASKS` concurrent publishes and take turns, so a large one does not hold up a small one. A
-    chunk that is larger than those that the broker took on this connection goes alone.
+    All blobs share `SENDER_TASKS` concurrent publishes and take turns, so a large blob does not hold up a small one. A
+    chunk larger than any that the broker took on this connection is sent alone.
     """
 
     def __init__(self, transport: Transport, source: Source) -> None:
@@ -43,8 +43,8 @@ class Sender:
         self._group = asyncio.TaskGroup()
         self._workers: list[asyncio.Task[None]] = []
         self._trying = False
-        """Whether a chunk is under way that is larger than the broker is known to take: if it refuses it, a window full
-        of them would have been sent for nothing, which takes a slow link a minute."""
+        """Whether a chunk is under way that is larger than the broker is known to take. Others then wait: if the broker
+        refused it, a window full of such chunks would be sent for nothing, which takes a slow link a minute."""
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -61,11 +61,11 @@ class Sender:
         """Queue the model bytes that a device requests; returns at once.
 
         Raises:
-            ProtocolError: not a Want; `foreign-id`: it speaks for another device; or as `add_want`.
+            ProtocolError: the payload is not a Want, `foreign-id` if it names another device, or as for `add_want`.
         """
         want = decode_message(payload, Want)
         if want.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {want.device_id}")
+            raise ProtocolError("foreign-id", f"{device} sent a Want in the name of {want.device_id}")
         listener = (device, want.listening) if want.listening else None
         self.add_want(want.digest, want.ranges, chunks=topics.make_model_topic(want.digest), listener=listener)
 
@@ -73,15 +73,15 @@ class Sender:
         """Queue byte ranges of a blob for publishing; returns at once.
 
         Args:
-            digest: which blob.
-            ranges: what a receiver lacks, [start, end).
+            digest: digest of the blob.
+            ranges: byte ranges [start, end) that a receiver lacks.
             chunks: topic filter of the chunks as the receiver subscribes to it; the byte offset replaces its last "+".
-            listener: the sender of the Want: chunks published since its first one are not repeated for it. None: they
-                are.
+            listener: the sender of the Want, for which chunks published since its first Want are not repeated. If None,
+                they are.
 
         Raises:
             ProtocolError: `unknown-blob`, `out-of-range` (a range is empty or reaches beyond the blob) or `fragmented`
-                (too many pieces of it are waiting already).
+                (too many pieces of the blob are waiting already).
         """
         source = self._source(digest)
         if source is None:
@@ -90,7 +90,7 @@ class Sender:
         ranges = tuple(ranges)
         for start, end in ranges:
             if not 0 <= start < end <= size:
-                raise ProtocolError("out-of-range", f"bytes {start} to {end} of {size}")
+                raise ProtocolError("out-of-range", f"bytes {start} to {end} are not a range of a blob of {size}")
         key = (digest, chunks)
         if self._sending.add_want(key, ranges, listener):
             asyncio.get_running_loop().call_later(GATHER_S, self._release, key)
@@ -132,9 +132,9 @@ class Sender:
 
 
 def _read(source: Path | bytes | None, start: int, end: int) -> bytes:
-    """Read one chunk, on the event loop.
+    """Read one chunk on the event loop.
 
-    That takes 0.1 ms from memory, where a recent blob lies, against 0.2 ms through a thread. It also lets chunks leave
+    From memory, where a recent blob is, this takes 0.1 ms, against 0.2 ms through a thread. It also lets chunks leave
     in the order in which they were taken.
     """
     if source is None:

@@ -1,4 +1,4 @@
-"""Which chunk goes out next: without IO or clock."""
+"""The bookkeeping of a sender, which chooses the next chunk to publish. No IO, no clock."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from fedge.errors import ProtocolError
 from fedge.wire.transfer.ranges import MAX_PIECES, Range, Ranges
 
 Key = tuple[str, str]
-"""A blob on its way out: digest, topic filter of its chunks."""
+"""A blob to be sent: its digest, and the topic filter of its chunks."""
 Listener = tuple[str, int]
-"""A subscription to the chunks of a blob: device, and a number that it drew for it (`Want.listening`)."""
+"""A subscription to the chunks of a blob: the device, and the number that it drew (`Want.listening`)."""
 SENT_BLOBS: Final = 64
-"""Blobs whose published ranges a sender remembers for that purpose."""
+"""Most blobs whose published ranges a sender remembers."""
 LISTENERS: Final = 1024
-"""Subscriptions to one blob that a sender remembers. A forgotten one is sent again what is already on its way."""
+"""Most subscriptions to one blob that a sender remembers. For a forgotten one, chunks already on their way are sent
+again."""
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A blob with outstanding wants."""
+    """A blob that receivers have requested: ranges to send, ranges held back, and ranges already published."""
 
     due: Ranges = field(default_factory=Ranges)
     held: Ranges = field(default_factory=Ranges)
     published: Ranges = field(default_factory=Ranges)
     on_the_way: OrderedDict[Listener, Ranges] = field(default_factory=OrderedDict)
-    """What was published since a listener's first Want: it subscribes to all chunks, so it gets this unasked."""
+    """Ranges published since each listener's first Want; the listener gets them unasked, as it gets all chunks."""
 
 
 class Sending:
-    """Chooses the next chunk to publish. Overlapping wants are merged while they wait; blobs take turns. No IO."""
+    """Chooses the next chunk to publish. Overlapping wants are merged while they wait, and blobs take turns. No IO."""
 
     def __init__(self) -> None:
         self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()  # most recently requested last
         self._turns: OrderedDict[Key, None] = OrderedDict()  # blobs with something due
 
     def add_want(self, key: Key, ranges: Iterable[Range], listener: Listener | None = None) -> bool:
-        """Queue byte ranges; True if some were published before and wait for `release`.
+        """Queue byte ranges; return True if some were published before and now wait for `release`.
 
-        Ranges already on their way to this listener, because others wanted them, are not queued.
+        Ranges already on their way to this listener, because others requested them, are not queued.
 
         Raises:
-            ProtocolError: `fragmented`: too many pieces are waiting already.
+            ProtocolError: `fragmented` if too many pieces are waiting already.
         """
         blob = self._blobs.setdefault(key, _Outgoing())
         if len(blob.due) + len(blob.held) > MAX_PIECES:
-            raise ProtocolError("fragmented", f"{len(blob.due) + len(blob.held)} pieces of {key[0]} wait already")
+            raise ProtocolError("fragmented", f"{len(blob.due) + len(blob.held)} pieces of {key[0]} already wait")
         self._blobs.move_to_end(key)
         on_the_way = blob.on_the_way.get(listener, Ranges()) if listener else Ranges()
         for start, end in ranges:
@@ -71,7 +72,7 @@ class Sending:
         return bool(blob.held)
 
     def release(self, key: Key) -> None:
-        """End the wait: queue again what was published before, for all who asked meanwhile."""
+        """Queue the ranges that were held back, for all receivers that requested them meanwhile."""
         blob = self._blobs.get(key)
         if blob is not None and blob.held:
             for start, end in blob.held:
@@ -80,7 +81,7 @@ class Sending:
             self._turns.setdefault(key)
 
     def take_next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
-        """Take the next chunk: key, start, end (at most `chunk_bytes` long); None if nothing is due."""
+        """Take the next chunk of at most `chunk_bytes`: its blob's key, start and end; None if nothing is due."""
         if not self._turns:
             return None
         key, _ = self._turns.popitem(last=False)
@@ -89,7 +90,7 @@ class Sending:
         stop = min(end, start + chunk_bytes)
         blob.due.remove(start, stop)
         blob.published.add(start, stop)
-        if len(blob.published) > MAX_PIECES:  # the gaps are held back once, too
+        if len(blob.published) > MAX_PIECES:  # merge; the gaps are then held back once, too
             (low, _), *_, (_, high) = blob.published
             blob.published = Ranges([(low, high)])
         for listener, ranges in tuple(blob.on_the_way.items()):
@@ -101,13 +102,13 @@ class Sending:
         return key, start, stop
 
     def requeue(self, key: Key, start: int, end: int) -> None:
-        """Queue a chunk again that the broker did not take; no effect if the blob was dropped meanwhile."""
+        """Queue a chunk that the broker refused again; no effect if the blob was dropped meanwhile."""
         if (blob := self._blobs.get(key)) is not None:
             blob.due.add(start, end)
             self._turns.setdefault(key)
 
     def drop(self, key: Key) -> None:
-        """Forget a blob and all its wants."""
+        """Forget a blob and all wants for it."""
         self._blobs.pop(key, None)
         self._turns.pop(key, None)
 

@@ -347,7 +347,7 @@ async def test_devices_of_a_cluster_that_should_learn_differently_are_not_asked(
     fleet, layout, first = fleet_of(tmp_path)
     asked = {d.id: order(first) for d in fleet.get_devices()}
     asked["d03"] = msgspec.structs.replace(order(first), sgd=Sgd(steps=2))
-    with pytest.raises(ConfigError, match="masks cancel only between devices that learn alike"):
+    with pytest.raises(ConfigError, match="masks cancel only if they train alike"):
         await masked(fleet, layout).run("train", asked)
     assert not hasattr(fleet, "seen")
 

@@ -123,7 +123,7 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
     updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
     assert fleet.get_norms(updates["s.d0"], below.layout) == (300.0, 0.0)
-    with pytest.raises(ConfigError, match="needs single updates, and those of s stay"):
+    with pytest.raises(ConfigError, match="needs single updates, but those of s stay"):
         fleet.get(updates["s.d0"], below.layout)
 
     again = RelayFleet(below, layout=below.layout, seed=4, named=updates.values())

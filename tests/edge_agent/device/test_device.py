@@ -166,7 +166,7 @@ def test_what_a_step_kept_is_its_own(tmp_path: Path) -> None:
     assert found.layout == head.layout
     assert found.model.params.tobytes() == head.model.params.tobytes()
     assert later.load_kept("install", LAYOUT.select(HEAD), before=1) is None
-    with pytest.raises(FailedError, match="step install kept something here, the order speaks of train"):
+    with pytest.raises(FailedError, match="step install kept the tensors on this device, but the order names train"):
         later.load_kept("train", LAYOUT.select(HEAD))
     with pytest.raises(ProtocolError, match="layout"):
         later.load_kept("install", LAYOUT.select(BASE))

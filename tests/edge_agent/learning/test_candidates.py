@@ -47,7 +47,7 @@ def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_pat
     assert candidates.make_pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
     only = {Role.GLOBAL: CALIBRATION[Role.GLOBAL]}
     assert candidates.make_pooled_candidates(here, only, WITH_LOCAL).roles == (Role.GLOBAL,)
-    with pytest.raises(FailedError, match="the order names expert, this device has private, global, local"):
+    with pytest.raises(FailedError, match="the order names expert, the device has private, global, local"):
         candidates.make_pooled_candidates(here, CALIBRATION, {Role.EXPERT: 1.0})
 
 
@@ -63,7 +63,7 @@ def test_the_log_probabilities_are_calibrated_ones(tmp_path: Path) -> None:
 
 def test_without_any_or_with_a_damaged_file_it_is_said(tmp_path: Path) -> None:
     here = device(tmp_path, MeanFeatures(model=Blobs().model(0)))
-    with pytest.raises(FailedError, match="no candidates: fit_candidates was not done here"):
+    with pytest.raises(FailedError, match="the device has no candidates: fit_candidates was not done"):
         candidates.load_fitted(here)
     here.files.write(candidates.CANDIDATES, b"no")
     with pytest.raises(StoreError, match="cannot be read"):

@@ -57,7 +57,7 @@ async def test_as_many_work_at_a_time_as_take_part(tmp_path: Path) -> None:
     fleet, fill = await federation(tmp_path, (1.0, 1.5, 2.0, 2.5), participation=0.5)
     buffer = await fill(1, 5)
     assert buffer.asked == 6
-    assert len(fleet.busy()) == 1
+    assert len(fleet.get_busy_devices()) == 1
     assert len({key.partition("/")[0] for key in buffer.updates}) > 2
 
 

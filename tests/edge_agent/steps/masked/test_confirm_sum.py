@@ -89,7 +89,7 @@ def test_a_sum_in_which_somebody_has_few_neighbours_is_declined(
     cohort.masked()
     circle = cohort.roster._circle
     for summed in ([*circle[:3], *circle[5:8]], circle[:6], circle[::2]):
-        assert refusal(cohort, circle[0], *summed) == "a sum of parts that too few masks join"
+        assert refusal(cohort, circle[0], *summed) == "too few masks join the parts of the sum"
     cohort.confirm(*set(circle) - {circle[4]}, who=[circle[0]])
 
 
@@ -106,7 +106,7 @@ def test_positions_that_are_none_are_refused(cohort: Cohort, field: str, summed:
 
 
 def test_a_sum_of_a_device_that_has_not_shared_is_refused(cohort: Cohort) -> None:
-    reason = "a sum of devices that have shared no secrets"
+    reason = "the sum has devices that have shared no secrets"
     assert refusal(cohort, 0, *EVERYBODY, among=(0, 1, 2, 3, 4)) == reason
 
 

@@ -62,7 +62,7 @@ def test_a_cohort_that_is_too_small_is_declined(tmp_path: Path) -> None:
         result = cohort.result(0, cohort.sharing())
         assert isinstance(result, kind)
     assert isinstance(result, Declined)
-    assert (result.why, result.reason) == (Why.TOO_FEW, "a cohort of 4 devices, its owner wants 5")
+    assert (result.why, result.reason) == (Why.TOO_FEW, "the cohort has 4 devices, but the owner wants 5")
 
 
 def test_a_roster_without_the_device_or_with_other_keys_of_it_is_refused(tmp_path: Path) -> None:
