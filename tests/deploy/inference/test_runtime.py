@@ -74,10 +74,10 @@ def test_its_text_is_one_line_however_many_samples_there_are(runtime):
     assert repr(many).startswith("Prediction(297 samples; ")
     assert len(repr(many)) < 200
     assert f"{many.outlier.sum()} outliers; {many.latency_ms:.1f} ms)" in repr(many)
-    mixed = dataclasses.replace(many.rows(0, 7), class_name=tuple("aabcdef"))
+    mixed = dataclasses.replace(many.select_rows(0, 7), class_name=tuple("aabcdef"))
     assert "(7 samples; 'a' 2, 'b' 1, 'c' 1, 'd' 1, 'e' 1, 1 more; " in repr(mixed)
-    assert repr(many.rows(0, 1)).startswith("Prediction(1 sample; ")
-    assert repr(many.rows(0, 0)).startswith("Prediction(0 samples; 0 outliers; ")
+    assert repr(many.select_rows(0, 1)).startswith("Prediction(1 sample; ")
+    assert repr(many.select_rows(0, 0)).startswith("Prediction(0 samples; 0 outliers; ")
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (3, 8, 9), (64,), ()])

@@ -77,7 +77,7 @@ def test_free_energy_is_counted_in_deviations_from_the_bundles_own_samples(tmp_p
 def inputs_of(runtime, samples):
     from fedge.data.preprocessing import preprocess
 
-    return preprocess(runtime.task, runtime.as_batch(samples))
+    return preprocess(runtime.task, runtime.add_batch_axis(samples))
 
 
 def test_a_gates_indecision_is_the_entropys_share_of_what_it_could_be():

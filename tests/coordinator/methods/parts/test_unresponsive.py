@@ -22,7 +22,7 @@ class Deaf:
     def __init__(self) -> None:
         self.incarnation = "1"
 
-    def devices(self):
+    def get_devices(self):
         return Device("a", 5), Device("b", 5, incarnation=self.incarnation)
 
     async def run(self, step, actions):
