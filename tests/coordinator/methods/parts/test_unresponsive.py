@@ -66,7 +66,7 @@ async def test_where_all_rest_all_are_asked_and_an_answer_forgives() -> None:
 @pytest.mark.parametrize("r", [2, 3])
 async def test_nobody_awake(r) -> None:
     fleet = Deaf()
-    fleet.devices = lambda: (Device("b", 5),)
+    fleet.get_devices = lambda: (Device("b", 5),)
     state, _ = await run_and_record(NOBODY, fleet, "train", {"b": DescribeLabels()})
     state = msgspec.structs.replace(state, round=r - 1)
     assert set(find_responsive(state, fleet)) == {"b"}

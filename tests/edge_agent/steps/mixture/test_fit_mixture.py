@@ -174,7 +174,7 @@ def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
     own, result, runtime = ablated(tmp_path, blobs, experts=2, alone="average")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
-    mean = private_model.average_models([own.fetch_model(blobs.fetch_model(10 + k, scale=4.0)) for k in range(2)])
+    mean = private_model.average_models([own.fetch_model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
     logits = evaluation.compute_logits(own, mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
@@ -184,7 +184,7 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
     """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
     own, result, runtime = ablated(tmp_path, blobs, experts=5, alone="best")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
-    models = [own.fetch_model(blobs.fetch_model(10 + k, scale=4.0)) for k in range(5)]
+    models = [own.fetch_model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
     ranks = [evaluation.rank_model(own, model, "accuracy") for model in models]
     assert ranks[0] != max(ranks), "the first one is not the best by chance"
     logits = evaluation.compute_logits(own, models[ranks.index(max(ranks))], own.data.x_val)
@@ -222,7 +222,7 @@ def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> N
 
 def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
     own = looking(tmp_path, blobs)
-    ranks = [evaluation.rank_model(own, own.fetch_model(blobs.fetch_model(k, scale=4.0)), "accuracy") for k in range(6)]
+    ranks = [evaluation.rank_model(own, own.fetch_model(blobs.model(k, scale=4.0)), "accuracy") for k in range(6)]
     best = max(range(6), key=lambda k: (ranks[k][0], ranks[k][1], -k))
     action = mixture_of(
         blobs,
@@ -244,7 +244,7 @@ def test_a_device_without_data_is_a_consumer_of_experts(tmp_path, blobs) -> None
 
 def test_unknown_experts_are_thinned_to_the_near_best(tmp_path, blobs) -> None:
     own = looking(tmp_path, blobs, device_data(40, 100))
-    experts = [own.fetch_model(blobs.fetch_model(k, scale=4.0)) for k in range(8)]
+    experts = [own.fetch_model(blobs.model(k, scale=4.0)) for k in range(8)]
     kept = fit_mixture.select_near_best(own, experts)
     correct = [evaluation.rank_model(own, model, "accuracy")[0] for model in experts]
     chosen = [next(k for k, e in enumerate(experts) if e is model) for model in kept]
