@@ -14,7 +14,7 @@ FREE = {"seconds": np.ones(50), "budget_s": math.inf}
 
 def covariances(found):
     """All of a posterior's columns, (n, n)."""
-    return np.stack([found.column(i) for i in range(len(found.mean))], axis=1)
+    return np.stack([found.compute_column(i) for i in range(len(found.mean))], axis=1)
 
 
 def parts(cov):

@@ -80,7 +80,7 @@ def test_one_that_keeps_its_promises_is_told_what_it_does_not_heed(monkeypatch: 
     ("kind", "says"),
     [
         (Claims, "says that it heeds --min-reports, and does not: let it leave the model as it is after fewer"),
-        (Claims, "says that it heeds --participation, and does not: let it train the devices of self.cohort"),
+        (Claims, "says that it heeds --participation, and does not: let it train the devices of self.draw_cohort"),
         (Breaks, "would fail in a federation: own: round 1 returned the state of round 0"),
         (Crashes, r"fails in a federation of 4 devices: KeyError: 0 \(test_rehearsal\.py, line \d+\)"),
         (Endless, "own: it is not done after 10 rounds, where 2 were planned"),

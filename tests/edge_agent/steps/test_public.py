@@ -20,11 +20,11 @@ LISTS = (fedge.steps.public, edge_agent.steps.public)
 ROOMS = (fedge.steps, edge_agent.steps)
 OTHERS = {
     "coordinator.clustering.find": {"Features"},
-    "coordinator.fleet.fleet": {"Fleet", "Seen"},
+    "coordinator.fleet.fleet": {"AcceptedUpdate", "Fleet"},
     "coordinator.methods.baselines.personal_layers": {"PersonalLayers", "PersonalState"},
     "coordinator.methods.parts.server_optimizer": {"apply"},
     "coordinator.selection.contract": {"Candidates", "Rule"},
-    "fedge.tasks": {"pool", "task_spec", "write_task"},
+    "fedge.tasks": {"load_pool", "load_task", "write_task"},
 }
 """What the pages name for those who write a method or bring data: docs/extending.md, CONTRIBUTING.md."""
 EXAMPLES = [
