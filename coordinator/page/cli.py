@@ -21,9 +21,9 @@ from msgspec import Struct
 
 from coordinator.store.requests import request_action
 from coordinator.store.store import Store
-from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, format_age, open_store
+from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, open_store
 from coordinator.watch.state import Watch, read_summary
-from coordinator.watch.words import make_event_values
+from coordinator.watch.words import format_age, make_event_values
 from fedge.errors import ConfigError
 from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, make_server_tls
 from fedge.membership.credentials import CA
@@ -78,7 +78,10 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
     with _open_watch(home, store) as watch:
-        found = watch.get_state()["devices"]
+        state = watch.get_state()
+    found = state["devices"]
+    if text := state["coordinator"]["text"]:
+        click.echo(text, err=True)
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "device": itemgetter("id"),
         "state": lambda d: "in quarantine" if d["quarantine"] else d["presence"],

@@ -20,6 +20,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import fedge
+from coordinator.watch.liveness import UNKNOWN
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.wire.connection.broker import BrokerSettings, Will
 from fedge.wire.transport import Transport
@@ -86,7 +87,7 @@ def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
     """Collect a device's values by entity; None if unknown yet."""
     health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
     figures = {
-        "online": "ON" if device["presence"] == "online" else "OFF",
+        "online": None if device["presence"] == UNKNOWN else "ON" if device["presence"] == "online" else "OFF",
         "trouble": device["why"][:MAX_TEXT] or "none",
         "release": device["release"],
     }

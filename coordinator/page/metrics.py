@@ -14,12 +14,15 @@ from fedge.wire.openmetrics import make_metric
 def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
     """Iterate over the metrics of one federation, whose name is a label of each."""
     name, devices = [state["federation"]], state["devices"]
+    running = state["coordinator"]["state"] == "running"
     for metric, about, value in (
         ("fedge_round", "Rounds that are done.", state["round"]),
         ("fedge_rounds", "Rounds of training in all.", state["rounds"]),
         ("fedge_done", "1: the run is at its end.", float(state["done"])),
         ("fedge_paused", "1: no further round begins.", float(state["paused"])),
         ("fedge_validation_accuracy", "Of the last cohort, between 0 and 1.", state["accuracy"]),
+        ("fedge_coordinator_up", "1: the coordinator gave a sign of life in the last seconds.", float(running)),
+        ("fedge_coordinator_age_seconds", "Since its last sign of life.", state["coordinator"]["age_s"]),
         ("fedge_summary_age_seconds", "Since the coordinator last wrote how it stands.", state["age_s"]),
         ("fedge_clusters", "Clusters with an expert of their own.", len(state["clusters"])),
     ):
@@ -31,7 +34,7 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         "counter", "fedge_sent_bytes", "Payload bytes to devices.", ["federation"], [(name, state["bytes_down"])]
     )
     states = Counter("quarantined" if d["quarantine"] else d["presence"] for d in devices)
-    rows = [([*name, each], states[each]) for each in ("online", "sleeping", "offline", "quarantined")]
+    rows = [([*name, each], states[each]) for each in ("online", "sleeping", "offline", "quarantined", "unknown")]
     yield make_metric("gauge", "fedge_devices", "Devices by state.", ["federation", "state"], rows)
     accuracy = [d["accuracy"][-1][1] if d["accuracy"] else None for d in devices]
     for kind, metric, about, values in (

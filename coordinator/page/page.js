@@ -38,6 +38,7 @@ function span(s) {
   return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
 }
 const took = (s) => s !== null && s !== undefined && s < 10 ? `${number(s, 1)} s` : span(s);
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const count = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 const ago = (at) => at ? `${span(Date.now() / 1000 - at)} ago` : "–";
@@ -95,10 +96,13 @@ function lines(series, label) {  // [[round, share], …] each
 
 function overview() {
   const online = state.devices.filter((d) => d.presence === "online").length;
-  return tiles([["round", `${state.round} of ${state.rounds}`], ["devices online", `${online} of ${state.devices.length}`],
+  const running = state.coordinator.state === "running";
+  const silent = state.coordinator.state === "silent";
+  return [state.coordinator.text && h("p", { class: silent ? "alarm" : "hint", role: silent ? "alert" : "status" }, capital(state.coordinator.text)),
+    tiles([["round", `${state.round} of ${state.rounds}`], ["devices online", running ? `${online} of ${state.devices.length}` : "unknown"],
     ["cohort's accuracy", percent(state.accuracy)], ["bundles installed", number(state.devices.filter((d) => d.bundle).length)],
     ["samples", number(state.devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
-    ["from devices", bytes(state.bytes_up)], ["to devices", bytes(state.bytes_down)]]);
+    ["from devices", bytes(state.bytes_up)], ["to devices", bytes(state.bytes_down)]])];
 }
 
 const withholds = (id, kind) => Boolean(state.devices.find((d) => d.id === id)?.withholds.includes(kind));

@@ -22,10 +22,10 @@ from coordinator.page.cli import UiSettings, make_page
 from coordinator.service.service import Observer, make_event, serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
-from coordinator.watch.options import HOME_HELP, format_age, format_duration
+from coordinator.watch.options import HOME_HELP
 from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import open_tracking
-from coordinator.watch.words import describe_progress, explain_no_bundle, format_devices
+from coordinator.watch.words import describe_progress, explain_no_bundle, format_age, format_devices, format_duration
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials
@@ -260,21 +260,24 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
 def status(config: Path | None, as_json: bool, **flags: object) -> int:
     """Show how a federation is doing: rounds, devices, accuracy, traffic, refusals.
 
-    With --home it shows what the coordinator wrote last, and how long ago; the coordinator need not be running.
+    With --home it shows what the coordinator wrote last, how long ago, and whether the coordinator still runs.
 
     Examples:
       fedge status --home shop
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
-    Exit codes: 0, 2 wrong usage, no coordinator's folder or no device of such a federation, 3 the broker refuses us or
-    cannot be reached, 4 what the coordinator wrote cannot be read.
+    Exit codes: 0, 1 the coordinator is silent although its run has not ended, 2 wrong usage, no coordinator's folder or
+    no device of such a federation, 3 the broker refuses us or cannot be reached, 4 what the coordinator wrote cannot be
+    read.
     """
     settings = resolve(StatusSettings, "status", config, flags)
+    silent = False
     match settings.home, settings.broker, settings.federation:
         case Path() as home, None, None:
             summary = read_summary(home)
             try:
                 lines = _format_federation(summary)
+                silent = summary["coordinator"]["state"] == "silent"
             except (KeyError, TypeError, AttributeError) as error:
                 raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
         case None, str(broker), str(federation):
@@ -289,7 +292,7 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
     click.echo(json.dumps(summary) if as_json else "\n".join(map(escape_controls, lines)))
-    return 0
+    return 1 if silent else 0
 
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
@@ -302,6 +305,8 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
+    if text := summary["coordinator"]["text"]:
+        lines.insert(1, f"now         {text}")
     if promise := summary.get("privacy"):
         lines.append(f"privacy     {promise}")
     last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}
@@ -311,7 +316,7 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
     if second := summary.get("second"):
         lines.append(f"second      {second['where']} came {format_age(second['at'])} as this federation's coordinator")
     problems = summary["problems"]
-    was = "was " if summary.get("ended") else ""
+    was = "" if summary["coordinator"]["state"] == "running" else "was "
     for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):
         bundle = ", bundle installed" if device in summary["installed"] else ""
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle

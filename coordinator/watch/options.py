@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Final
 
@@ -36,15 +35,3 @@ def open_store(home: Path, store: str | None) -> Store:
     """
     federation = read_summary(home)["federation"]
     return Store(home, store, federation=federation, intake=True)
-
-
-def format_duration(seconds: float) -> str:
-    """Format a time in words, in its largest unit."""
-    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    unit, name = next((n, name) for n, name in units if seconds >= n or n == 1)
-    return f"{seconds / unit:.0f} {name}"
-
-
-def format_age(at: float | None) -> str:
-    """Format the time since something (seconds since the epoch) in words."""
-    return "-" if at is None else f"{format_duration(max(time.time() - at, 0))} ago"

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from coordinator.store.records import Event
 from coordinator.store.store import Store
+from coordinator.watch.liveness import describe_coordinator, forget_presence
 from coordinator.watch.words import (
     describe_progress,
     describe_row,
@@ -41,7 +42,9 @@ PAGE: Final = 5000
 
 
 def read_summary(home: Path) -> dict[str, Any]:
-    """Read the coordinator's latest summary.
+    """Read the coordinator's latest summary, and whether it still runs (`coordinator.watch.liveness`).
+
+    If it does not, the devices' presence is "unknown".
 
     Raises:
         ConfigError: there is no summary.
@@ -53,6 +56,9 @@ def read_summary(home: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads(file.read_bytes())
         summary["age_s"] = max(time.time() - summary["at"], 0.0)
+        summary["coordinator"] = describe_coordinator(home, summary)
+        if summary["coordinator"]["state"] != "running":
+            forget_presence(summary)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{file} is damaged or of another version; the next round writes it anew: {error!r}"
@@ -137,6 +143,7 @@ class Watch:
         rows = [row | {"open": _count_open(row)} for row in self._rounds.values()]
         return {
             **{name: summary[name] for name in KEPT},
+            "coordinator": summary["coordinator"],
             "accuracy": next((r["accuracy"] for r in reversed(summary["history"]) if r["accuracy"] is not None), None),
             "text": describe_progress(summary),
             "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
@@ -231,8 +238,8 @@ class Watch:
             raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
         if number is not None and number not in self._rounds:
             raise ConfigError(f"nothing is known of round {number}: fedge rounds lists those that are")
-        presence = known["presence"] if known else "away"
-        state = f"was {presence} when the run ended" if summary["done"] else f"is {presence}"
+        presence = known.get("was", known["presence"]) if known else "away"
+        state = STATES[summary["coordinator"]["state"]].format(presence)
         explanation = [f"{i} {state}" + (f": {trouble}" if trouble else "")]
         for r in [number] if number is not None else reversed(list(self._rounds)):
             if rows := list(self.iterate_orders(r, i)):
@@ -245,6 +252,12 @@ class Watch:
         ]
 
 
+STATES: Final = {
+    "running": "is {}",
+    "ended": "was {} when the run ended",
+    "silent": "was {} when the coordinator was last heard",
+}
+"""What the presence of a device means, by the coordinator's state."""
 KEPT: Final = (
     "federation", "method", "round", "rounds", "done", "paused", "history", "bytes_up", "bytes_down", "wall_s", "age_s",
 )  # fmt: skip

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coordinator.store.records import Entry, Event, OrderStatus
 from fedge.wire.messages import Outcome, Presence, Why
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time in words, in its largest unit."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((n, name) for n, name in units if seconds >= n or n == 1)
+    return f"{seconds / unit:.0f} {name}"
+
+
+def format_age(at: float | None) -> str:
+    """Format the time since something (seconds since the epoch) in words."""
+    return "-" if at is None else f"{format_duration(max(time.time() - at, 0))} ago"
 
 
 def describe_progress(summary: Mapping[str, Any]) -> str:
@@ -33,8 +46,8 @@ def explain_trouble(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
     if out := summary["quarantined"].get(i):
         names = ", ".join(f"{each['name']} in round {each['round']}" for each in out["evidence"])
         return f"in quarantine until round {out['until']}: {names}"
-    if known is not None and known["presence"] != Presence.ONLINE:
-        return f"it is {known['presence']}"
+    if known is not None and known.get("was", known["presence"]) != Presence.ONLINE:
+        return f"it was {known['was']}" if "was" in known else f"it is {known['presence']}"
     if (problem := summary["problems"].get(i)) and problem["round"] >= since:
         return f"round {problem['round']}: {problem['reason']}"
     if i in summary["clocks"]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from coordinator.store.store import Store
 EVIL = "<img src=x onerror=\"document.title='taken'\">\x1b[31m"
 """What would run in a page, or colour a terminal."""
 NOW = 1_790_000_000.0
+DAY_S = 86400.0
 
 
 QUALITY = {"n": 40, "accuracy": 0.93, "gate_entropy": 0.2, "free_energy": 0.4, "latency_ms": 1.7}
@@ -102,7 +105,14 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         **changes,
     }
     (home / "summary.json").write_text(json.dumps(summary))
+    set_last_sign(home, -DAY_S)  # its coordinator lives as long as the test lasts
     return store
+
+
+def set_last_sign(home: Path, age_s: float) -> None:
+    """Let the coordinator's last sign of life be so long ago."""
+    (home / "alive").touch()
+    os.utime(home / "alive", (time.time() - age_s,) * 2)
 
 
 def _note(store: Store, r: int, name: str, **fields: Any) -> None:

@@ -1,0 +1,90 @@
+"""What is shown of a fleet is the present only while its coordinator lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+
+from coordinator.page.home_assistant import iterate_messages
+from coordinator.page.metrics import iterate_metrics
+from coordinator.watch import liveness
+from coordinator.watch.liveness import SILENT_S, show_life
+from coordinator.watch.state import Watch, read_summary
+from fedge.commands.cli import main
+from tests.support.shop import NOW, make_shop, set_last_sign
+
+
+def states_in(metrics: list[Metric]) -> dict[str, float]:
+    """Devices by state, and whether the coordinator is up."""
+    found = {metric.name: metric for metric in metrics}
+    by_state = {sample.labels["state"]: sample.value for sample in found["fedge_devices"].samples if sample.value}
+    return by_state | {"up": found["fedge_coordinator_up"].samples[0].value}
+
+
+def entities_in(state: dict[str, Any]) -> set[str | None]:
+    """What Home Assistant is told of the devices' presence."""
+    return {json.loads(data)["online"] for topic, data in iterate_messages(state) if topic.startswith("fedge-home/")}
+
+
+def test_while_it_lives_devices_are_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(make_shop(tmp_path)) as store:
+        set_last_sign(tmp_path, SILENT_S - 5)
+        state = Watch(tmp_path, store).get_state()
+        assert (state["coordinator"]["state"], state["coordinator"]["text"]) == ("running", "")
+        assert states_in([*iterate_metrics(state)]) == {"online": 11.0, "offline": 1.0, "up": 1.0}
+        assert entities_in(state) == {"ON", "OFF"}
+    assert main(["status", "--home", str(tmp_path)]) == 0
+    assert "silent" not in capsys.readouterr().out
+
+
+def test_once_it_is_silent_nobody_is_online(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(make_shop(tmp_path)) as store:
+        set_last_sign(tmp_path, 46 * 60)
+        watch = Watch(tmp_path, store)
+        state = watch.get_state()
+        assert state["coordinator"]["state"] == "silent"
+        assert {d["presence"] for d in state["devices"]} == {"unknown"}
+        assert states_in([*iterate_metrics(state)]) == {"unknown": 12.0, "up": 0.0}
+        assert entities_in(state) == {None}
+        assert watch.explain_device("cam3")[0].startswith("cam3 was offline when the coordinator was last heard")
+    assert main(["status", "--home", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "now         the coordinator has been silent for 46 min" in told
+    assert "cam1: was online" in told
+    assert main(["devices", "--home", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "silent for 46 min" in told.err
+    assert "online" not in told.out
+    assert main(["status", "--home", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["coordinator"]["state"] == "silent"
+
+
+def test_the_end_of_a_run_is_no_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_shop(tmp_path, ended=True, done=True, installed={}).close()
+    summary = read_summary(tmp_path)
+    assert summary["coordinator"]["state"] == "ended"
+    assert {device["presence"] for device in summary["fleet"].values()} == {"unknown"}
+    assert main(["status", "--home", str(tmp_path)]) == 0
+    assert "the run ended" in capsys.readouterr().out
+
+
+async def test_a_loop_that_runs_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "BEAT_S", 0.02)
+    make_shop(tmp_path).close()
+    assert json.loads((tmp_path / "summary.json").read_bytes())["at"] == NOW  # the summary alone is long silent
+    set_last_sign(tmp_path, 46 * 60)
+    async with show_life(tmp_path):
+        for _ in range(2):
+            async with asyncio.timeout(30):
+                while read_summary(tmp_path)["coordinator"]["state"] != "running":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            set_last_sign(tmp_path, 46 * 60)
+    set_last_sign(tmp_path, 46 * 60)
+    await asyncio.sleep(0.1)
+    assert read_summary(tmp_path)["coordinator"]["state"] == "silent"
