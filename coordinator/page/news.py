@@ -23,7 +23,7 @@ LOOK_S: Final = 0.5
 """Pause between two looks for news."""
 MAX_STREAMS: Final = 50
 """Most pages that receive news at the same time."""
-HEARTBEAT_S: Final = 10.0
+HEARTBEAT_S: Final = 5.0
 """Longest time for which a page that listens receives nothing."""
 MAX_NEWS: Final = 1000
 """Most events that are sent to a page at once, the last ones."""

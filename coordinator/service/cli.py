@@ -22,6 +22,7 @@ from coordinator.page.cli import UiSettings, make_page
 from coordinator.service.service import Observer, make_event, serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
+from coordinator.watch.liveness import show_life
 from coordinator.watch.options import HOME_HELP
 from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import open_tracking
@@ -92,6 +93,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         contextlib.closing(opened) as store,
         _open_observer(as_json) as show,
         _track_rounds(settings, store, show) as observe,
+        show_life(settings.home),
     ):
         summary = asyncio.run(
             run_until_stopped(_run_with_page(settings, config, lambda: serve(settings, task, store, observe, own)))

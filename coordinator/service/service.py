@@ -33,7 +33,6 @@ from coordinator.store.records import Event
 from coordinator.store.requests import StandingRequests, read_requests, take_requests
 from coordinator.store.store import ISSUE, Store
 from coordinator.watch import runs
-from coordinator.watch.liveness import show_life
 from fedge.data.task import TaskSpec
 from fedge.system.logs import bind
 from fedge.system.malloc import tune_malloc
@@ -154,9 +153,7 @@ async def serve(
     runs.record_run(settings.home, "coordinator", settings, options)
     write_summary(settings, method, state, store, fleet)
     fleet.readmit([i.strip() for i in settings.readmit.split(",") if i.strip()])
-    async with (
-        contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warn_daily(settings), show_life(settings.home),
-    ):  # fmt: skip
+    async with contextlib.aclosing(slowly), contextlib.aclosing(noting), fleet, warn_daily(settings):
         notify_ready()
         while not method.is_done(state):
             bind(round=(number := state.round + 1))

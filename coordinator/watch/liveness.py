@@ -1,43 +1,47 @@
 """Whether the coordinator runs: what it wrote of its fleet is the present only as long as it does.
 
-A running coordinator touches HOME/alive every few seconds, from the loop that carries out its rounds. Whoever shows
-its summary says how old that sign of life is, and that devices are in an unknown state once it is missing.
+A running coordinator touches HOME/alive every two seconds. Whoever shows its summary says how old that sign of life
+is, and that devices are in an unknown state once it is missing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Final
 
 from coordinator.watch.words import format_duration
 
 BEAT_S: Final = 2.0
 """Time between two signs of life."""
-SILENT_S: Final = 12.0
+SILENT_S: Final = 8.0
 """Time without a sign of life after which the coordinator counts as silent."""
 UNKNOWN: Final = "unknown"
 """The presence of a device that nobody listens to."""
 
 
-@contextlib.asynccontextmanager
-async def show_life(home: Path) -> AsyncIterator[None]:
-    """Give signs of life while the context is open."""
+@contextlib.contextmanager
+def show_life(home: Path) -> Iterator[None]:
+    """Give signs of life while the context is open, from a thread: a loop that is busy for long is not dead."""
+    ended = Event()
 
-    async def touch_endlessly() -> None:
+    def touch_endlessly() -> None:
         while True:
             with contextlib.suppress(OSError):  # a full disk is told by whoever must write
                 (home / "alive").touch()
-            await asyncio.sleep(BEAT_S)
+            if ended.wait(BEAT_S):
+                return
 
-    task = asyncio.create_task(touch_endlessly())
+    thread = Thread(target=touch_endlessly, name="signs of life", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        task.cancel()
+        ended.set()
+        thread.join()
 
 
 def describe_coordinator(home: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fedge.wire.messages import Phase, Quality, RolloutState
 from tests.support.broker import settings
 from tests.support.rollouts import release_of
 from tests.support.runtime_device import FEDERATION, device, prepare
-from tests.support.shop import EVIL, NOW, make_shop
+from tests.support.shop import EVIL, NOW, make_shop, set_last_sign
 
 pytest.importorskip("selenium")
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException, TimeoutException
@@ -253,6 +253,20 @@ RECORD = Record(
     events=(RolloutEvent(at=NOW, device="cam1", text=EVIL),),
     earlier=(EarlierRollout(id="1-ab", target="1/manifest.json", state=RolloutState.DONE, began=NOW, reasons=(EVIL,)),),
 )
+
+
+def test_a_silent_coordinator_is_told_in_red_and_its_devices_are_unknown(browser: Any, url: str, store: Store) -> None:
+    begin(browser)
+    browser.get(url)
+    see(browser, "11 of 12")
+    set_last_sign(store.home, 46 * 60)
+    see(browser, "The coordinator has been silent for 46 min")
+    (alarm,) = browser.find_elements("css selector", "main [role=alert]")
+    assert "silent" in alarm.text
+    assert "online" not in {pill.text for pill in browser.find_elements("css selector", "main .pill")}
+    set_last_sign(store.home, 0)
+    see(browser, "11 of 12")
+    assert complaints(browser) == []
 
 
 def test_what_devices_say_of_a_rollout_stays_text(browser: Any, store: Store, repo: Path) -> None:

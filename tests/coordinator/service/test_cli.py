@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,11 @@ def test_status_shows_who_is_in_quarantine_and_why(home: Path) -> None:
     ) in said.output
 
 
-def test_status_as_json_is_the_summary(home: Path) -> None:
+def test_status_as_json_is_the_summary_and_who_wrote_it(home: Path) -> None:
     said = CliRunner().invoke(status, ["--home", str(home), "--json"], catch_exceptions=False)
     told = json.loads(said.output)
     assert told.pop("age_s") >= 0
+    assert told.pop("coordinator")["state"] == "running"
     assert told == json.loads((home / "summary.json").read_bytes())
 
 
@@ -436,9 +438,23 @@ def test_stopping_is_clean(waiting: subprocess.Popen[str], tmp_path: Path, numbe
     Store(tmp_path / "home").close()  # nobody holds it any more
 
 
+def test_a_killed_coordinator_is_told_within_fifteen_seconds(waiting: subprocess.Popen[str], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert run_fedge("status", "--home", home).returncode == 0
+    waiting.kill()
+    waiting.wait()
+    killed = time.monotonic()
+    while (said := run_fedge("status", "--home", home)).returncode == 0:
+        assert time.monotonic() < killed + 15
+        time.sleep(0.5)
+    assert said.returncode == 1
+    assert "the coordinator has been silent for" in said.stdout
+
+
 def test_the_coordinator_imports_neither_torch_nor_scikit_learn() -> None:
     code = """
 import sys
+import time
 import coordinator.service.cli, coordinator.service
 from coordinator.methods import MethodSettings, make_method
 make_method("fedge", MethodSettings())

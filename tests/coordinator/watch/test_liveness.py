@@ -34,7 +34,7 @@ def entities_in(state: dict[str, Any]) -> set[str | None]:
 
 def test_while_it_lives_devices_are_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.closing(make_shop(tmp_path)) as store:
-        set_last_sign(tmp_path, SILENT_S - 5)
+        set_last_sign(tmp_path, SILENT_S - 4)
         state = Watch(tmp_path, store).get_state()
         assert (state["coordinator"]["state"], state["coordinator"]["text"]) == ("running", "")
         assert states_in([*iterate_metrics(state)]) == {"online": 11.0, "offline": 1.0, "up": 1.0}
@@ -74,12 +74,12 @@ def test_the_end_of_a_run_is_no_silence(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the run ended" in capsys.readouterr().out
 
 
-async def test_a_loop_that_runs_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_running_coordinator_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "BEAT_S", 0.02)
     make_shop(tmp_path).close()
     assert json.loads((tmp_path / "summary.json").read_bytes())["at"] == NOW  # the summary alone is long silent
     set_last_sign(tmp_path, 46 * 60)
-    async with show_life(tmp_path):
+    with show_life(tmp_path):
         for _ in range(2):
             async with asyncio.timeout(30):
                 while read_summary(tmp_path)["coordinator"]["state"] != "running":  # noqa: ASYNC110
