@@ -117,7 +117,7 @@ def make_difference_error(method: str, what: str) -> ConfigError:
     """Make the error about a round that is not the same when it runs again."""
     return ConfigError(
         f"{method}: if a round runs again from the same state, as after a crash, {what}: take random numbers from "
-        "round_rng(self.settings, r) alone, no time, and keep in the state what a later round needs, not on self"
+        "make_round_rng(self.settings, r) alone, no time, and keep in the state what a later round needs, not on self"
     )
 
 

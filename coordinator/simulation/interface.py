@@ -136,7 +136,7 @@ def simulate(
 
         result = fedge.simulate(method="fedavg+ft", task="digits", devices=20, rounds=30, alpha=0.3)
         result.accuracy, result.devices[0].score.macro_f1
-        fedge.load(result.bundle("device-00")).predict(x)
+        fedge.load(result.get_bundle("device-00")).predict(x)
 
     Args:
         options: of the method, like `--option` of the command; `selection` and `clustering` may be your own function.

@@ -28,7 +28,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train
 from fedge.system.loading import FAILURES, describe_error
 from fedge.system.logs import set_level
-from fedge.tensors.layout import Codec, Layout
+from fedge.tensors.layout import Layout
 
 DEVICES: Final = 4
 """Devices in a rehearsal, each with all samples that are given."""
@@ -79,7 +79,7 @@ class _Rehearsal:
         self._kind, self._task, self._layout, self._folder = kind, task, layout, folder
         self._few, self._n = few, 0
         sgd = Sgd(steps=1, batch_size=4)
-        self._settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=dict(options))
+        self._settings = MethodSettings(rounds=2, sgd=sgd, options=dict(options))
 
     def _start(self, **changes: Any) -> tuple[Method[Any], SimulatedFleet, State]:
         from edge_agent.device.worker import Worker

@@ -29,7 +29,13 @@ REASONS = {
 WHOLE = {"docs/cli.md": "help"}
 """Pages of which no block is run."""
 EXAMPLES = dict.fromkeys(
-    ["examples/methods/fedasync.py", "examples/methods/fedbn.py", "examples/methods/pfedme.py"], "minutes"
+    [
+        "examples/methods/fedasync.py",
+        "examples/methods/fedbn.py",
+        "examples/methods/pfedme.py",
+        "examples/methods/scaffold.py",
+    ],
+    "minutes",
 )
 EXAMPLES |= dict.fromkeys(
     ["examples/custom_task.py", "examples/edge_server.toml", "examples/raspberry_pi.toml"], "fleet"

@@ -245,7 +245,7 @@ def update_bandit(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapp
         if not isinstance(trained, Trained):
             outcomes[i] = None
         elif trained.loss_before is not None:
-            assert trained.loss_after is not None  # `Train.check` refuses an answer with only one of them
+            assert trained.loss_after is not None  # `Train.check` refuses an answer with only some of them
             assert trained.gradient_norm is not None
             outcomes[i] = ccmab.Participation(
                 gradient_norm=trained.gradient_norm,

@@ -99,6 +99,7 @@ class Train(Action, frozen=True, kw_only=True):
         )
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.measure or None not in measured, "no losses, which were asked for")
+        require(measured == (None,) * 3 or None not in measured, "only some of losses and gradient norm")
 
     def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
         """Return the update, with the layout of all layers that are not personal."""
