@@ -224,7 +224,7 @@ def test_a_model_without_samples_has_no_accuracy():
 
 def test_parts_are_not_trained_side_by_side():
     _, _, stack = stacked()
-    with pytest.raises(ValueError, match="in whole"):
+    with pytest.raises(ValueError, match="can train only all weights"):
         Trainer(stack, X, Y, Sgd(), draw_stacked_batches((50,), 8, [np.random.default_rng(0)]), moves="head")
 
 

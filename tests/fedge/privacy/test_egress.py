@@ -141,7 +141,7 @@ def test_strict_leaves_out_what_it_withholds() -> None:
 def test_a_part_that_cannot_do_without_goes_as_a_whole_and_a_message_is_not_sent() -> None:
     no_count = Rules(PRESETS["default"] - {Reveals.COUNT})
     assert no_count.strip(HEALTH).now is None
-    with pytest.raises(WithheldError, match="phase of Health tells whether a new bundle suits it"):
+    with pytest.raises(WithheldError, match="phase of Health reveals whether a new bundle suits it"):
         Rules(PRESETS["default"] - {Reveals.VERDICT}).strip(HEALTH)
 
 

@@ -110,7 +110,7 @@ def test_bytes_of_another_length_are_refused(extra: int) -> None:
 
 @pytest.mark.parametrize("weight", [0, 11])
 def test_a_weight_out_of_range_is_refused(weight: int) -> None:
-    with pytest.raises(ValueError, match="10 at most"):
+    with pytest.raises(ValueError, match="it must be 1 to 10"):
         make_summand(change(0, 0, 0), weight, 5, 10)
 
 
