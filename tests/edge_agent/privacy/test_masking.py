@@ -56,7 +56,7 @@ def test_a_session_of_which_kill_9_leaves_a_part_signs_nothing(tmp_path: Path, m
         with pytest.raises(KeyboardInterrupt):
             session(own, **later).start()
     assert session(own).load(Confirmed) is None
-    with pytest.raises(FailedError, match="that never began"):
+    with pytest.raises(FailedError, match="the masked sum never began"):
         _ = session(own).signing
     session(own, **later).start()
     assert not (tmp_path / "masking" / "r" / "1.train").exists(), "the repeated order deletes the rest"
