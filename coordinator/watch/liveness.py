@@ -68,5 +68,6 @@ def describe_coordinator(home: Path, summary: Mapping[str, Any]) -> dict[str, An
 
 def forget_presence(summary: dict[str, Any]) -> None:
     """Replace the presence of all devices by "unknown"; "was" keeps the last one that the coordinator saw."""
-    for device in summary["fleet"].values():
-        device["was"], device["presence"] = device["presence"], UNKNOWN
+    for device in summary.get("fleet", {}).values():
+        if presence := device.get("presence"):
+            device["was"], device["presence"] = presence, UNKNOWN

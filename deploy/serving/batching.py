@@ -1,6 +1,6 @@
-"""Batches concurrent requests, so that all that wait while the graph is busy share the next call.
+"""Batches concurrent requests: requests that wait while the graph is busy share its next call.
 
-One thread runs the graph, so the event loop never waits for it. The queue is bounded; when it is full, requests are
+The graph runs in its own thread, so it never blocks the event loop. The queue is bounded; when it is full, requests are
 refused at once and may be repeated.
 """
 
@@ -22,7 +22,7 @@ from deploy.serving.statistics import Statistics
 from fedge.errors import ConfigError
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Most bytes of waiting samples, whatever their number."""
+"""Most bytes of all waiting samples together. If no samples wait, a single larger request is accepted."""
 
 Answer = tuple[Runtime, Prediction]
 
@@ -44,11 +44,11 @@ class Batcher:
     """Gathers a model's requests into calls. It belongs to one event loop.
 
     Args:
-        answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
+        answer: function that predicts samples (n, ...) and also returns the bundle used. The pool runs it.
         pool: executor with one thread, which several batchers may share.
         max_batch: most samples per call; a larger request gets its own call.
         max_delay_s: longest time that a request waits for others while the graph is idle.
-        max_waiting: most waiting requests, not counting those in the graph.
+        max_waiting: most waiting requests, not counting those that the graph is predicting.
     """
 
     answer: Callable[[NDArray[Any]], Answer]
@@ -68,7 +68,7 @@ class Batcher:
         """Predict samples (n, ...), perhaps in one call with those of other requests.
 
         Raises:
-            BusyError: too many requests are waiting.
+            BusyError: too many requests, or too large ones, are waiting.
             ConfigError: the samples have another shape than the task's.
         """
         held = sum(waiting.x.nbytes for waiting in self._waiting)
@@ -102,7 +102,7 @@ class Batcher:
             pass
 
     def _take_group(self) -> list[_WaitingRequest]:
-        """Return the first requests that fit into one call, without those of clients that have gone."""
+        """Remove and return the first requests that fit into one call; skip requests whose clients have gone."""
         group: list[_WaitingRequest] = []
         n = 0
         while self._waiting:
@@ -122,7 +122,7 @@ class Batcher:
             x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
             runtime, prediction = await loop.run_in_executor(self.pool, self.answer, x)
         except Exception as error:  # noqa: BLE001 - each request gets the error
-            if isinstance(error, ConfigError) and len(group) > 1:  # one request's samples are wrong; answer the others
+            if isinstance(error, ConfigError) and len(group) > 1:  # one request has wrong samples; answer the others
                 for waiting in group:
                     await self._answer_group([waiting])
                 return

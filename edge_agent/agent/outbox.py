@@ -1,18 +1,18 @@
-"""What the agent must not lose, on disk: open orders, unacknowledged reports, ids of finished orders.
+"""Files of what the agent must not lose: open orders, unacknowledged reports, ids of finished orders.
 
     HOME/outbox/lock             held by the one agent that uses this folder
-    HOME/outbox/version          of the following: "2"; fedge 0.1 wrote none
-    HOME/outbox/orders/{id}      an order and its time of writing; kept until acknowledged or discarded
-    HOME/outbox/reports/{id}     its report; once this file is written, the work is done
+    HOME/outbox/version          the version of this format, "2"; fedge 0.1 wrote no such file
+    HOME/outbox/orders/{id}      an order and its time of writing; kept until it is acknowledged or discarded
+    HOME/outbox/reports/{id}     the order's report; once this file is written, the work is done
     HOME/outbox/blobs/{digest}   tensors named in reports; written before the report
-    HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
+    HOME/outbox/acked            ids and verdicts of the last acknowledged orders, oldest first; written before deleting
 
 Files are replaced atomically, and `Outbox` can read the folder after each step. The next start removes leftovers of a
-kill -9. It also drops unreadable files (a damaged disk): the coordinator repeats an order until it has the order's
-report, so the work is repeated rather than lost.
+kill -9. It also deletes files that it cannot read because the disk is damaged. Their work is repeated rather than
+lost, because the coordinator repeats an order until it has the order's report.
 
 An order's time keeps running while no agent runs. If the machine was off, nobody knows for how long, so half of the
-remaining time counts as gone. A coordinator that still wants the order gives it new time.
+remaining time counts as gone. A coordinator that still wants the order extends its time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ VERSION: Final = 2
 
 
 class _StoredOrder(msgspec.Struct, frozen=True):
-    """A stored order: the message, its time of writing, and the boot whose clock was read."""
+    """A stored order: the message, the id of the machine's boot, and the uptime in seconds when it was written."""
 
     order: bytes
     boot: str
     at: float
 
     def compute_left(self, left_s: float) -> float:
-        """Return how much of the remaining time is still left now, in seconds."""
+        """Return the seconds left now, of the `left_s` that were left when the order was written."""
         return left_s - (get_uptime_s() - self.at) if self.boot and self.boot == read_boot_id() else left_s / 2
 
 
@@ -58,8 +58,8 @@ _kept = msgspec.msgpack.Decoder(_StoredOrder)
 class Outbox:
     """The folder HOME/outbox, for one agent at a time; methods that write raise `StoreError` on failure.
 
-    It sets no limits, because `edge_agent.agent.session` limits orders and acknowledged ids, and a report has at most
-    one blob.
+    The outbox itself has no limits, because `edge_agent.agent.session` limits orders and acknowledged ids, and a report
+    names at most 64 blobs (`Report.blobs`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +102,7 @@ class Outbox:
     # ------------------------------------------------------------------------------------------------------ reading
 
     def load_orders(self) -> list[Order]:
-        """Read all open orders, oldest first; `left_s` counts from now, 0 if none is left."""
+        """Read all open orders, oldest first. Their `left_s` counts from now; it is 0 if no time is left."""
         paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
         return [order for path in paths if (order := _read(path, _decode_order, lambda order: order.id)) is not None]
 
@@ -115,19 +115,19 @@ class Outbox:
         ]
 
     def find_blob(self, digest: str) -> Path | None:
-        """Return the file of bytes named in a stored report, or None for anything else."""
+        """Return the file of a blob, or None if the outbox does not have this blob."""
         return self._blobs.get_path(digest) if digest in self._blobs else None
 
     # ------------------------------------------------------------------------------------------------------ writing
 
     def save_order(self, order: Order) -> None:
-        """Write an order, or its extended time; `left_s` counts from now."""
+        """Write a new order, or an order with extended time. Its `left_s` counts from now."""
         kept = _StoredOrder(encode_message(order), read_boot_id(), get_uptime_s())
         write_atomically(self._orders / order.id, msgspec.msgpack.encode(kept))
 
     def put_blob(self, digest: str, data: bytes) -> None:
         """Write tensors for the next report, under their digest. May be called from another thread."""
-        with self._blob_lock:  # taken before the existence check, so that nobody deletes it afterwards
+        with self._blob_lock:  # before `put_as` looks whether the file exists; nobody deletes it from here on
             self._unreported.add(digest)
         self._blobs.put_as(digest, data)
 
@@ -138,14 +138,14 @@ class Outbox:
             self._unreported -= {ref.digest for ref in iterate_blobs(report)}
 
     def acknowledge(self, ack: Ack, *, remember: int) -> None:
-        """Remember a finished order (the last `remember` of them), then delete its files."""
+        """Remember the verdict on an order, then delete the order's files. Only the last `remember` verdicts stay."""
         known = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
         write_atomically(self._acked, msgspec.json.encode(known))
         self.verdicts = known
         self.remove_order(ack.order_id)
 
     def remove_order(self, order_id: str) -> None:
-        """Delete an order with its report and blobs. The report goes first, so that none exists without its order."""
+        """Delete an order with its report and blobs. The report goes first, so that no report lacks its order."""
         with raise_as(StoreError, f"cannot delete order {order_id}"):
             (self._reports / order_id).unlink(missing_ok=True)
             (self._orders / order_id).unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) 
 
 
 def _migrate(folder: Path) -> None:
-    """Upgrade the folder to this version, if nothing is lost.
+    """Upgrade the folder to this version, unless that would lose work.
 
     Raises:
         ConfigError: the folder holds orders or reports of fedge 0.1, which can no longer be read.

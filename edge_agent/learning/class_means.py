@@ -1,4 +1,4 @@
-"""Training that keeps features near the mean of their class, per device (fedge.md section 4.1)."""
+"""Training that keeps each sample's features near the device's mean features of its class (fedge.md section 4.1)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from fedge.models import network as models
 from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, pad_samples, to_tensor
 
 MOST_SAMPLES: Final = CHUNK
-"""Most samples of a device for its class means, which fit in one forward pass."""
+"""Most samples from which a device's class means are computed; they fit in one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class NearClassMeans:
-    """The objective for `edge_agent.learning.frame.Recipe`, with this weight of the term that draws to class means."""
+    """Objective for `edge_agent.learning.frame.Recipe`: cross-entropy, and a term that draws features to class means.
+
+    `weight`: weight of that term.
+    """
 
     weight: float
 
     @contextmanager
     def __call__(self, learns: Network | Stack, devices: Sequence[Device]) -> Iterator[Loss]:
-        """Open a context with the loss, which gets each device's means as computed with its present weights."""
+        """Compute each device's class means with its present weights, and yield the loss that uses these means."""
         drawn = [draw_samples(*device.data.shared, device.make_rng()) for device in devices]
         x, y = (
             to_tensor(own, learns.processor) for own in (pad_samples(drawn) if isinstance(learns, Stack) else drawn[0])
@@ -47,15 +50,16 @@ class NearClassMeans:
 def draw_samples(
     x: NDArray[np.float32], y: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the samples for a device's means, the first that training by `rng` would draw."""
+    """Return the samples for a device's class means: the first that training with `rng` would draw."""
     chosen = rng.permutation(len(y))[:MOST_SAMPLES]
     return x[chosen], y[chosen]
 
 
 def compute_class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """Compute the mean of features (..., m, D) by class, (..., C, D), with labels (..., m); NaN without samples.
+    """Compute each class's mean features, (..., C, D), from features (..., m, D) and labels (..., m).
 
-    Samples labelled `PADDING` are ignored. Sums are in float64, means in float32.
+    The mean of a class without samples is NaN. Samples labelled `PADDING` are ignored. Sums are in float64, class means
+    in float32.
     """
     of_class = (labels.unsqueeze(-2) == torch.arange(n_classes, device=labels.device).unsqueeze(-1)).double()
     means: Tensor = of_class @ features.double() / of_class.sum(dim=-1, keepdim=True)
@@ -64,9 +68,9 @@ def compute_class_means(features: Tensor, labels: Tensor, n_classes: int) -> Ten
 
 @contextmanager
 def make_means_loss(head: nn.Linear, weight: float) -> Iterator[Loss]:
-    """Yield the loss cross-entropy + weight * mean over samples and features of (feature - mean)^2.
+    """Yield the loss: cross-entropy + weight * (average over samples and features of (feature - class mean)^2).
 
-    The loss gets the means (C, D) along with a batch. Samples of a class without a mean add nothing to the second term.
+    The loss takes the class means (C, D) besides a batch. Samples whose class has no mean add 0 to the second term.
     """
     seen: list[Tensor] = []
 

@@ -1,8 +1,8 @@
-"""A device's start-up kit: one file, signed by the authority, with all it needs to join a federation.
+"""A device's start-up kit: one file, signed by the authority, with all that the device needs to join.
 
-A kit holds names, certificates, perhaps a key, and perhaps the description of the task. It holds data only, no code. A
-kit without a key answers a certificate request, whose key never left the device. With the key in a kit, anyone who
-reads the kit can impersonate the device, so such a kit is deleted after use.
+A kit holds names, certificates, perhaps a key, and perhaps the description of the task, but no code. A kit without a
+key answers a certificate request of the device, which keeps its key to itself. Anyone who reads a kit with a key can
+impersonate the device, so delete such a kit after use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Pem = Annotated[str, Meta(max_length=10_000)]
 
 
 class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The content of a kit. Fields with default values are left out, so that an earlier fedge can read it.
+    """The content of a kit. Fields with default values are left out, so that an earlier fedge can read the kit.
 
     `ca` and `certificate` are the certificates of the authority and of the device, in PEM. `key` is the private key in
-    PEM, unless the device made one itself. `task` is the task, which names no code.
+    PEM, or None if the device made its key itself. `task` describes the task and names no code.
     """
 
     federation: Name
@@ -67,7 +67,7 @@ def seal_kit(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def unseal_kit(data: bytes) -> Kit:
-    """Open a kit and check that it is intact, by one authority, for one device, and not out of date.
+    """Read a kit. Check its signature, that its certificate is the device's and in date, and that it names no code.
 
     Raises:
         ConfigError: a check fails; the text says what to do.

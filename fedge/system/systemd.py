@@ -1,6 +1,7 @@
-"""Systemd services: processes under a user of their own, who may read little and write only a few folders.
+"""Systemd services that run as their own user, which may read little and write only a few folders.
 
-`notify_ready` tells systemd that a service is ready, and then that its loop is still running (sd_notify(3)).
+`notify_ready` tells systemd that a service is ready, and then again and again that its event loop is still running
+(sd_notify(3)).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ RUNNING: Final = Path("/run/systemd/system")
 
 _COMMON: Final = """\
 User={user}
-# Ready means that it serves, or that the broker has let it in, which may take long. A stuck loop is restarted.
+# A service is ready when it serves or is connected to the broker, which may take long. A stuck service is restarted.
 Type=notify
 TimeoutStartSec=infinity
 WatchdogSec=120
-# SIGTERM ends it within 5 s; unfinished work is repeated.
+# SIGTERM ends the service within 5 s; unfinished work is repeated.
 TimeoutStopSec=10
 StateDirectoryMode=0700
 ProtectSystem=strict
@@ -67,19 +68,19 @@ SuccessExitStatus=130
 Restart=always
 RestartSec=10
 RestartPreventExitStatus=2
-# Last to get the processor and first to go when memory is short: it continues after a restart, and nothing is lost.
+# The agent gets the processor last and is killed first when memory is short, because a restart loses nothing.
 Nice=10
 CPUSchedulingPolicy=batch
 IOSchedulingClass=idle
 OOMScoreAdjust=500
-# Training runs in a separate process: if the kernel kills that one, the agent goes on and reports it.
+# Training runs in a separate process. If the kernel kills that process, the agent goes on and reports this.
 OOMPolicy=continue
 MemoryMax=75%
 StateDirectory=fedge
 """
 
 RUNTIME: Final = """\
-# It answers requests, so it gets the processor before the agent. Without a bundle it ends, and looks again later.
+# The runtime answers requests, so it gets the processor before the agent. Without a bundle it ends and is restarted.
 SuccessExitStatus=130
 Restart=always
 RestartSec=30
@@ -88,8 +89,8 @@ StateDirectory=fedge
 """
 
 COORDINATOR: Final = """\
-# Exit codes 0 (all rounds are done) and 130 (stopped) are final. Killed or failed, it continues from its last durable
-# step. A wrong configuration (2) or a broken disk (4) needs a person.
+# Exit codes 0 (all rounds are done) and 130 (stopped) are final. After any other end the coordinator is restarted, and
+# continues from its last durable step, except that a wrong configuration (2) or a broken disk (4) needs a person.
 SuccessExitStatus=130
 Restart=on-failure
 RestartSec=5
@@ -106,14 +107,14 @@ def format_unit(what: str, role: str, arguments: str, name: str, writes: Path | 
         what: description of the service.
         role: `AGENT`, `RUNTIME` or `COORDINATOR`.
         arguments: arguments of the command.
-        name: name of the service; FEDGE_... settings may be in /etc/fedge/NAME.env, which only root needs to read.
-        writes: a writable folder besides the state, such as an agent's identity, which it renews.
+        name: name of the service. FEDGE_... settings may be in /etc/fedge/NAME.env; only root must be able to read it.
+        writes: a folder that the service may write besides its state, such as the identity that an agent renews.
     """
     writable = "" if writes is None else f"ReadWritePaths={writes}\n"
     return f"""\
 [Unit]
 Description=fedge {what}
-# Certificates have dates: a Pi without a clock chip must have asked the network first.
+# Certificates have dates, so a Pi without a clock chip must first get the time from the network.
 Wants=network-online.target time-sync.target
 After=network-online.target time-sync.target mosquitto.service
 
@@ -127,27 +128,27 @@ WantedBy=multi-user.target
 
 
 def format_daily_units(what: str, arguments: str) -> tuple[str, str]:
-    """Return unit and timer that run `fedge ARGUMENTS` as root once a day."""
+    """Return a service unit and a timer unit that run `fedge ARGUMENTS` as root once a day."""
     service = f"[Unit]\nDescription=fedge {what}\n\n[Service]\nType=oneshot\nExecStart={format_command(arguments)}\n"
     timer = f"[Unit]\nDescription=fedge {what}\n\n[Timer]\nOnCalendar=daily\nRandomizedDelaySec=1h\nPersistent=true\n"
     return service, f"{timer}\n[Install]\nWantedBy=timers.target\n"
 
 
 def format_command(arguments: str) -> str:
-    """Return the command line of a service, in this process's environment."""
+    """Return the command line of a service; the service uses this process's Python interpreter."""
     return f"{sys.executable} -m fedge {arguments}"
 
 
 def make_user() -> pwd.struct_passwd:
-    """Create the service user, who can do nothing else.
+    """Return the service user, who can only run services; create the user if necessary.
 
     Raises:
-        ConfigError: the user cannot be created, or could not run this installation of fedge.
+        ConfigError: the user cannot be created, or may not run this installation of fedge.
     """
     closed = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
     if closed:
         raise ConfigError(
-            f"a service cannot run {sys.executable}, for {closed[0]} is closed to others: install fedge below /opt"
+            f"a service cannot run {sys.executable}, because {closed[0]} is closed to others: install fedge below /opt"
         )
     try:
         return pwd.getpwnam(USER)
@@ -157,14 +158,14 @@ def make_user() -> pwd.struct_passwd:
 
 
 def give_to(folder: Path, owner: pwd.struct_passwd) -> None:
-    """Give a folder of ours and its plain files to another owner, readable by that owner alone.
+    """Give a folder of this process's user and its plain files to another owner; only that owner can then read them.
 
     A folder that already belongs to the new owner is left alone, since the owner could have put links to others' files
-    into it; what root writes there belongs to the owner anyway (`fedge.system.files.write_atomically`). The folder
-    itself is given last for the same reason.
+    into it. What root writes there belongs to the owner anyway (`fedge.system.files.write_atomically`). The folder
+    itself changes its owner last, so that the new owner cannot put links into it before.
 
     Raises:
-        StoreError: the folder is neither ours nor the new owner's, or cannot be given away.
+        StoreError: the folder belongs to neither this process's user nor the new owner, or cannot be given away.
     """
     with raise_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
         holder = folder.stat().st_uid
@@ -206,7 +207,7 @@ def run(*words: str) -> None:
 
 
 def restart(name: str) -> bool:
-    """Start or restart a service; return False without systemd, where somebody must start it by hand.
+    """Start or restart a service. Return False if there is no systemd; then somebody must start the service by hand.
 
     Raises:
         ConfigError: the service does not start.
@@ -217,9 +218,9 @@ def restart(name: str) -> bool:
 
 
 def notify_ready() -> None:
-    """Tell systemd that we are ready, and feed its watchdog from this event loop from now on.
+    """Tell systemd that this service is ready, and from then on tell its watchdog that this event loop runs.
 
-    Without systemd, or if called again, this does nothing. If nobody listens at the socket, that is logged.
+    Without systemd, and from the second call on, this does nothing. If nobody listens at the socket, that is logged.
     """
     address = os.environ.pop("NOTIFY_SOCKET", "")
     if not address:

@@ -1,4 +1,4 @@
-"""Follows open orders: sends and repeats them, learns how they end, and keeps the answers of streams."""
+"""Follows open orders: sends and repeats orders, learns how they end, and keeps the answers of streams."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fedge.wire.transfer.sender import Sender
 log = logging.getLogger("fedge.coordinator")
 
 LOOK_AT_STORE_S: Final = 0.5
-"""Pause between two reads of the orders that intakes have closed."""
+"""Seconds between two looks in the store for orders that intakes have closed."""
 
 
 class Following(Presence):
-    """A presence that also follows the orders of the present step and of streams, from the store to their end."""
+    """A presence that also follows the stored orders of the present step and of streams, until they end."""
 
     def __init__(
         self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
@@ -42,14 +42,14 @@ class Following(Presence):
         super().__init__(broker, store, about, observe)
         self._actions: dict[str, Action] = {}  # actions of the present step and of open streams, by order
         self._book = OrderBook()  # open orders of the present step, and of streams
-        self._answered: dict[str, Entry] = {}  # orders of the present step, by device
+        self._answered: dict[str, Entry] = {}  # closed orders of the present step, by device
         self._open: set[str] = set()  # orders of the present step that are open
-        self._streamed: dict[str, Order] = {}  # unyielded orders by id
-        self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
-        self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
+        self._streamed: dict[str, Order] = {}  # orders of streams whose answers are not yielded yet, by id
+        self._arrived: dict[str, Entry] = {}  # the closed ones of these, in the store's order
+        self._held: dict[str, frozenset[BlobRef]] = {}  # the uploads of streamed orders
         self._arrival = store.get_last_arrival()  # number of the last closed order known to us
         self._something_happened = asyncio.Event()
-        self._under_way: set[tuple[str, str]] = set()  # device, order
+        self._under_way: set[tuple[str, str]] = set()  # device and order of messages that are being published
         self._look_at = 0.0
         self._offered: set[str] = set()
         self._sender = Sender(self._transport, self._find_model)
@@ -60,7 +60,7 @@ class Following(Presence):
         await self._transport.subscribe(wants, self._make_handler(self._on_want))
 
     async def _follow(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
-        """Start to follow the open orders; from now on devices may fetch the models that these name."""
+        """Start to follow the open orders; from now on devices may fetch the models that these orders name."""
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
         self._offered = {ref.digest for each in named for ref in iterate_blobs(each)}
         await asyncio.to_thread(self._store.put_value, OFFERED, json.dumps(sorted(self._offered)))
@@ -68,11 +68,11 @@ class Following(Presence):
         timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
         self._book.add(timed, time.monotonic())
         for order in open_:
-            if (order.device_id, order.id) in self._taking:  # its report came before
+            if (order.device_id, order.id) in self._taking:  # its report is already being taken
                 self._book.stop_repeating(order.id)
 
     def _send_due(self) -> None:
-        """Send the orders that are due, and let those expire whose time is over."""
+        """Send the orders that are due; let orders whose time is over expire."""
         due = self._book.take_due(time.monotonic())
         for order in due.expired:
             self._cancel_fetch(order)
@@ -92,14 +92,14 @@ class Following(Presence):
         self._send_due()
 
     async def collect_closed(self) -> None:
-        """Find the orders that we or intakes have closed, and hold their answers."""
+        """Find in the store the orders that this process or intakes have closed, and keep their answers."""
         self._look_at = time.monotonic() + LOOK_AT_STORE_S
         entries = await asyncio.to_thread(self._store.get_closed_since, self._arrival)
         self._arrival = max([self._arrival, *(entry.arrival for entry in entries)])
         self._process_closed(entries)
 
     def _process_closed(self, entries: Iterable[Entry]) -> None:
-        """Process the orders that we or intakes have closed, in the order of the store."""
+        """Process orders that have been closed, in the order of the store."""
         for entry in entries:
             if entry.status is not OrderStatus.OPEN:
                 self._cancel_fetch(entry.order)
@@ -111,7 +111,7 @@ class Following(Presence):
         order = entry.order
         if not self._book.close(order.id):
             return
-        if order.id in self._streamed:  # in the store's order, since an intake may have closed another order before it
+        if order.id in self._streamed:  # yielded in the store's order; an intake may have closed another before
             self._retain_uploads(entry)
             self._look_at = 0.0
         elif order.id in self._open:
@@ -164,13 +164,13 @@ class Following(Presence):
             known.clear()
 
     def find_needed_blobs(self) -> set[str]:
-        """Return the digests of the tensors that streamed orders name, and of their uploads."""
+        """Return the digests of the tensors that streamed orders name, of all uploads in use, and of frozen weights."""
         named = {ref.digest for i, order in self._streamed.items() for ref in iterate_blobs([order, self._actions[i]])}
         named |= {ref.digest for ref in iterate_blobs(find_device_weights(self.task))}
         return named | {ref.digest for refs in (*self._held.values(), *self._brought.values()) for ref in refs}
 
     def find_accepted_blobs(self, number: int) -> set[str]:
-        """Return the digests of uploads for a round in progress, and of tensors that open streams name."""
+        """Return the digests of the uploads accepted for round `number`, and of tensors that open older orders name."""
         found: set[str] = set()
         for entry in (*self._store.get_entries(number), *self._store.get_streamed(number)):
             action = decode_action(entry.order, self._steps)
@@ -191,9 +191,9 @@ class Following(Presence):
     def _send(self, order: Order) -> None:
         unknown = self.registry.get_incarnation(order.device_id) is None
         if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
-            return  # sent when it reappears, if it may have it
+            return  # sent when the device reappears, if the device may have it
         if self.registry.is_away(order.device_id):
-            return  # likewise, so that the broker does not hold repeated orders for hours
+            return  # sent when it reappears; until then the broker would pile up repeated orders
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
         key = order.device_id, order.id
         if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
@@ -212,7 +212,7 @@ class Following(Presence):
         self._sender.handle_want(device, inbound.payload, self._topics)
 
     def _find_model(self, digest: str) -> Path | None:
-        """Find a model that orders name. Nothing else is found, since other devices' updates are in the same folder."""
+        """Find a model that orders name. No other blob is found, since the same folder has the devices' updates."""
         return self._store.blobs.fetch(digest) if digest in self._offered else None
 
     # -------------------------------------------------------------------------------------------------- from devices
@@ -230,7 +230,7 @@ class Following(Presence):
         return Answer(order.device_id, decode_result(report, self._actions[order.id]), report.seconds, order.round)
 
     def _summarise_report(self, report: Report, action: Action) -> dict[str, Any]:
-        """Return the public part of a report; `accuracy`: of the start model, if reported."""
+        """Return the public part of a report. `accuracy` is that of the start model, if reported."""
         fields: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
         if report.outcome is Outcome.DONE:
             accuracy = getattr(decode_result(report, action), "val_accuracy", None)
@@ -239,7 +239,7 @@ class Following(Presence):
 
 
 def explain_failure(report: Report | None) -> str:
-    """Return why a device did not do its order; empty if it did, or gave no reason."""
+    """Return why a device did not carry out its order; an empty string if it did, or if there is no report."""
     if report is None or report.outcome is Outcome.DONE:
         return ""
     return f"{report.outcome}: {(report.why or Why.OTHER).words}; its log says more"

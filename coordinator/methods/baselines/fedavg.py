@@ -1,8 +1,8 @@
-"""FedAvg: average what the cohort learned, weighted by how many samples each client learned it from.
+"""FedAvg averages the updates of the cohort, weighted by the number of samples that each client trained on.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
 Algorithm 1. Unless `--local-epochs` is given, local work is counted in SGD steps, so that every client of a round does
-the same.
+equally many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedge.wire.messages import BlobRef
 
 
 class FedAvgState(ChoosingState, frozen=True, kw_only=True):
-    """The state of FedAvg and FedAvgM. `model`: the global model w; `velocity`: FedAvgM's v."""
+    """The state of FedAvg and FedAvgM. `model`: the global model w; `velocity`: FedAvgM's v, or None."""
 
     model: BlobRef
     velocity: BlobRef | None = None
@@ -33,7 +33,7 @@ F = TypeVar("F", bound=FedAvgState)
 
 
 class FedAvg(Method[FedAvgState]):
-    """FedAvg, Algorithm 1; after the last round the global model is installed on every device."""
+    """The method FedAvg, Algorithm 1. After the last round every device installs the global model."""
 
     name = "fedavg"
     HEEDS = SHARED
@@ -57,7 +57,10 @@ class FedAvg(Method[FedAvgState]):
 
 
 async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:
-    """Have a cohort carry out the order, then move the model by the mean change. `layout`: of model and change."""
+    """Have a cohort carry out the order, then move the model by the mean update.
+
+    `layout`: layout of the model and of the updates. `gamma`: momentum of the server, in [0, 1).
+    """
     state, asked, updates = await train_cohort(method, state, fleet, state.model, lambda _: order)
     shared = ServerModel(model=state.model, velocity=state.velocity)
     if len(updates) >= method.settings.min_reports:

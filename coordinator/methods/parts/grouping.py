@@ -1,7 +1,8 @@
-"""Descriptions of devices, clusters of them, and devices as arms of their group's bandit (FedEPC section 5).
+"""Descriptions of devices, clusters of devices, and devices as arms of their cluster's bandit (FedEPC section 5).
 
-Each clustering has its own description: a profile, the label feature, or the direction of one update of a common model.
-Updates of different models cannot be compared (scmoe_pfl.md section 4).
+Each clustering needs its own kind of description: a profile, the label feature, or the direction of one update. For
+directions all devices train the same model, since updates of different models cannot be compared (scmoe_pfl.md
+section 4).
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from fedge.wire.messages import BlobRef, Context
 
 log = logging.getLogger("fedge.method")
 
-ONE_GROUP: Final = "event=one_group the extractor tells no devices apart, so all form one group"
+ONE_GROUP: Final = "event=one_group the extractor cannot tell the devices apart, so all form one cluster"
 BELIEVED: Final = 10.0
-"""Limit of a device's reported figures, in medians. With 2, one of the runs with turned cameras chose other cohorts and
-missed its groups."""
+"""Limit of a reported loss drop or gradient norm, as a multiple of the median over the devices. With a limit of 2, one
+of the runs with turned cameras chose other cohorts and did not find its groups."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """A device's description of its data, a profile, label feature or direction, and its number of samples then.
+    """A device's description of its data: profile, label feature or direction, with the number of samples described.
 
-    `halves`: D_raw between the profiles of the device's even and odd samples, if it reports that. `label`: in CFIC the
-    number of the device's cluster, whatever the clusters are made of. `incarnation`: the device's incarnation then, for
-    CFIC alone, which asks restarted devices again.
+    `halves`: raw divergence D_raw (fedepc.md section 4.1) between the profiles of the device's even and odd samples;
+    None if not reported. `label`: the label feature; in CFIC the number of the device's cluster, even if the clustering
+    does not use label features. `incarnation`: the device's incarnation when it described itself. Only CFIC needs this,
+    to ask restarted devices again.
     """
 
     n_samples: int
@@ -58,14 +60,14 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 def explain_refusal_of_relays(how: Clustering) -> str:
-    """Return why a method cannot cluster devices behind relays; empty if it can."""
+    """Return why a method with this clustering cannot work with relays; an empty string if it can."""
     return "it clusters by each device's update" if how == "mctc" else ""
 
 
 def select_comparable(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
-    """Select the profiles of the most common length, on a tie the length of known ones, by ascending id.
+    """Return the descriptions by ascending device id, without profiles whose length is not the most common one.
 
-    Empty profiles (of devices with another description) stay.
+    If two lengths are equally common, that of the known profiles wins. Descriptions without a profile stay.
     """
     descriptions = {**known, **new}
     lengths = Counter(len(p.profile) for p in descriptions.values() if p.profile)
@@ -79,7 +81,10 @@ def select_comparable(known: Mapping[str, Description], new: Mapping[str, Descri
 
 
 def compute_unit(profiled: Iterable[Description]) -> float | None:
-    """Compute D_ref from the devices' split halves; None if the extractor tells no devices apart."""
+    """Compute D_ref, the unit of divergences, from the devices' `halves`.
+
+    Return None if no device reports halves, or if the extractor tells nothing apart.
+    """
     try:
         return aidc.compute_halves_unit([p.halves for p in profiled if p.halves is not None])
     except ValueError:
@@ -87,25 +92,25 @@ def compute_unit(profiled: Iterable[Description]) -> float | None:
 
 
 def stack_profiles(profiled: Iterable[Description]) -> NDArray[np.float64]:
-    """Stack profiles to an array (N, q)."""
+    """Stack the profiles of N devices, with q units each, into an array (N, q)."""
     return np.array([p.profile for p in profiled])
 
 
 def place(
     stranger: str, descriptions: Mapping[str, Description], clusters: Sequence[Sequence[str]], unit: float
 ) -> aidc.Place:
-    """Place a profiled device among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
+    """Place a device with a profile among clusters of device ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
     profiles = [stack_profiles(descriptions[i] for i in members) for members in clusters]
     return aidc.place(np.array(descriptions[stranger].profile), profiles, unit=unit)
 
 
 def has_changed(before: Description, now: Description, unit: float) -> bool:
-    """Return whether a device must be placed again (FedEPC section 4.6, point 3)."""
+    """Return whether a profile has changed so much that its device must be placed again (FedEPC 4.6, point 3)."""
     return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
 
 
 def is_due(before: Description | None, device: Device) -> bool:
-    """Return whether a device with data must describe them, because it never did or their number has changed."""
+    """Return whether a device must describe its samples, since it never did or their number has changed."""
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
@@ -118,7 +123,10 @@ def make_describe_action(
     labels: DescribeLabels = DescribeLabels(),  # noqa: B008 - frozen
     noise: float = 0.0,
 ) -> Action:
-    """Make the action by which a device describes itself for a clustering. `extractor`: the common model."""
+    """Make the action that asks a device for the description that a clustering needs.
+
+    `extractor`: the model that makes the profiles or, with mctc, the model that all devices train for their directions.
+    """
     if how == "labels":
         return labels
     if how == "mctc":
@@ -129,7 +137,10 @@ def make_describe_action(
 def read_descriptions(
     answers: Mapping[str, Answer], asked: Mapping[str, Device], fleet: Fleet, layout: Layout
 ) -> dict[str, Description]:
-    """Read the descriptions in answers. Directions are stored as files; an update of zero has no direction."""
+    """Read the devices' descriptions in their answers, and store directions as blobs.
+
+    A device without a label feature, or whose update is zero and has no direction, gets no description.
+    """
     found = {}
     for i, answer in answers.items():
         device, result = asked[i], answer.result
@@ -147,7 +158,7 @@ def read_descriptions(
 
 
 def embed_directions(described: Iterable[Description], fleet: Fleet) -> NDArray[np.float64]:
-    """Embed the directions of N >= 1 devices, (N, m), with the cosines of the updates."""
+    """Embed the update directions of N >= 1 devices as vectors (N, m) that have the same cosines."""
     directions = [fleet.get_tensors(d.direction)["direction"] for d in described if d.direction is not None]
     return geometry.compute_embedding(np.stack(directions))
 
@@ -161,9 +172,10 @@ def cluster_devices(
     rng: np.random.Generator,
     n_clusters: int | None = None,
 ) -> Clusters:
-    """Cluster N described devices, each into one cluster. With mctc, `n_clusters` is the most, by default eight.
+    """Divide N described devices into clusters, each device into exactly one.
 
-    `unit`: D_ref of profiles; None if the extractor tells no devices apart, so that all are one cluster.
+    `unit`: D_ref of the profiles; None if the extractor tells no devices apart, so that all form one cluster.
+    `n_clusters`: number of clusters; with mctc the largest number, by default eight.
     """
     if how == "labels":
         return by_label([d.label for d in described])
@@ -182,20 +194,21 @@ def cluster_devices(
 
 
 def select_offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Return the numbers of the clusters from whose experts a device may choose, its own or else all, ascending.
+    """Return the numbers of the clusters whose experts a device may choose from, ascending.
 
-    An order holds at most `MAX_STARTS` of them, those of the largest clusters, the first on a tie.
+    These are the device's own clusters, or all if it has none. An order has room for `MAX_STARTS` experts. If there
+    are more, those of the largest clusters are taken; of equally large clusters, the first.
     """
     largest = sorted(own or range(len(members)), key=lambda k: -len(members[k]))
     return tuple(sorted(largest[:MAX_STARTS]))
 
 
 Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
-"""A round's selections by cluster, each with the bandit that holds this round (`coordinator.selection`)."""
+"""By cluster, the selection for a round, and the bandit's state in that round (`coordinator.selection.ccmab`)."""
 
 
 def record_choices(fleet: Fleet, choices: Choices) -> None:
-    """Record for each cluster the chosen devices, expected times and estimates of all, and the deadline."""
+    """Record for each cluster the chosen devices, the expected times and estimates of all devices, and the deadline."""
     for k, (selection, _) in choices.items():
         fields = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
         fields["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
@@ -204,22 +217,25 @@ def record_choices(fleet: Fleet, choices: Choices) -> None:
 
 
 def record_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
-    """Record the chosen devices of a draw without expected times."""
+    """Record `ids`, the devices drawn from `among`; expected times are recorded as 0 s."""
     fleet.record_event("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
 
 
 def list_chosen(choices: Choices) -> list[str]:
-    """Return all chosen devices, by ascending id."""
+    """Return the chosen devices of all clusters, by ascending id."""
     return sorted(i for selection, _ in choices.values() for i in selection.ids)
 
 
 def update_bandits(choices: Choices, answers: Mapping[str, Answer]) -> dict[int, ccmab.State]:
-    """Return by cluster the bandit after the answers of its chosen devices."""
+    """Return each cluster's bandit, updated with the answers of the devices chosen there."""
     return {k: update_bandit(bandit, selection, answers) for k, (selection, bandit) in choices.items()}
 
 
 def make_arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
-    """Make the bandit's arm of a device in its present state. The arm's work is that of one order to train `model`."""
+    """Make a bandit's arm from a device's present state.
+
+    The arm's `work` is the number of samples that one order to train `model` goes through.
+    """
     context = device.context or Context(device_id=device.id)
     return ccmab.Arm(
         id=device.id,
@@ -233,9 +249,10 @@ def make_arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
 
 
 def update_bandit(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
-    """Return the bandit after a round: the loss drop of each device that trained, -1 for no answer.
+    """Return the bandit, updated with the outcomes of a round.
 
-    A device that declined, or whose owner withholds losses, counts as never asked.
+    A device that trained is rewarded with its loss drop, a device that failed with -1. A device that declined, or whose
+    owner withholds losses, counts as never asked.
     """
     outcomes: dict[str, ccmab.Participation | None] = {}
     for i in selection.ids:
@@ -245,7 +262,7 @@ def update_bandit(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapp
         if not isinstance(trained, Trained):
             outcomes[i] = None
         elif trained.loss_before is not None:
-            assert trained.loss_after is not None  # `Train.check` refuses an answer with only some of them
+            assert trained.loss_after is not None  # `Train.check` refuses only some of these three fields
             assert trained.gradient_norm is not None
             outcomes[i] = ccmab.Participation(
                 gradient_norm=trained.gradient_norm,
@@ -256,7 +273,7 @@ def update_bandit(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapp
 
 
 def limit_outcomes(outcomes: Mapping[str, ccmab.Participation | None]) -> dict[str, ccmab.Participation | None]:
-    """Return the outcomes, with loss drops and gradient norms limited to ten times the median."""
+    """Return the outcomes, with loss drops and gradient norms limited to ten times the median over the devices."""
     participations = {i: found for i, found in outcomes.items() if found is not None}
     shorter = rules.compute_factors([abs(o.loss_drop) for o in participations.values()], BELIEVED)
     norms = rules.bound_sizes([o.gradient_norm for o in participations.values()], BELIEVED)

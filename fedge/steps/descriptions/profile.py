@@ -1,4 +1,4 @@
-"""ReLU-sparsity profile (SPRE) of the device's non-sensitive samples."""
+"""Contract of the step that measures the ReLU-sparsity profile (SPRE) of a device's non-sensitive samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedge.wire.messages import BlobRef, Count, Digest, NonNegative, Share
 
 
 class Profiled(Result, frozen=True, kw_only=True):
-    """The profile: the share of exact zeros of each unit, in [0, 1].
+    """A device's profile: for each unit of a network, the share of its outputs that are exactly 0, in [0, 1].
 
-    `extractor` is the digest of the network that made the profile. `halves` is D_raw between the profiles of the even
-    and the odd samples; it is None with noise or fewer than 2 samples.
+    `extractor` is the digest of the network that made the profile. `halves` is the raw divergence D_raw (fedepc.md
+    section 4.1) between the profiles of the even and the odd samples; None with noise or fewer than 2 samples.
     """
 
     REVEALS: ClassVar = {
@@ -31,7 +31,7 @@ class Profiled(Result, frozen=True, kw_only=True):
 
 
 class Profile(Action, frozen=True, kw_only=True):
-    """A request for the profile. `noise` is sigma_dp >= 0 of Gaussian noise, which is drawn once and stored."""
+    """A request for the profile. `noise`: standard deviation sigma_dp of Gaussian noise, drawn once and stored."""
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled
@@ -40,10 +40,10 @@ class Profile(Action, frozen=True, kw_only=True):
     noise: NonNegative = 0.0
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
-        """Count one pass over D_L."""
+        """Count one forward pass of each sample in D_L."""
         return n_shared
 
     def check(self, result: Profiled, task: TaskSpec) -> None:
         """Require a profile by this extractor, without halves if noise is requested."""
         require(result.extractor == self.extractor.digest, "the profile is by another extractor")
-        require(not self.noise or result.halves is None, "the report has halves, which no noise covers")
+        require(not self.noise or result.halves is None, "the report has halves, which have no noise")
