@@ -41,7 +41,7 @@ class _WaitingRequest:
 
 @dataclass(eq=False)
 class Batcher:
-    """Gathers a model's requests into calls. It belongs to one event loop.
+    """Gathers a model's requests into calls of the graph. A batcher belongs to one event loop.
 
     Args:
         answer: function that predicts samples (n, ...) and also returns the bundle used. The pool runs it.
