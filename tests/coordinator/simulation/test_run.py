@@ -108,7 +108,7 @@ def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> 
     assert {len(ids) for ids in drawn.values()} == {3}
     assert len(set(drawn.values())) > 1
     assert outcome(tmp_path).cold_start is None
-    with pytest.raises(ConfigError, match="8 devices 8"):
+    with pytest.raises(ConfigError, match="8 late joiners of 8 devices"):
         partition_samples(msgspec.structs.replace(scenario, late_joiners=8), 0)
 
 
