@@ -33,10 +33,10 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'
 
-test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: about 7 minutes on two cores
+test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: about 10 minutes on two cores
 	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
-test-all: test  ## `make test`, then every other test: about half an hour on two cores
+test-all: test  ## `make test`, then the slow tests: about 40 minutes on two cores
 	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not ($(QUICK) or figures)"
 
 figures: $(BIN)/fedge  ## every benchmark script on small inputs, and a cell of each results page made again: ten minutes
