@@ -186,7 +186,7 @@ class Shards:
         actor = ray.remote(**resources)(Shard)
         data_ref = ray.put(data)
         self._new: Callable[[], Any] = lambda: actor.remote(recipe, data_ref, known)
-        self._coming: dict[Any, Any] = {}  # reference to `ready` -> actor
+        self._coming: dict[Any, Any] = {}  # reference to `confirm_running` -> actor
         self._idle: list[Any] = []
         self._models: dict[str, Any] = {}
         self._last: tuple[Any, Updates] = (None, {})  # a reference to updates, and what it refers to
@@ -195,7 +195,7 @@ class Shards:
 
     def _start(self) -> None:
         shard = self._new()
-        self._coming[shard.ready.remote()] = shard
+        self._coming[shard.confirm_running.remote()] = shard
 
     def __call__(self, jobs: Sequence[batched.Job]) -> list[FinishedOrder]:
         """Carry out orders of different devices; results in the order of the jobs.
