@@ -71,8 +71,8 @@ async def test_devices_rounds_and_reasons(
     watch = Watch(home, store)
     state = watch.get_state()
     assert [(d["id"], d["presence"], d["bundle"], d["why"]) for d in state["devices"]] == [
-        ("a", "online", True, ""),
-        ("b", "online", True, ""),
+        ("a", "unknown", True, ""),  # nobody listens any more
+        ("b", "unknown", True, ""),
     ]
     assert [(r["round"], r["asked"], r["answered"], r["open"]) for r in state["rounds_list"]] == [
         (1, 1, 1, 0),
@@ -164,7 +164,7 @@ async def test_a_method_without_clusters_says_that_it_cannot_make_them_anew(
     assert devices
 
 
-async def test_the_commands_read_beside_a_running_coordinator(
+async def test_the_commands_read_what_a_coordinator_left(
     mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
 ) -> None:
     await served(mosquitto, store)
@@ -174,7 +174,8 @@ async def test_the_commands_read_beside_a_running_coordinator(
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert [line.split()[:2] for line in run(watch_cli.devices).splitlines()[1:]] == [["a", "online"], ["b", "online"]]
+    *_, a, b = run(watch_cli.devices).splitlines()
+    assert [line.split()[:2] for line in (a, b)] == [["a", "unknown"], ["b", "unknown"]]
     assert [line.split()[0] for line in run(watch_cli.rounds).splitlines()] == ["round", "1", "2", "3"]
     assert [r["answered"] for r in json.loads(run(watch_cli.rounds, "--json"))] == [2, 2, 2]
     assert run(watch_cli.why, "a", "1").splitlines()[1].startswith("round 1: train: answered")
