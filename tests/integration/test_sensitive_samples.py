@@ -152,7 +152,8 @@ def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, sam
 class Tap:
     """What is published by some connections of this process: by topic, without what differs between equal runs.
 
-    That are times, random identifiers, and which byte ranges somebody still lacked.
+    That are times, random identifiers, which byte ranges somebody still lacked, and how often a report was repeated
+    because the coordinator was slow to answer.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ class Tap:
         if leaf == "reports":
             report = decode_message(payload, Report)
             self.reports.append(report)
-            return encode_message(msgspec.structs.replace(report, seconds=0.0))
+            return encode_message(msgspec.structs.replace(report, seconds=0.0, again=0))
         if leaf in {"wants", "release-wants"}:
             return decode_message(payload, Want).digest.encode()
         if leaf == "health":
