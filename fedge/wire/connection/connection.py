@@ -380,8 +380,9 @@ class Connection:
             self._loop.remove_writer(sock)
 
     def _unwatch(self, sock: Any) -> None:
-        self._loop.remove_reader(sock)
-        self._loop.remove_writer(sock)
+        if sock.fileno() >= 0:  # TLS may have closed it already, after an error
+            self._loop.remove_reader(sock)
+            self._loop.remove_writer(sock)
 
 
 def _has_more(sock: Any) -> bool:

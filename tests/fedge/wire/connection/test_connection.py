@@ -8,6 +8,7 @@ import socket
 import threading
 
 from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.connection import Ending
 from fedge.wire.connection.refusals import NO_ANSWER
 from fedge.wire.transport import Transport
 from tests.deploy.tcp import TcpServer, answering, read_packet
@@ -55,6 +56,15 @@ async def test_a_network_that_is_gone_is_told_as_such(caplog):
     async with answering(bytes([0x20, 6, 0, 0, 3, 0x13, 0, 1])) as server, transport(server, "one"):
         await until(lambda: "event=disconnected" in caplog.text)
     assert NO_ANSWER in caplog.text
+
+
+async def test_a_socket_that_is_closed_already_ends_the_connection(mosquitto):
+    """As TLS closes one after an error."""
+    async with transport(mosquitto, "one") as one:
+        connection = one._connection
+        connection._client.socket().close()
+        connection.close(Ending("broken"))
+        assert connection.closed.done()
 
 
 async def test_reason_of_a_disconnect_is_logged(caplog):
