@@ -273,13 +273,11 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
     read.
     """
     settings = resolve(StatusSettings, "status", config, flags)
-    silent = False
     match settings.home, settings.broker, settings.federation:
         case Path() as home, None, None:
             summary = read_summary(home)
             try:
                 lines = _format_federation(summary)
-                silent = summary["coordinator"]["state"] == "silent"
             except (KeyError, TypeError, AttributeError) as error:
                 raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
         case None, str(broker), str(federation):
@@ -294,7 +292,7 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
     click.echo(json.dumps(summary) if as_json else "\n".join(map(escape_controls, lines)))
-    return 1 if silent else 0
+    return 1 if summary.get("coordinator", {}).get("state") == "silent" else 0
 
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:

@@ -113,7 +113,7 @@ class Cfic(Method[CficState]):
 
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: clusters of updates need each update."""
-        return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
+        return super().explain_no_relays() or grouping.explain_no_relays(self.options.clustering)
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""

@@ -171,7 +171,7 @@ class FedEpc(Method[FedEpcState]):
 
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: clusters of updates need each update."""
-        return super().explain_no_relays() or grouping.explain_refusal_of_relays(self.options.clustering)
+        return super().explain_no_relays() or grouping.explain_no_relays(self.options.clustering)
 
     def make_bandit_settings(self) -> ccmab.Settings:
         """Return the settings of the clusters' bandits; by default no deadline if all devices train."""

@@ -59,7 +59,7 @@ class Description(Struct, frozen=True, kw_only=True):
     direction: BlobRef | None = None
 
 
-def explain_refusal_of_relays(how: Clustering) -> str:
+def explain_no_relays(how: Clustering) -> str:
     """Return why a method with this clustering cannot work with relays; an empty string if it can."""
     return "it clusters by each device's update" if how == "mctc" else ""
 
