@@ -14,6 +14,7 @@ from threading import Event, Thread
 from typing import Any, Final
 
 from coordinator.watch.words import format_duration
+from fedge.wire.messages import Presence
 
 BEAT_S: Final = 2.0
 """Time between two signs of life."""
@@ -66,8 +67,20 @@ def describe_coordinator(home: Path, summary: Mapping[str, Any]) -> dict[str, An
     return {"state": "silent", "age_s": age_s, "text": text}
 
 
+def refresh_presence(summary: dict[str, Any], now: float) -> None:
+    """Set when connected devices were last heard to the coordinator's last sign of life.
+
+    Until then it knew of their connections, which the broker checks, even if they had nothing to say.
+    """
+    for device in summary["fleet"].values():
+        if device["presence"] == Presence.ONLINE:
+            device["seen_at"] = max(device["seen_at"] or 0.0, now - summary["coordinator"]["age_s"])
+
+
 def forget_presence(summary: dict[str, Any]) -> None:
     """Replace the presence of all devices by "unknown"; "was" keeps the last one that the coordinator saw."""
     for device in summary.get("fleet", {}).values():
         if presence := device.get("presence"):
             device["was"], device["presence"] = presence, UNKNOWN
+        if device.get("serving", "none") != "none":
+            device["serving"] = UNKNOWN

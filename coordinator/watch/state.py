@@ -7,6 +7,7 @@ anything, and nothing waits for the coordinator.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from coordinator.store.records import Event
 from coordinator.store.store import Store
-from coordinator.watch.liveness import describe_coordinator, forget_presence
+from coordinator.watch.attention import is_heard, list_attention
+from coordinator.watch.liveness import describe_coordinator, forget_presence, refresh_presence
 from coordinator.watch.words import (
     describe_progress,
     describe_row,
@@ -42,9 +46,9 @@ PAGE: Final = 5000
 
 
 def read_summary(home: Path) -> dict[str, Any]:
-    """Read the coordinator's latest summary, and whether it still runs (`coordinator.watch.liveness`).
+    """Read the coordinator's latest summary, whether it still runs, and what needs attention, as JSON values.
 
-    If it does not, the devices' presence is "unknown".
+    If it does not run, or does not reach the broker, the devices' presence is "unknown" (`coordinator.watch.liveness`).
 
     Raises:
         ConfigError: there is no summary.
@@ -55,9 +59,14 @@ def read_summary(home: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not there: {home} is no coordinator's --home")
     try:
         summary: dict[str, Any] = json.loads(file.read_bytes())
-        summary["age_s"] = max(time.time() - summary["at"], 0.0)
+        now = time.time()
+        summary["age_s"] = max(now - summary["at"], 0.0)
         summary["coordinator"] = describe_coordinator(home, summary)
-        if summary["coordinator"]["state"] != "running":
+        summary["free_disk_gb"] = shutil.disk_usage(home).free / 1e9
+        summary["attention"] = msgspec.to_builtins(list_attention(summary, now))
+        if is_heard(summary):
+            refresh_presence(summary, now)
+        else:
             forget_presence(summary)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
@@ -142,7 +151,7 @@ class Watch:
         ids = sorted({*summary["fleet"], *summary["selection"], *summary["problems"], *summary["quarantined"]})
         rows = [row | {"open": _count_open(row)} for row in self._rounds.values()]
         return {
-            **{name: summary[name] for name in KEPT},
+            **{name: summary[name] for name in (*KEPT, *(KEPT_IF_THERE & summary.keys()))},
             "coordinator": summary["coordinator"],
             "accuracy": next((r["accuracy"] for r in reversed(summary["history"]) if r["accuracy"] is not None), None),
             "text": describe_progress(summary),
@@ -260,7 +269,9 @@ STATES: Final = {
 """What the presence of a device means, by the coordinator's state."""
 KEPT: Final = (
     "federation", "method", "round", "rounds", "done", "paused", "history", "bytes_up", "bytes_down", "wall_s", "age_s",
+    "attention",
 )  # fmt: skip
+KEPT_IF_THERE: Final = frozenset({"broker", "campaign", "introduction", "rollout"})
 NOBODY: Final[Mapping[str, Any]] = {
     "presence": "not seen",
     "seen_at": None,

@@ -153,6 +153,8 @@ def test_status_as_json_is_the_summary_and_who_wrote_it(home: Path) -> None:
     told = json.loads(said.output)
     assert told.pop("age_s") >= 0
     assert told.pop("coordinator")["state"] == "running"
+    assert told.pop("attention") == []
+    assert told.pop("free_disk_gb") > 0
     assert told == json.loads((home / "summary.json").read_bytes())
 
 

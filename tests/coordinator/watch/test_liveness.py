@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def test_while_it_lives_devices_are_as_it_says(tmp_path: Path, capsys: pytest.Ca
         assert entities_in(state) == {"ON", "OFF"}
     assert main(["status", "--home", str(tmp_path)]) == 0
     assert "silent" not in capsys.readouterr().out
+
+
+def test_a_connected_device_that_says_nothing_is_heard_all_the_same(tmp_path: Path) -> None:
+    make_shop(tmp_path).close()
+    set_last_sign(tmp_path, 3)
+    fleet = read_summary(tmp_path)["fleet"]
+    assert time.time() - fleet["cam1"]["seen_at"] == pytest.approx(3, abs=2)
+    assert fleet["cam3"]["seen_at"] == NOW  # it is offline
+    set_last_sign(tmp_path, 46 * 60)
+    assert read_summary(tmp_path)["fleet"]["cam1"]["seen_at"] == NOW
 
 
 def test_once_it_is_silent_nobody_is_online(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
