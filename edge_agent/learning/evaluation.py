@@ -32,10 +32,12 @@ class Evaluation:
 
 
 def evaluate_model(device: Device, model: Model, *, measure: bool = True) -> Evaluation:
-    """Evaluate a model on V_L, and on D_L, n >= 1. The network keeps the model's weights."""
+    """Evaluate a model on V_L and, if `measure`, on D_L, n >= 1."""
     found = compute_accuracy(device, model)
+    if not measure:
+        return Evaluation(found)
     device.network.load(model)
-    return Evaluation(found, *(compute_loss_and_gradient_norm(device.network, *device.data.shared) if measure else ()))
+    return Evaluation(found, *compute_loss_and_gradient_norm(device.network, *device.data.shared))
 
 
 def fetch_best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
