@@ -36,7 +36,7 @@ def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
-    shaped = _reshape(task.input_shape, raw)
+    shaped = reshape_samples(task.input_shape, raw)
     mean, std = _get_scale(task)
     kind = choose_precision(mean, std)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # numbers that are not finite are refused below
@@ -108,8 +108,12 @@ def _get_scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return np.asarray(mean), np.asarray(std)
 
 
-def _reshape(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
-    """Return a view of the samples as (n, *shape)."""
+def reshape_samples(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
+    """Return a view of raw samples as (n, *shape).
+
+    Raises:
+        ConfigError: they have no shape that a task with inputs of this shape takes.
+    """
     if raw.shape[1:] == shape and raw.ndim > 1:
         return raw
     if len(shape) == 3:

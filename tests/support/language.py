@@ -6,7 +6,7 @@ _VERBS = """
     abort accept accuse acknowledge activate adapt add admit adopt advance aggregate alias announce answer apply
     arrange assemble assign attach average back become begin bind boot bound cache calibrate call cancel carry catch
     change check choose classify clean clear clip close cluster collect combine commit compare compute configure
-    confirm connect convert copy count create cut decide declare decode decorate deliver denoise derive describe
+    confirm connect convert copy count create cut decide declare decode decorate delete deliver denoise derive describe
     diagnose die disconnect distribute divide do draw drop dump embed emit encode enlist enrol enter equip escape
     estimate evaluate examine exclude execute executemany expand expire explain export fail favour federate feed
     fetch fill filter find fine finish fit fix flatten flock flush follow forget format freeze fuse get give greet
