@@ -7,7 +7,7 @@ All random numbers of a round come from (seed, round), so a round that is run ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple
 
 import msgspec
@@ -139,6 +139,15 @@ class Method(Generic[S]):
         state: S = self.State(round=0, layout=layout, model=model)
         return state
 
+    def begin_campaign(self, state: S, changed: Collection[str]) -> S:  # noqa: ARG002 - most methods describe nobody
+        """Return the state before the first round of the next campaign, which goes on from what the last has learned.
+
+        The next campaign's method has `settings.first` = `state.round`. By default the models stay, and what devices
+        have described; a method that measures progress within a campaign, or describes devices, overrides this.
+        `changed`: the devices whose samples have changed since the last campaign began.
+        """
+        return msgspec.structs.replace(state, campaign=state.campaign + 1, participations={}, history=(), installed={})
+
     async def round(self, state: S, fleet: Fleet) -> S:
         """Do round `state.round + 1` of training."""
         raise NotImplementedError
@@ -219,7 +228,8 @@ class Method(Generic[S]):
     @property
     def last(self) -> int:
         """The number of the last round of training."""
-        return self.settings.rounds if self.settings.last is None else self.settings.last
+        settings = self.settings
+        return settings.first + settings.rounds if settings.last is None else settings.last
 
     def summarise(self, state: S) -> dict[str, Any]:
         """Return the figures for people and plots, as JSON values."""
@@ -227,6 +237,7 @@ class Method(Generic[S]):
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
             "round": min(state.round, self.last),
             "rounds": self.last,
+            "first": self.settings.first,
             "done": self.is_done(state),
             "history": msgspec.to_builtins(state.history),
             "selection": state.participations,

@@ -24,11 +24,13 @@ Option = int | float | str | bool
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of every method.
 
-    `rounds`: the number for which a method plans. `last`: the last round of training if a run continues after its end;
-    `rounds` if None. `train_on`: the processor for the server's own networks.
+    `rounds`: the number for which a method plans. `first`: the round after which the present campaign began; round
+    numbers go on over campaigns. `last`: the last round of training if a run continues after its end; if None, `first`
+    + `rounds`. `train_on`: the processor for the server's own networks.
     """
 
     rounds: Rounds = 30
+    first: Rounds = 0
     last: Rounds | None = None
     participation: Participation = 1.0
     min_reports: MinReports = 1

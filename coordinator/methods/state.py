@@ -33,11 +33,14 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 class State(Struct, frozen=True, kw_only=True):
     """The state of every method: the rounds done, the layout, how often each device trained, the history.
 
-    `sums`: the masked sums so far. `descents`: how devices derive the models (`put_successor`).
+    `campaign`: the number of the present campaign, from 1; rounds go on over campaigns, but `participations`, `history`
+    and `installed` are of this campaign alone. `sums`: the masked sums so far. `descents`: how devices derive the
+    models (`put_successor`).
     """
 
     round: int
     layout: Layout
+    campaign: int = 1
     participations: dict[str, int] = {}
     history: tuple[RoundSummary, ...] = ()
     installed: dict[str, Installed] = {}

@@ -38,7 +38,7 @@ class Local(Method[ModelState]):
 
     def is_done(self, state: ModelState) -> bool:
         """Return whether the one round is done."""
-        return state.round > 0
+        return state.round > self.settings.first
 
     async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
         """Train all devices, once, and install what they have learned."""
@@ -46,7 +46,7 @@ class Local(Method[ModelState]):
         rounds = settings.rounds * settings.participation
         steps = {d.id: max(1, round(rounds * count_steps_alone(d, settings.sgd))) for d in fleet.get_devices()}
         installed = await train_alone(fleet, state.model, settings.sgd, steps)
-        return msgspec.structs.replace(state, round=1, installed=installed)
+        return msgspec.structs.replace(state, round=state.round + 1, installed=installed)
 
     async def finish(self, state: ModelState, fleet: Fleet) -> ModelState:
         """Let each device train one step, if there are no rounds at all."""

@@ -119,6 +119,12 @@ class Cfic(Method[CficState]):
         """Forget the descriptions, so that all devices describe themselves again."""
         return msgspec.structs.replace(state, described={}, visits={}, extractor=None, bandits={})
 
+    def begin_campaign(self, state: CficState, changed: Collection[str]) -> CficState:
+        """Return the state before the next campaign, without the memory of the last one's direction."""
+        state = super().begin_campaign(state, changed)
+        described = grouping.mark_outdated(state.described, changed)
+        return msgspec.structs.replace(state, memory=None, described=described, long_rounds=0)
+
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
         """Do one round of Algorithm 1."""
         r = state.round + 1

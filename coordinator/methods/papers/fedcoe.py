@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -168,6 +168,12 @@ class FedCoE(Method[FedCoEState]):
     def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
         """Return the state before round 1, which trains the experts from `model`."""
         return FedCoEState(round=0, layout=layout, common=model)
+
+    def begin_campaign(self, state: FedCoEState, changed: Collection[str]) -> FedCoEState:
+        """Return the state before the next campaign; experts, gate and clients' models go on."""
+        state = super().begin_campaign(state, changed)
+        profiles = {i: rho for i, rho in state.profiles.items() if i not in changed}
+        return msgspec.structs.replace(state, diagnostics=(), profiles=profiles)
 
     async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
         """Do a round of section 5; the first time, do section 3 before it."""

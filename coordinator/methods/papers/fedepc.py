@@ -184,6 +184,13 @@ class FedEpc(Method[FedEpcState]):
         """Return the state before round 1."""
         return FedEpcState(round=0, layout=layout, shared=model)
 
+    def begin_campaign(self, state: FedEpcState, changed: Collection[str]) -> FedEpcState:
+        """Return the state before the next campaign, in which every cluster trains again."""
+        state = super().begin_campaign(state, changed)
+        described = grouping.mark_outdated(state.described, changed)
+        clusters = tuple(msgspec.structs.replace(c, losses=(), converged=False) for c in state.clusters)
+        return msgspec.structs.replace(state, described=described, clusters=clusters)
+
     async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """Do one round of section 1, of the warm-up or of the clusters, after describing and placing new devices."""
         r = state.round + 1

@@ -29,6 +29,14 @@ from coordinator.clustering.find import Clustering, Directions, find_clusters
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_successor
 from coordinator.methods.installation import equip, install
+from coordinator.methods.papers.fedge_campaigns import (
+    add_fates,
+    carry_over,
+    describe_fate,
+    find_start,
+    name_fates,
+    restore_past,
+)
 from coordinator.methods.papers.fedge_experts import find_primaries, list_offered_experts, list_starts
 from coordinator.methods.papers.fedge_groups import Members, cluster_by_group, profile_devices
 from coordinator.methods.papers.fedge_mixture import Mixtures
@@ -144,20 +152,23 @@ class Fedge(Mixtures):
         """Return the state before round 1."""
         return FedgeState(round=0, layout=layout, initial_model=model, shared=ServerModel(model=model))
 
+    def begin_campaign(self, state: FedgeState, changed: Collection[str]) -> FedgeState:
+        """Return the state before the next campaign, in which the split is tested again (section 18)."""
+        return carry_over(super().begin_campaign(state, changed), changed)
+
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Do steps 1 to 3 of section 1."""
         r = state.round + 1
         if self.options.buffer and not self._trial - CLUSTERING < r <= self._trial:
             return await self._do_server_step(state, fleet, r)
-        if r > WARM_UP and not self.options.buffer:
+        warm = r - self.settings.first <= WARM_UP
+        if not warm and not self.options.buffer:
             state = await profile_devices(state, fleet)
         present = find_responsive(state, fleet)
         tries, panel = not state.experts and r == self._trial, self._select_panel(present)
         choices = {} if tries else self._select(state, present, r)
         grouping.record_choices(fleet, choices)
-        cohort = (
-            panel if tries or self.options.buffer or r <= WARM_UP else self._select_cohort(state, choices, present, r)
-        )
+        cohort = panel if tries or self.options.buffer or warm else self._select_cohort(state, choices, present, r)
         orders = {i: self._make_order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await run_and_record(state, fleet, "train", orders)
         updates = select_updates(answers)
@@ -176,6 +187,7 @@ class Fedge(Mixtures):
 
     async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Do steps 4 to 8 of section 1."""
+        state = restore_past(state)
         if self.options.mode == "shift":
             return await install(self, state, fleet)
         r = state.round + 1
@@ -213,8 +225,8 @@ class Fedge(Mixtures):
     @property
     def _trial(self) -> int:
         """The round of the trial, R_w."""
-        found: int = round(self.options.rho * self.settings.rounds)
-        return found
+        planned: int = round(self.options.rho * self.settings.rounds)
+        return self.settings.first + planned
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
         """Select in each group as in FedEPC section 5; empty before there are groups, or with uniform selection."""
@@ -312,8 +324,17 @@ class Fedge(Mixtures):
             split=splits,
             places=tuple((x, y) for x, y in np.round(geometry.project_to_plane(z), 4).tolist()),
         )
-        experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
-        return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
+        new = clusters if splits else ()
+        fates = name_fates(state.campaign, state.past.trial.clusters if state.past else (), new)
+        return msgspec.structs.replace(
+            state,
+            directions=None,
+            last={},
+            trial=trial,
+            experts=tuple(ServerModel(model=find_start(state, members)) for members in new),
+            past=None,
+            lineage=add_fates(state.lineage, fates),
+        )
 
     def compute_gamma(self, discounts: Collection[float]) -> float:
         """Return the option's momentum, reduced if updates are discounted (section 4.2)."""
@@ -357,6 +378,7 @@ class Fedge(Mixtures):
             "split": bool(state.experts),
             "clusters": {str(k): c for k, c in enumerate(trial["clusters"])} if trial and state.experts else {},
             "pool": msgspec.to_builtins(state.pool) if state.pool else None,
+            "lineage": [describe_fate(fate) for fate in state.lineage if fate.campaign == state.campaign],
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from coordinator.fleet.fleet import AcceptedUpdate
@@ -40,6 +42,25 @@ class TrialOutcome(Struct, frozen=True, kw_only=True):
     places: tuple[tuple[float, float], ...] = ()
 
 
+class PastSplit(Struct, frozen=True, kw_only=True):
+    """The split of the last campaign: its trial, and its experts as they ended."""
+
+    trial: TrialOutcome
+    experts: tuple[ServerModel, ...]
+
+
+class Fate(Struct, frozen=True, kw_only=True):
+    """What became of experts in a campaign. `expert`: its number now; None if there is none.
+
+    `sources`: the numbers, in the campaign before, of the experts that it comes from.
+    """
+
+    campaign: int
+    kind: Literal["kept", "merged", "split", "born", "died"]
+    expert: int | None = None
+    sources: tuple[int, ...] = ()
+
+
 class PooledSettings(Struct, frozen=True, kw_only=True):
     """The settings that are pooled over the devices at the end (sections 7 to 9)."""
 
@@ -51,7 +72,7 @@ class PooledSettings(Struct, frozen=True, kw_only=True):
 
 
 class FedgeState(AskingState, frozen=True, kw_only=True):
-    """The state of fedge between two rounds."""
+    """The state of fedge between two rounds. `past`: the last campaign's split; `lineage`: of all experts so far."""
 
     initial_model: BlobRef
     shared: ServerModel  # w, v
@@ -65,5 +86,7 @@ class FedgeState(AskingState, frozen=True, kw_only=True):
     trial: TrialOutcome | None = None
     experts: tuple[ServerModel, ...] = ()
     primary: dict[str, PrimaryExpert] = {}
+    past: PastSplit | None = None
+    lineage: tuple[Fate, ...] = ()
     pool: PooledSettings | None = None
     seen: tuple[AcceptedUpdate, ...] = ()  # the latest updates of asynchronous rounds

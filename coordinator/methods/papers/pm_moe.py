@@ -8,6 +8,7 @@ steps. With this method every device's private module goes to every other device
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -96,6 +97,11 @@ class PmMoe(Method[PersonalState]):
         """Return the base's state before round 1."""
         state: PersonalState = self._base.init(layout, model)
         return state
+
+    def begin_campaign(self, state: PersonalState, changed: Collection[str]) -> PersonalState:
+        """Return the base's state before the next campaign."""
+        after: PersonalState = self._base.begin_campaign(state, changed)
+        return after
 
     async def round(self, state: PersonalState, fleet: Fleet) -> PersonalState:
         """Do a round of the base."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -175,6 +175,14 @@ class ScmoePfl(Method[ScmoeState]):
         """Return the state before round 1."""
         return ScmoeState(round=0, layout=layout, initial_model=model)
 
+    def begin_campaign(self, state: ScmoeState, changed: Collection[str]) -> ScmoeState:
+        """Return the state before the next campaign, which makes clusters anew and has a best round of its own."""
+        state = super().begin_campaign(state, changed)
+        labels = {i: label for i, label in state.labels.items() if i not in changed}
+        return msgspec.structs.replace(
+            state, labels=labels, best=(), best_clusters=None, best_attached={}, best_accuracy=-1.0, since_best=0
+        )
+
     async def round(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Train, cluster and aggregate."""
         r, before = state.round + 1, state
@@ -184,7 +192,7 @@ class ScmoePfl(Method[ScmoeState]):
         if len(updates) >= self.settings.min_reports:
             state = self._record_directions(state, updates, fleet, r)
             state = await self._request_labels(state, updates, fleet)
-            if self._p.freeze_after == 0 or r <= self._p.freeze_after:
+            if self._p.freeze_after == 0 or r - self.settings.first <= self._p.freeze_after:
                 state = self._cluster(state, list(updates), fleet, r)
             state = self._attach(state, fleet)
             state = await aggregate(self, state, before, updates, fleet)

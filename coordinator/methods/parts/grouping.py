@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -112,6 +112,11 @@ def has_changed(before: Description, now: Description, unit: float) -> bool:
 def is_due(before: Description | None, device: Device) -> bool:
     """Return whether a device must describe its samples, since it never did or their number has changed."""
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
+
+
+def mark_outdated(known: Mapping[str, Description], changed: Collection[str]) -> dict[str, Description]:
+    """Return the descriptions, with those of changed devices outdated: they stay, and their devices are due."""
+    return {i: msgspec.structs.replace(d, n_samples=-1) if i in changed else d for i, d in known.items()}
 
 
 def make_describe_action(

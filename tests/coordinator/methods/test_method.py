@@ -1,16 +1,22 @@
 """Methods run to their end, with parts exchanged by options."""
 
+from pathlib import Path
+
+import msgspec
+import numpy as np
 import pytest
 
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.catalogue import load_method_class, make_method
+from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
+from coordinator.methods.method import Server
 from coordinator.methods.option_values import parse_options
 from coordinator.methods.options import parse_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state, encode_state
 from coordinator.simulation.rounds import run_rounds
+from edge_agent.device.worker import Worker
 from fedge.steps.sgd import Sgd
-from tests.support.simulation import digits
+from tests.support.simulation import digits, predicted
 
 EXCHANGES = [
     *(f"cfic:clustering={how}" for how in ("aidc", "k-means", "agglomerative")),
@@ -83,3 +89,34 @@ def test_a_method_says_what_becomes_of_it_in_a_network_without_a_relu(text: str,
     found = kind.without_profile(parse_options(kind, given)[0])
     assert found.startswith(why)
     assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("name", get_installed_methods())
+async def test_a_second_campaign_of_every_method_goes_on_from_the_first(name: str, tmp_path: Path) -> None:
+    """On samples that have not changed it is not worse, and has from its first round what the first has learned."""
+    fleet, layout, first, _ = digits(tmp_path, n=6, limit=900)
+    samples = tuple(
+        np.concatenate(part) for part in zip(*(fleet.data(i).validation for i in fleet.workers), strict=True)
+    )
+    server, settings = Server(fleet.task, samples), MethodSettings(rounds=6, sgd=Sgd(steps=5))
+    ends, right = [], []
+    for _ in range(2):
+        method = make_method(name, settings, server)
+        changed = sorted(fleet.workers)[:2]
+        begun = method.begin_campaign(ends[-1], changed) if ends else method.init(layout, first)
+        ends.append(await run_rounds(method, begun, fleet))
+        right.append(sum(count_right(fleet.workers[i], ends[-1].installed[i].release) for i in fleet.workers))
+        settings = msgspec.structs.replace(settings, first=ends[-1].round)
+    assert [(state.campaign, len(state.installed)) for state in ends] == [(1, 6), (2, 6)]
+    assert right[1] >= right[0] - 5, "of about 180"
+    before, after = ends[0].history, ends[1].history
+    if name != "local":  # which has no rounds
+        assert [line.round for line in after] == [*range(8, 14)]
+    if name not in {"local", "fedge"}:  # which goes on from the shared model, until it has tested its split again
+        assert after[0].accuracy > before[-1].accuracy - 0.1
+
+
+def count_right(worker: Worker, release: int) -> int:
+    """Validation samples that a bundle gets right."""
+    x, y = worker.data.validation
+    return int((predicted(worker, x, release).argmax(axis=1) == y).sum())

@@ -70,3 +70,13 @@ def test_a_state_that_still_holds_all_similarities_is_read_without_them() -> Non
 
 def test_every_stored_tensor_of_a_state_is_found() -> None:
     assert {ref.digest[0] for ref in iterate_blobs(state())} == set("012345")
+
+
+def test_a_state_from_before_there_were_campaigns_is_read() -> None:
+    plain, arrays = msgspec.msgpack.decode(encode_state(state()), type=tuple[bytes, bytes])
+    fields = msgspec.msgpack.decode(plain)
+    for new in ("campaign", "past", "lineage"):
+        del fields[new]
+    old = decode_state(msgspec.msgpack.encode((msgspec.msgpack.encode(fields), arrays)), FedgeState)
+    assert (old.campaign, old.past, old.lineage) == (1, None, ())
+    assert encode_state(old) == encode_state(state())

@@ -1,0 +1,119 @@
+"""fedge over campaigns: what the next one keeps, and what becomes of the experts; docs/methods/fedge.md section 18."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from coordinator.methods.papers.fedge_state import Fate, FedgeState, PastSplit
+from coordinator.methods.parts import grouping
+from coordinator.methods.parts.server_optimizer import ServerModel
+from fedge.wire.messages import BlobRef
+
+Members = Sequence[Collection[str]]
+MOST = 0.5
+"""Share of the members of a cluster, old or new, above which the other holds most of it."""
+REMEMBERED = 20
+"""Campaigns whose lineage the state keeps, so that it does not grow for ever."""
+
+
+def carry_over(state: FedgeState, changed: Collection[str]) -> FedgeState:
+    """Return the state with which a campaign begins: w without velocity, groups and profiles, experts put aside.
+
+    `changed`: devices whose samples have changed, and whose profiles are outdated.
+    """
+    return msgspec.structs.replace(
+        state,
+        shared=ServerModel(model=state.shared.model),
+        profiles=grouping.mark_outdated(state.profiles, changed),
+        past=put_aside(state),
+        directions=None,
+        last={},
+        trial=None,
+        experts=(),
+        primary={},
+        pool=None,
+    )
+
+
+def put_aside(state: FedgeState) -> PastSplit | None:
+    """Return the split that the next campaign starts from; that of the campaign before if this one had no trial."""
+    if state.trial is None:
+        return state.past
+    return PastSplit(trial=state.trial, experts=state.experts) if state.experts else None
+
+
+def restore_past(state: FedgeState) -> FedgeState:
+    """Return the state with the past split again if the campaign ends before its trial."""
+    if state.trial is not None or state.past is None:
+        return state
+    return msgspec.structs.replace(state, trial=state.past.trial, experts=state.past.experts, past=None)
+
+
+def find_sources(old: Members, new: Members) -> list[tuple[int, ...]]:
+    """Find for each new cluster the old ones that it has most of, or that have most of it; ascending."""
+
+    def is_source(before: Collection[str], now: Collection[str]) -> bool:
+        common = len(set(before).intersection(now))
+        return common > MOST * min(len(before), len(now)) if before and now else False
+
+    return [tuple(j for j, before in enumerate(old) if is_source(before, now)) for now in new]
+
+
+def name_fates(campaign: int, old: Members, new: Members) -> tuple[Fate, ...]:
+    """Say what has become of the experts of the last campaign: kept, merged, split or died, and which were born.
+
+    `old`, `new`: the members of the clusters. Without new clusters all old experts are merged in the shared model.
+    """
+    if not new:
+        return (Fate(campaign=campaign, kind="merged", sources=tuple(range(len(old)))),) if old else ()
+    sources = find_sources(old, new)
+    heirs = [sum(j in own for own in sources) for j in range(len(old))]
+    fates = [
+        Fate(
+            campaign=campaign,
+            kind="born" if not own else "merged" if len(own) > 1 else "split" if heirs[own[0]] > 1 else "kept",
+            expert=k,
+            sources=own,
+        )
+        for k, own in enumerate(sources)
+    ]
+    died = [Fate(campaign=campaign, kind="died", sources=(j,)) for j, n in enumerate(heirs) if n == 0]
+    return (*fates, *died)
+
+
+def add_fates(lineage: Sequence[Fate], new: Sequence[Fate]) -> tuple[Fate, ...]:
+    """Return the lineage with new fates, without those of campaigns that are too long ago."""
+    oldest = max((fate.campaign for fate in new), default=0) - REMEMBERED
+    return (*(fate for fate in lineage if fate.campaign > oldest), *new)
+
+
+def find_start(state: FedgeState, members: Collection[str]) -> BlobRef:
+    """Find the model that the expert of a new cluster starts from: that of the old cluster with most of its members.
+
+    The shared model if no old cluster has more than half of them; of several, the first with the largest overlap.
+    """
+    if state.past is None:
+        return state.shared.model
+    common = [len(set(members).intersection(old)) for old in state.past.trial.clusters]
+    best = max(range(len(common)), key=lambda j: (common[j], -j))
+    return state.past.experts[best].model if common[best] > MOST * len(members) else state.shared.model
+
+
+def describe_fate(fate: Fate) -> str:
+    """Describe a fate for people; experts are numbered as in the summary's clusters."""
+    before = " and ".join(str(j) for j in fate.sources)
+    match fate.kind:
+        case "kept":
+            return f"expert {fate.expert} goes on from expert {before}"
+        case "split":
+            return f"expert {fate.expert} was split from expert {before}"
+        case "merged" if fate.expert is None:
+            return f"the experts {before} were merged in the shared model"
+        case "merged":
+            return f"expert {fate.expert} was merged from the experts {before}"
+        case "born":
+            return f"expert {fate.expert} is new"
+        case "died":
+            return f"expert {before} of the campaign before has ended"
