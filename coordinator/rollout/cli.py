@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import click
 import msgspec
-from msgspec import Meta
 
+from coordinator.rollout.course import Observer, describe_event
 from coordinator.rollout.decision import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.making import make_release
-from coordinator.rollout.service import Observer, Release, Supervisor, describe_event
+from coordinator.rollout.service import Release, Supervisor
+from coordinator.rollout.settings import (
+    Absent,
+    AccuracyDrop,
+    Canary,
+    MaxFailures,
+    MaxWorse,
+    Soak,
+    Stages,
+    parse_stages,
+)
 from coordinator.watch.options import HOME, STORE
 from export.signing import Repository
 from fedge.errors import ConfigError, raise_as
 from fedge.membership.credentials import Broker, Credentials, FederationName
-from fedge.settings import Seconds, resolve, settings_options
+from fedge.settings import resolve, settings_options
 from fedge.system.background import run_until_stopped
 from fedge.system.help import CommandGroup, json_lines_option, json_option, option
 from fedge.system.loading import find_code
 from fedge.system.stopping import INTERRUPTED
 from fedge.system.text import Heading, escape_controls
-from fedge.wire.messages import RolloutState, Share
+from fedge.wire.messages import RolloutState
 
 _json = json_option()
 _repo = click.argument("repo", type=click.Path(path_type=Path))
@@ -39,20 +48,13 @@ class RolloutSettings(Credentials, frozen=True, kw_only=True):
 
     broker: Broker
     federation: FederationName
-    stages: Annotated[
-        str, Heading.ROLLOUT, "The stages are shares of the fleet, comma-separated, ascending up to 1."
-    ] = "0.1,0.5,1"
-    canary: Annotated[
-        str, Heading.ROLLOUT, "These devices, comma-separated, go first; by default the first share does."
-    ] = ""
-    soak_s: Annotated[Seconds, Heading.ROLLOUT, "A stage must go well this long."] = 60.0
-    absent_s: Annotated[Seconds, Heading.ROLLOUT, "Nobody waits for a device after this time without a message."] = (
-        600.0
-    )
-    max_failures: Annotated[
-        Share, Heading.ROLLOUT, "This share of a stage's devices may fail, but none in the first stage."
-    ] = 0.05
-    accuracy_drop: Annotated[float, Meta(ge=0), Heading.ROLLOUT, "This mean loss of accuracy stops the rollout."] = 0.01
+    stages: Stages = "0.1,0.5,1"
+    canary: Canary = ""
+    soak_s: Soak = 60.0
+    absent_s: Absent = 600.0
+    max_failures: MaxFailures = 0.05
+    max_worse: MaxWorse = 0.5
+    accuracy_drop: AccuracyDrop = 0.01
 
 
 @click.group(cls=CommandGroup)
@@ -151,24 +153,12 @@ def make_plan(settings: RolloutSettings, target: str, release: Release) -> Plan:
     Raises:
         ConfigError: the stages are not ascending shares up to 1.
     """
-    canaries = tuple(filter(None, (name.strip() for name in settings.canary.split(","))))
-    try:
-        stages = tuple(float(share) for share in settings.stages.split(","))
-    except ValueError as error:
-        raise ConfigError(f"stages: {error}; such as 0.1,0.5,1") from error
-    if not all(a < b for a, b in itertools.pairwise((0.0, *stages))) or stages[-1] != 1:
-        raise ConfigError(f"stages must be ascending shares above 0, the last 1; got {settings.stages}")
     described = {
         "id": f"{release.manifest.release}-{uuid.uuid4().hex[:8]}",
         "target": target,
         "release": release.manifest.release,
         "digest": release.digest,
-        "canaries": canaries,
-        "stages": (0.0, *stages) if canaries else stages,
-        "soak_s": settings.soak_s,
-        "absent_s": settings.absent_s,
-        "max_failures": settings.max_failures,
-        "accuracy_drop": settings.accuracy_drop,
+        **parse_stages(settings),
     }
     with raise_as(ConfigError, "canary", on=msgspec.ValidationError):
         return msgspec.convert(described, Plan)

@@ -41,7 +41,7 @@ MINIMUM_S: Final = 2.0
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A release to roll out, and the limits that stop it.
 
-    The first stage is that of the canaries, in which no device may fail. With named canaries its share is 0.
+    The first stage is that of the canaries. With named canaries its share is 0.
     """
 
     id: Id
@@ -52,7 +52,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
     absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
-    max_failures: Share = 0.05  # share of a stage's devices, after the first stage
+    fewest: Annotated[int, Meta(ge=1)] = 1  # present devices in the first stage, if there are as many
+    max_failures: Share = 0.05  # share of a stage's devices on which the release may be broken, slow or rolled back
+    max_worse: Share = 0.5  # share of a stage's devices that may keep their present bundle because it is more accurate
     accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
     latency_ratio: NonNegative = 1.5  # ratio of the mean latencies
     latency_slack_ms: NonNegative = 1.0  # allowed in addition to the ratio
@@ -118,7 +120,7 @@ def abort(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
 
 
 def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> float:
-    """Return the stage's share, enlarged until one present device takes part, since an empty stage proves nothing.
+    """Return the stage's share, enlarged until `plan.fewest` present devices take part, since few prove little.
 
     A device that disappeared while running the release counts as present, so that no other is put at risk instead.
     """
@@ -130,8 +132,8 @@ def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHeal
     ]
     if plan.canaries or not there:
         return share
-    first = min(compute_place(plan.id, device) for device in there)
-    return share if first < share else math.nextafter(first, 1.0)
+    last = sorted(compute_place(plan.id, device) for device in there)[: plan.fewest][-1]
+    return share if last < share else math.nextafter(last, 1.0)
 
 
 def make_message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> Rollout:
@@ -161,10 +163,26 @@ def is_running(plan: Plan, health: Health) -> bool:
 def list_objections(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth]) -> list[str]:
     """List the reasons against continuing the rollout; empty without any."""
     healths = {device: fleet[device].health for device in sorted(fleet)}
-    failed = {device: health for device, health in healths.items() if _has_failed(plan, health)}
-    allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(list_members(plan, progress, fleet))
-    found = [f"{device} {health.phase}: {health.reason}" for device, health in failed.items()]
-    return [*(found if len(found) > allowed else []), *_compare_quality(plan, [*healths.values()])]
+    n = len(list_members(plan, progress, fleet))
+    failed = [describe_verdict(device, health) for device, health in healths.items() if _has_failed(plan, health)]
+    kept = [describe_verdict(device, health) for device, health in healths.items() if has_kept(plan, health)]
+    return [
+        *(failed if len(failed) > plan.max_failures * n else []),
+        *(kept if len(kept) > plan.max_worse * n else []),
+        *_compare_quality(plan, [*healths.values()]),
+    ]
+
+
+def describe_verdict(device: str, health: Health) -> str:
+    """Describe why a device does not run the release, with the accuracies if it has reported them."""
+    verdict = "kept its own" if health.phase is Phase.KEPT else health.phase
+    return f"{device} {verdict}: {health.reason}{_format_loss(health.before, health.now)}"
+
+
+def _format_loss(was: Quality | None, now: Quality | None) -> str:
+    if was is None or now is None or was.accuracy is None or now.accuracy is None or now.accuracy >= was.accuracy:
+        return ""
+    return f" ({now.accuracy:.2f} < {was.accuracy:.2f} on {now.n} samples)"
 
 
 def _compare_quality(plan: Plan, healths: list[Health]) -> list[str]:
@@ -218,6 +236,11 @@ def _has_failed(plan: Plan, health: Health) -> bool:
     return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
 
 
+def has_kept(plan: Plan, health: Health) -> bool:
+    """Return whether the device has examined the release, and kept its present bundle as the more accurate one."""
+    return health.rollout == plan.id and health.phase is Phase.KEPT
+
+
 def _awaits_signatures(plan: Plan, health: Health) -> bool:
     """Return whether a device would take the release if only its metadata were signed again."""
     return _has_failed(plan, health) and health.phase is Phase.REFUSED and health.reason.startswith("expired")
@@ -230,20 +253,24 @@ def _is_on_its_way(plan: Plan, health: Health) -> bool:
 
 def _is_absent(plan: Plan, progress: Progress, seen: DeviceHealth, now: float) -> bool:
     """Return whether to stop waiting for a device that was not heard of for too long or could not fetch the release."""
-    if is_running(plan, seen.health) and seen.health.phase is Phase.SERVING:
+    if _is_settled(plan, seen.health):
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
     return now - heard > plan.absent_s
 
 
 def _is_stage_healthy(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> bool:
-    """Return whether all present devices of the stage serve the release for good, and there is at least one."""
+    """Return whether all present devices of the stage serve the release for good or kept their own, at least one."""
     waited_for = [
         fleet[device].health
         for device in list_members(plan, progress, fleet)
         if not _is_absent(plan, progress, fleet[device], now) and not _has_failed(plan, fleet[device].health)
     ]
-    return bool(waited_for) and all(is_running(plan, h) and h.phase is Phase.SERVING for h in waited_for)
+    return bool(waited_for) and all(_is_settled(plan, health) for health in waited_for)
+
+
+def _is_settled(plan: Plan, health: Health) -> bool:
+    return has_kept(plan, health) or (is_running(plan, health) and health.phase is Phase.SERVING)
 
 
 def is_over(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> bool:
@@ -251,7 +278,7 @@ def is_over(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], n
     if progress.state is RolloutState.DONE:
         return all(
             (_has_failed(plan, seen.health) and not _awaits_signatures(plan, seen.health))
-            or (is_running(plan, seen.health) and seen.health.phase is Phase.SERVING)
+            or _is_settled(plan, seen.health)
             for seen in fleet.values()
         )
     if progress.state is RolloutState.ABORTED:

@@ -1,4 +1,4 @@
-"""REPO/rollout: the supervisor's durable state, and requests to it.
+"""REPO/rollout, and HOME/rollout of a coordinator: the supervisor's durable state, and requests to it.
 
 state.json     `Record`: plan, progress and the devices' messages; written before any of it is published
 request        one word: pause, resume or abort
@@ -77,11 +77,16 @@ class EarlierRollout(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of state.json. version: the version of the last announcement, of this or an earlier rollout."""
+    """The content of state.json.
+
+    `version`: the version of the last announcement, of this or an earlier rollout. `members`: the devices that have a
+    bundle to introduce; of a release all have.
+    """
 
     plan: Plan
     progress: Progress
     version: Count = 0
+    members: tuple[Id, ...] = ()
     devices: dict[Id, DeviceLine] = {}
     events: tuple[RolloutEvent, ...] = ()
     earlier: tuple[EarlierRollout, ...] = ()
@@ -95,7 +100,10 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Folder:
-    """A repository's rollout folder. Any process may read it and leave a request; one process supervises."""
+    """The folder of a repository's rollouts, or of a coordinator's introductions.
+
+    Any process may read it and leave a request; one process supervises.
+    """
 
     def __init__(self, repo: Path) -> None:
         self.path = repo / "rollout"

@@ -11,35 +11,23 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
-from coordinator.rollout.decision import (
-    DeviceHealth,
-    Plan,
-    Progress,
-    abort,
-    decide,
-    is_over,
-    is_running,
-    list_members,
-    make_message,
-)
-from coordinator.rollout.folder import DeviceLine, Folder, Record, Request, RolloutEvent
-from coordinator.store.registry import MAX_DEVICES
+from coordinator.rollout.course import Course, Observer
+from coordinator.rollout.decision import Plan, Progress, is_over, make_message
+from coordinator.rollout.folder import Folder
 from export.signing import Repository
 from fedge.bundle.manifest import Manifest, decode_manifest
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import ConfigError
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import Signed, make_speaker
 from fedge.system.files import compute_digest, get_version
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode_message, encode_message
+from fedge.wire.messages import FileRef, Health, Rollout, decode_message, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import SHORT_SESSION_S, Transport
@@ -50,14 +38,6 @@ QUIET_S: Final = 1.0
 """Time without another device after which the broker has named all that it knows."""
 TICK_S: Final = 1.0
 """Pause between two looks at requests and clocks."""
-WRITE_S: Final = 5.0
-"""Shortest time between two writes of device reports, unless the rollout itself advances."""
-MAX_NEWS: Final = 200
-"""Most events of a rollout that are kept."""
-MAX_EARLIER: Final = 20
-"""Most earlier rollouts whose outcome is kept."""
-
-Observer = Callable[[str, dict[str, Any]], None]
 
 
 class Release:
@@ -137,17 +117,7 @@ class Supervisor:
         federation: str,
         observe: Observer,
     ) -> None:
-        self._folder = folder
         self._release = release
-        record = folder.read()
-        self._version = 0 if record is None else record.version
-        self._plan, self._progress = start_rollout(folder, plan, time.time())
-        news, self._earlier = ((), ()) if record is None else (record.events, record.earlier)
-        if record is not None and record.plan.id != self._plan.id:
-            news, self._earlier = (), (*record.earlier, record.to_earlier())[-MAX_EARLIER:]
-        self._happened = deque(news, MAX_NEWS)
-        self._fleet: dict[str, DeviceHealth] = {}
-        self._observe = observe
         self._federation = federation
         self._topics = Topics(federation)
         client = self._topics.make_client_id("rollout", token_hex(8))
@@ -156,9 +126,8 @@ class Supervisor:
         self._signed = make_speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
         if isinstance(self._signed, Signed):
             self._signed.heard = folder.read_heard()
+        self._course = Course(folder, plan, self._signed, observe)
         self._news = asyncio.Event()
-        self._started = time.time()
-        self._written_at = 0.0
         self._said: Rollout | None = None
 
     async def run(self) -> Progress:
@@ -169,20 +138,21 @@ class Supervisor:
             StoreError: the state cannot be written; whatever was published had been written before.
             TransportError: the broker refused us for good.
         """
-        self._release.repository.announce(make_message(self._plan, self._progress, {}), self._federation)
+        course = self._course
+        self._release.repository.announce(make_message(course.plan, course.progress, {}), self._federation)
         await self._transport.subscribe(self._topics.make_agent_topic("+", "health"), self._on_health)
         await self._transport.subscribe(self._topics.make_agent_topic("+", "release-wants"), self._on_want)
         await self._signed.follow_revocations(self._transport, self._topics)
         self._transport.on_connect(self._on_connect)
-        self._save(self._progress)
+        course.save(course.progress)
         async with self._transport, self._sender:
             await self._collect_devices()
             while True:
                 self._news.clear()
                 await self._step()
-                if self._fleet and is_over(self._plan, self._progress, self._fleet, time.time()):
-                    self._save(self._progress)
-                    return self._progress
+                if course.fleet and is_over(course.plan, course.progress, course.fleet, time.time()):
+                    course.save(course.progress)
+                    return course.progress
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
                         await self._news.wait()
@@ -190,68 +160,20 @@ class Supervisor:
     async def _collect_devices(self) -> None:
         """Collect all devices known to the broker, since the first stage depends on who is present."""
         known = -1
-        while known != len(self._fleet):
-            known = len(self._fleet)
+        while known != len(self._course.fleet):
+            known = len(self._course.fleet)
             await asyncio.sleep(QUIET_S)
 
     async def _step(self) -> None:
         """Process requests, decide, write, publish, in this order."""
         self._release.refresh()
-        now = time.time()
-        request = self._folder.take_request()
-        progress = decide(self._plan, apply_request(self._progress, request, now), self._fleet, now)
-        if progress != self._progress or time.monotonic() - self._written_at > WRITE_S:
-            self._save(progress)
-        if request is not None:
-            self._folder.finish_request()
-        rollout = make_message(self._plan, self._progress, self._release.metadata)
+        self._course.advance()
+        rollout = make_message(self._course.plan, self._course.progress, self._release.metadata)
         if rollout != self._said:
-            self._version = max(self._version + 1, int(1000 * now))  # rises even if an earlier folder is lost
-            self._save(self._progress)
-            signed = self._release.repository.announce(replace(rollout, version=self._version), self._federation)
+            version = self._course.raise_version()
+            signed = self._release.repository.announce(replace(rollout, version=version), self._federation)
             await self._transport.publish(self._topics.rollout, encode_message(signed), retain=True)
             self._said = rollout
-
-    def _save(self, progress: Progress) -> None:
-        before, self._progress, self._written_at = self._progress, progress, time.monotonic()
-        goes_on = (before.state, before.stage) != (progress.state, progress.stage)
-        if goes_on or not self._happened:
-            self._record_event("rollout", self._summarise())
-        taking_part = set(list_members(self._plan, progress, self._fleet))
-        lines = {device: _make_line(seen, takes_part=device in taking_part) for device, seen in self._fleet.items()}
-        self._folder.write(
-            Record(
-                plan=self._plan,
-                progress=progress,
-                version=self._version,
-                devices=lines,
-                events=tuple(self._happened),
-                earlier=self._earlier,
-            )
-        )
-        if isinstance(self._signed, Signed):
-            self._folder.write_heard(self._signed.heard)
-        if goes_on:
-            log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
-            self._observe("rollout", self._summarise())
-
-    def _record_event(self, event: str, fields: dict[str, Any]) -> None:
-        self._happened.append(
-            RolloutEvent(at=time.time(), device=fields.get("device", ""), text=describe_event(event, fields))
-        )
-
-    def _summarise(self) -> dict[str, Any]:
-        plan, progress = self._plan, self._progress
-        return {
-            "id": plan.id,
-            "state": str(progress.state),
-            "stage": progress.stage + 1,
-            "stages": len(plan.stages),
-            "share": progress.share,
-            "devices": len(self._fleet),
-            "running": sum(is_running(plan, seen.health) for seen in self._fleet.values()),
-            "reasons": list(progress.reasons),
-        }
 
     # ------------------------------------------------------------------------------------------------- inwards
 
@@ -264,77 +186,10 @@ class Supervisor:
             return
         device = self._topics.split(inbound.topic)[1]
         health = decode_message(self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device), Health)
-        if health.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {health.device_id}")
-        if device not in self._fleet and len(self._fleet) >= MAX_DEVICES:
-            raise ProtocolError("too-many-devices", f"{device} is one more than {MAX_DEVICES}")
-        before = self._fleet.get(device)
-        self._fleet[device] = DeviceHealth(health=health, at=self._started if inbound.retained else time.time())
-        if before is None or _select_shown(before.health) != _select_shown(health):
-            fields = {"device": device, "phase": str(health.phase), "release": health.release, "reason": health.reason}
-            self._record_event("device", fields)
-            self._observe("device", fields)
+        if self._course.record_health(device, health, retained=inbound.retained):
             self._news.set()
 
     async def _on_want(self, inbound: Inbound) -> None:
         device = self._topics.split(inbound.topic)[1]
         payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
         self._sender.handle_want(device, payload, self._topics)
-
-
-def _select_shown(health: Health) -> tuple[object, ...]:
-    """Return the part whose changes are shown to people."""
-    return health.phase, health.release, health.reason
-
-
-def start_rollout(folder: Folder, plan: Plan, now: float) -> tuple[Plan, Progress]:
-    """Return the rollout begun with these settings, or a new one; a pending request is kept only for the former.
-
-    Raises:
-        ConfigError: another rollout is in progress.
-    """
-    record = folder.read()
-    if record is not None:
-        if replace(record.plan, id=plan.id) == plan:
-            return record.plan, record.progress
-        if record.progress.state in {RolloutState.RUNNING, RolloutState.PAUSED}:
-            raise ConfigError(
-                f"a rollout of {record.plan.target} is {record.progress.state}, with other settings or another target:"
-                " start it as it was, or abort it first"
-            )
-    while folder.take_request() is not None:
-        folder.finish_request()
-    return plan, Progress(began=now)
-
-
-def apply_request(progress: Progress, request: Request | None, now: float) -> Progress:
-    """Return the rollout after a user's request; a request that does not fit the rollout's state changes nothing."""
-    match request, progress.state:
-        case Request.PAUSE, RolloutState.RUNNING:
-            return replace(progress, state=RolloutState.PAUSED)
-        case Request.RESUME, RolloutState.PAUSED:
-            return replace(progress, state=RolloutState.RUNNING, began=now, good_since=None)
-        case Request.ABORT, RolloutState.RUNNING | RolloutState.PAUSED | RolloutState.DONE:
-            return abort(progress, ["asked for"], now)
-        case _:
-            return progress
-
-
-def _make_line(seen: DeviceHealth, *, takes_part: bool) -> DeviceLine:
-    fields = {
-        name: getattr(seen.health, name)
-        for name in DeviceLine.__struct_fields__
-        if name not in {"takes_part", "seen_at"}
-    }
-    return DeviceLine(**fields, takes_part=takes_part, seen_at=seen.at)
-
-
-def describe_event(event: str, fields: dict[str, Any]) -> str:
-    """Describe an event in words."""
-    if event == "device":
-        why = f" ({fields['reason']})" if fields["reason"] else ""
-        return f"{fields['phase']}, release {fields['release']}{why}"
-    return (
-        f"{fields['state']}: stage {fields['stage']} of {fields['stages']}, "
-        f"{fields['running']} of {fields['devices']} devices run it"
-    )

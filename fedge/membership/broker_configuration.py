@@ -87,6 +87,7 @@ pattern read {here}/coordinator/wants/%u
 pattern read {here}/coordinator/beacon
 pattern read {here}/blobs/#
 pattern read {here}/rollout
+pattern read {here}/introduction
 pattern read {here}/revocations
 
 user coordinator
@@ -98,6 +99,7 @@ topic readwrite {here}/#
 user rollout
 topic deny {here}/agents/rollout/#
 topic deny {here}/coordinator/#
+topic deny {here}/introduction
 topic write {here}/rollout
 topic write {here}/blobs/#
 topic read {here}/agents/+/health
@@ -109,6 +111,7 @@ topic deny {here}/agents/status/#
 topic deny {here}/coordinator/#
 topic deny {here}/blobs/#
 topic deny {here}/rollout
+topic deny {here}/introduction
 topic read {here}/agents/+/status
 
 # These say and hear nothing at the broker.
@@ -125,6 +128,7 @@ topic deny {here}/#
 user intake
 topic deny {here}/agents/intake/#
 topic deny {here}/rollout
+topic deny {here}/introduction
 topic read {here}/agents/+/status
 topic read {here}/agents/+/reports
 topic read {here}/agents/+/wants

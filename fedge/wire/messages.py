@@ -321,6 +321,7 @@ class Phase(StrEnum):
     SERVING = "serving"  # in service; `reason`, if any, says why the last announcement was ignored
     FETCHING = "fetching"
     TRIAL = "trial"  # in service, with the old bundle ready
+    KEPT = "kept"  # never activated, because the bundle in service is more accurate here; no failure
     REFUSED = "refused"  # never activated
     ROLLED_BACK = "rolled_back"  # activated, then reverted
     FAILED = "failed"  # not fetched or stored; will be retried

@@ -17,6 +17,14 @@ def compute_place(rollout_id: str, device_id: str) -> float:
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
+def compute_introduction_digest(introduction_id: str) -> str:
+    """Return what a runtime reports as the digest of its bundle while the bundle of an introduction serves.
+
+    Every device has another bundle, whose own digest never leaves.
+    """
+    return hashlib.sha256(f"introduction {introduction_id}".encode()).hexdigest()
+
+
 def make_signed_bytes(federation: str, rollout: bytes) -> bytes:
     """Return the bytes to sign for an encoded `Rollout`, which name its federation and differ from TUF metadata."""
     return f"fedge rollout {federation}\n".encode() + rollout

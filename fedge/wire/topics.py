@@ -13,7 +13,9 @@ fedge/1/{federation}/agents/{id}/renewal           request for a certificate, PE
 fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained       authority -> agent
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
 fedge/1/{federation}/agents/{id}/predictions       the prediction for it            runtime -> sensor
+fedge/1/{federation}/agents/{id}/introduced        Health, retained                 runtime -> coordinator
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
+fedge/1/{federation}/introduction                  Rollout, retained                coordinator -> runtimes
 fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
 fedge/1/{federation}/coordinator/beacon            Beacon, retained                 coordinator -> all
 fedge/1/{federation}/coordinator/claims            Claim, retained                  coordinator -> coordinator
@@ -41,7 +43,7 @@ INTAKES: Final = "intakes"
 MODELS: Final = "models"
 """Names of the groups of subscribers to reports, and to Wants of models. Each message goes to one member (MQTT 5)."""
 
-ClientRole = Literal["agent", "serve", "coordinator", "intake", "rollout", "status", "renewal"]
+ClientRole = Literal["agent", "serve", "coordinator", "intake", "introduction", "rollout", "status", "renewal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,11 @@ class Topics:
     def rollout(self) -> str:
         """The topic that announces the fleet's rollout."""
         return f"{self.prefix}/rollout"
+
+    @property
+    def introduction(self) -> str:
+        """The topic that announces how far the personal bundles of a campaign may go."""
+        return f"{self.prefix}/introduction"
 
     @property
     def revocations(self) -> str:

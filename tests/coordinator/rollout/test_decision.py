@@ -1,5 +1,7 @@
 """When a rollout goes on, waits, and stops: as tables, and over random fleets."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +98,51 @@ def test_a_single_failure_stops_the_first_stage(phase):
     failed = seen(DEVICES[0], phase, reason="accuracy: worse")
     stopped = decide(PLAN, in_stage(0), fleet(N_FIRST) | {DEVICES[0]: failed}, 5.0)
     assert (stopped.state, stopped.reasons) == (ABORTED, (f"{DEVICES[0]} {phase}: accuracy: worse",))
+
+
+@pytest.mark.parametrize(("max_failures", "state"), [(0.05, ABORTED), (0.6, RUNNING)])
+def test_what_share_may_fail_is_a_setting_in_the_first_stage_too(max_failures, state):
+    devices = fleet(3) | {DEVICES[0]: seen(DEVICES[0], Phase.REFUSED, reason="latency: slow")}
+    plan = replace(PLAN, max_failures=max_failures)
+    first = replace(in_stage(0), share=math.nextafter(compute_place("r", DEVICES[1]), 1))
+    assert len(list_members(plan, first, devices)) == 2
+    assert decide(plan, first, devices, 1.0).state is state
+
+
+ACCURACY = "accuracy: the running bundle is more accurate on this device's samples"
+
+
+def kept(device, **others):
+    return seen(device, Phase.KEPT, reason=ACCURACY, **others)
+
+
+def test_one_that_keeps_its_own_is_no_failure_and_not_waited_for():
+    first = replace(in_stage(0), share=math.nextafter(compute_place("r", DEVICES[2]), 1))
+    devices = fleet(3) | {DEVICES[0]: kept(DEVICES[0])}
+    assert len(list_members(PLAN, first, devices)) == 3
+    good = decide(PLAN, first, devices, 1.0)
+    assert (good.state, good.good_since) == (RUNNING, 1.0)
+
+    assert is_over(PLAN, replace(in_stage(2), state=DONE), fleet(20) | {DEVICES[0]: kept(DEVICES[0])}, 1.0)
+
+
+@pytest.mark.parametrize(("n_kept", "max_worse", "state"), [(1, 0.5, RUNNING), (2, 0.5, ABORTED), (3, 1.0, RUNNING)])
+def test_the_share_of_devices_that_must_be_worse_to_stop_is_a_setting(n_kept, max_worse, state):
+    figures = {"before": Quality(n=31, accuracy=1.0), "now": Quality(n=31, accuracy=0.935)}
+    devices = fleet(3) | {device: kept(device, **figures) for device in DEVICES[:n_kept]}
+    first = replace(in_stage(0), share=math.nextafter(compute_place("r", DEVICES[2]), 1))
+    stopped = decide(replace(PLAN, max_worse=max_worse), first, devices, 1.0)
+    assert stopped.state is state
+    if state is ABORTED:
+        assert stopped.reasons[0] == f"{min(DEVICES[:2])} kept its own: {ACCURACY} (0.94 < 1.00 on 31 samples)"
+
+
+def test_a_first_stage_may_want_more_devices_than_its_share():
+    devices = fleet(0)
+    progress = decide(replace(PLAN, stages=(0.001, 1.0), fewest=3), BEGIN, devices, 1.0)
+    assert sorted(list_members(PLAN, progress, devices)) == sorted(DEVICES[:3])
+    few = {device: devices[device] for device in DEVICES[:2]}
+    assert len(list_members(PLAN, decide(replace(PLAN, fewest=3), BEGIN, few, 1.0), few)) == 2
 
 
 def test_later_a_small_share_may_fail():
@@ -233,7 +280,7 @@ def test_when_an_aborted_one_is():
     assert not is_over(PLAN, in_stage(0), fleet(20), 1.0)
 
 
-PHASES = st.sampled_from([Phase.SERVING, Phase.TRIAL, Phase.FETCHING, Phase.FAILED, Phase.REFUSED])
+PHASES = st.sampled_from([Phase.SERVING, Phase.TRIAL, Phase.FETCHING, Phase.FAILED, Phase.REFUSED, Phase.KEPT])
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(DEVICES), st.tuples(PHASES, st.booleans()), max_size=20), max_size=20))

@@ -3,11 +3,10 @@
 import os
 
 import pytest
-from msgspec.structs import replace
 
-from coordinator.rollout.decision import Plan, Progress
-from coordinator.rollout.folder import Folder, Record, Request, RolloutEvent
-from coordinator.rollout.service import Release, Supervisor, apply_request, start_rollout
+from coordinator.rollout.decision import Plan
+from coordinator.rollout.folder import Folder
+from coordinator.rollout.service import Release, Supervisor
 from export.signing import Repository
 from fedge.bundle.manifest import BRANCH, INT8
 from fedge.errors import ConfigError, ProtocolError
@@ -15,12 +14,11 @@ from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import make_speaker
 from fedge.system.files import compute_digest
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Health, Phase, RolloutState, encode_message
+from fedge.wire.messages import Health, Phase, encode_message
 from fedge.wire.topics import Topics
 from tests.deploy.bundles import variant
 from tests.support.identities import Authority
 
-RUNNING, PAUSED, ABORTED, DONE = RolloutState
 PLAN = Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64)
 
 
@@ -112,69 +110,6 @@ def test_no_such_release(repo):
         Release(Repository(repo), repo, "3/manifest.json")
 
 
-@pytest.mark.parametrize(
-    ("state", "request_", "after"),
-    [
-        (RUNNING, None, RUNNING),
-        (RUNNING, Request.PAUSE, PAUSED),
-        (PAUSED, Request.RESUME, RUNNING),
-        (RUNNING, Request.RESUME, RUNNING),
-        (DONE, Request.PAUSE, DONE),
-        (ABORTED, Request.RESUME, ABORTED),
-        (RUNNING, Request.ABORT, ABORTED),
-        (PAUSED, Request.ABORT, ABORTED),
-        (DONE, Request.ABORT, ABORTED),
-        (ABORTED, Request.PAUSE, ABORTED),
-    ],
-)
-def test_what_a_request_changes(state, request_, after):
-    assert apply_request(Progress(began=0.0, state=state), request_, 5.0).state is after
-
-
-def test_the_same_plan_goes_on_where_it_was(tmp_path):
-    folder = Folder(tmp_path)
-    progress = Progress(began=3.0, stage=1, share=0.5)
-    folder.write(Record(plan=PLAN, progress=progress))
-    folder.write_request(Request.PAUSE)
-
-    assert start_rollout(folder, replace(PLAN, id="other"), 9.0) == (PLAN, progress)
-    assert folder.take_request() is Request.PAUSE
-
-
-@pytest.mark.parametrize("state", [RUNNING, PAUSED])
-def test_one_rollout_at_a_time(tmp_path, state):
-    Folder(tmp_path).write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
-    with pytest.raises(ConfigError, match="abort it first"):
-        start_rollout(Folder(tmp_path), replace(PLAN, target="3/manifest.json"), 9.0)
-
-
-@pytest.mark.parametrize("state", [ABORTED, DONE])
-def test_after_its_end_the_next_one_begins(tmp_path, state):
-    folder = Folder(tmp_path)
-    folder.write(Record(plan=PLAN, progress=Progress(began=3.0, state=state)))
-    folder.write_request(Request.PAUSE)
-    folder.take_request()
-    folder.write_request(Request.ABORT)  # both were for the one before
-    following = replace(PLAN, target="3/manifest.json")
-    assert start_rollout(folder, following, 9.0) == (following, Progress(began=9.0))
-    assert folder.take_request() is None
-
-
-def test_what_rollouts_before_came_to_is_kept(repo):
-    folder = Folder(repo)
-    broker = BrokerSettings("localhost", 1)
-    ended = Progress(began=3.0, state=ABORTED, reasons=("cam1 refused: accuracy: x",))
-    folder.write(Record(plan=PLAN, progress=ended, events=(RolloutEvent(at=1.0, text="old"),)))
-    Supervisor(folder, release(repo), replace(PLAN, id="r2", soak_s=1.0), broker, "shop", print)._save(
-        Progress(began=9)
-    )
-    record = folder.read()
-    assert [(e.id, e.state, e.reasons) for e in record.earlier] == [("r", ABORTED, ("cam1 refused: accuracy: x",))]
-    assert [e.text for e in record.events] == ["running: stage 1 of 3, 0 of 0 devices run it"]
-    Supervisor(folder, release(repo), record.plan, broker, "shop", print)._save(record.progress)
-    assert (folder.read().earlier, folder.read().events) == (record.earlier, record.events)
-
-
 async def test_with_certificates_it_believes_what_devices_have_signed_and_nothing_else(repo, tmp_path):
     authority = Authority(tmp_path / "authority", "shop")
     settings = BrokerSettings("localhost", 1, **authority.issue("rollout", Role.ROLLOUT))
@@ -190,10 +125,10 @@ async def test_with_certificates_it_believes_what_devices_have_signed_and_nothin
         await supervisor._on_health(Inbound(topic, said, retained=False))
     signed = device.seal(topic, said)
     await supervisor._on_health(Inbound(topic, signed, retained=False))
-    assert supervisor._fleet.keys() == {"cam1"}
+    assert supervisor._course.fleet.keys() == {"cam1"}
     newer = device.seal(topic, said)
     await supervisor._on_health(Inbound(topic, newer, retained=False))
-    supervisor._save(supervisor._progress)
+    supervisor._course.save(supervisor._course.progress)
     restarted = Supervisor(Folder(repo), release(repo), PLAN, settings, "shop", lambda event, fields: None)
     with pytest.raises(ProtocolError, match="replayed"):
         await restarted._on_health(Inbound(topic, signed, retained=False))

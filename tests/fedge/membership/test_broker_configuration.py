@@ -30,7 +30,7 @@ def test_limits_are_those_of_both_kinds() -> None:
 
 def test_rules_are_of_one_federation_alone() -> None:
     rules = [line for line in format_access_list("shop").splitlines() if "fedge/1/" in line]
-    assert len(rules) == 31
+    assert len(rules) == 35
     assert all("fedge/1/shop/" in rule for rule in rules)
 
 
@@ -38,4 +38,4 @@ def test_rules_are_below_the_topic_prefix() -> None:
     rules = format_access_list("shop", "company/ai").splitlines()
     plain = format_access_list("shop").splitlines()
     assert [rule.replace(" company/ai/fedge/1/shop/", " fedge/1/shop/") for rule in rules] == plain
-    assert sum(" company/ai/fedge/1/shop/" in rule for rule in rules) == 31
+    assert sum(" company/ai/fedge/1/shop/" in rule for rule in rules) == 35

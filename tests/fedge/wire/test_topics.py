@@ -17,9 +17,11 @@ def test_names_are_those_of_the_table() -> None:
         *(T.make_agent_topic("{id}", leaf) for leaf in ("status", "context", "orders", "reports", "acks", "wants")),
         *(
             T.make_agent_topic("{id}", leaf)
-            for leaf in ("health", "release-wants", "renewal", "certificate", "predict", "predictions")
+            for leaf in ("health", "introduced", "release-wants", "renewal", "certificate", "predict")
         ),
+        T.make_agent_topic("{id}", "predictions"),
         T.rollout,
+        T.introduction,
         T.revocations,
         T.beacon,
         T.claims,
