@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from msgspec import UNSET
@@ -55,6 +56,7 @@ def write_bundle(
     method: str,
     metrics: Mapping[str, float],
     compared: NDArray[np.floating] | None = None,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Manifest:
     """Write a mixture as a bundle, replacing an older bundle in the folder; equal arguments give equal bytes.
 
@@ -70,6 +72,7 @@ def write_bundle(
         method: name of the method that made the candidates, for people.
         metrics: figures for people; all must be finite.
         compared: model inputs for the parity check, if not all of `validation`.
+        beside: small files for the folder by name, of which the manifest says nothing.
 
     Raises:
         ValueError: the mixture is inconsistent (shapes, a non-finite number, a weight outside [0, 1]).
@@ -92,7 +95,7 @@ def write_bundle(
         for part, data in zip(names, parts, strict=True):
             _put(unfinished / part.file_name, data, part)
         graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
-        for name, data in graphs.items():
+        for name, data in {**graphs, **beside}.items():
             write_atomically(unfinished / name, data)
         found = _measure_parity(
             task, layout, mixture, insert_file_names(graph, names), unfinished, validation, compared

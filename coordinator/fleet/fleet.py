@@ -21,6 +21,7 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models.weights import find_device_weights
 from fedge.steps.contract import Action, Refusal, Result, decode_result, encode_body, require
+from fedge.steps.mixture.install import Installed
 from fedge.system.moved import alias_members, alias_names
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, view_bytes
@@ -31,21 +32,27 @@ if TYPE_CHECKING:
 
 
 def prepare_actions(
-    devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
+    devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec, campaign: int = 0
 ) -> tuple[dict[str, Action], dict[str, Refusal]]:
     """Return the actions to send, and immediate answers for devices that are not asked; both by id.
 
     Devices that get the same action, and know and withhold the same, share one object, so that it is encoded once.
+    `campaign`: the campaign whose introduction lets the bundles into service; 0 if they enter it at once.
     """
     frozen = find_device_weights(task)
     shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
+
+    def fill_action(action: Action) -> Action:
+        if frozen is not None and action.TRAINS:
+            action = msgspec.structs.replace(action, weights=frozen)
+        leaves_bundle = action.EXPORTS or issubclass(action.RESULT, Installed)
+        return msgspec.structs.replace(action, campaign=campaign) if campaign and leaves_bundle else action
 
     def prepare_action(device: Device, action: Action) -> Action | Refusal:
         version = action.VERSION if device.steps is None else device.steps.get(action.STEP)
         key = id(action), device.withholds, version
         if key not in shared:
-            trained = frozen is not None and action.TRAINS
-            shared[key] = device.prepare_action(msgspec.structs.replace(action, weights=frozen) if trained else action)
+            shared[key] = device.prepare_action(fill_action(action))
         return shared[key]
 
     found = {i: prepare_action(devices[i], action) for i, action in actions.items()}

@@ -22,6 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent.device.files import Files, list_numbers
+from fedge.bundle.campaign import make_campaign_files
 from fedge.bundle.manifest import compute_bundle_digest
 from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, raise_as
 from fedge.models import weights
@@ -171,6 +172,7 @@ class Device:
         unpacked: updates that the result refers to and that are not encoded yet, by digest.
         untimed_s: seconds that do not count in the reported duration (`pause_timing`).
         n_updates: number of updates sent in this order so far (`edge_agent.device.encoding`).
+        campaign: the campaign whose introduction lets this order's bundle into service; 0 if it enters it at once.
     """
 
     id: str
@@ -191,6 +193,7 @@ class Device:
     unpacked: dict[str, UnpackedModel] = field(default_factory=dict)
     untimed_s: float = 0.0
     n_updates: int = 0
+    campaign: int = 0
     _keeps: bool = False
     _asks: bool = False
 
@@ -353,6 +356,7 @@ class Device:
             release=release,
             method=method,
             metrics=metrics,
+            beside=make_campaign_files(self.campaign),
         )
         prune_bundles(self.home)
         return Installed(release=release)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from edge_agent.device.device import (
     PERSONAL,
@@ -173,6 +174,7 @@ class Worker:
         if isinstance(asked, Refusal):
             return FinishedOrder(asked)
         self.steps.setdefault(asked.STEP, type(asked))
+        device.campaign = 0 if asked.campaign is UNSET else asked.campaign
         if (refusal := self.find_refusal(asked)) is not None:
             return FinishedOrder(refusal)
         with self._seed_dropout(asked, order.seed):

@@ -32,7 +32,7 @@ from fedge.system.loading import load_object
 from fedge.system.moved import alias_members
 from fedge.system.text import Worded
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, are_all_finite, iterate_blobs
+from fedge.wire.messages import BlobRef, Count, Order, Outcome, Report, Why, are_all_finite, iterate_blobs
 
 T = TypeVar("T", bound=Struct)
 fields_of = cache(msgspec.structs.fields)
@@ -126,6 +126,8 @@ class Action(Struct, frozen=True, kw_only=True):
     TRAINS: ClassVar[bool] = True
     weights: BlobRef | UnsetType = UNSET
     """The weights of a frozen part of the network (`fedge.models.weights`), set by the fleet for any step."""
+    campaign: Count | UnsetType = UNSET
+    """The campaign whose introduction lets the bundle of this step into service, set by the fleet; at once if unset."""
     EXPORTS: ClassVar[bool] = False
     """Whether the device exports a network to ONNX and writes a bundle, which takes long however little it trains."""
     TIMED: ClassVar[bool] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from edge_agent.device.worker import Worker
 from fedge.steps.contract import Action, Result
@@ -30,7 +31,6 @@ class ColdDevice:
         assert finished.blobs == {}
         return finished.result
 
-    def install(self, files: dict[str, bytes], release: int = 1) -> Result:
-        return self.does(
-            InstallBundle(files={name: self.blobs.file(data) for name, data in files.items()}, release=release)
-        )
+    def install(self, files: dict[str, bytes], release: int = 1, campaign: int | UnsetType = UNSET) -> Result:
+        named = {name: self.blobs.file(data) for name, data in files.items()}
+        return self.does(InstallBundle(files=named, release=release, campaign=campaign))

@@ -50,6 +50,9 @@ class MqttFleet(Following, Fleet):
 
     descents: dict[str, Descent] | None = None
     sites = None
+    campaign = 0
+    """The campaign whose introduction lets bundles into service; 0 if they enter it at once. Devices behind relays do
+    not hear of introductions."""
     _goes_on = False
     """Whether the round began before this process, so that orders may be older than the process."""
 
@@ -292,7 +295,9 @@ class MqttFleet(Following, Fleet):
         """Return the actions to send, and immediate answers of devices that cannot or may not do them."""
         require_sendable(actions.values())
         relays = {device.via: Device(device.via, 0) for device in self._devices if device.via}
-        own, refused = prepare_actions(relays | {device.id: device for device in self._devices}, actions, self.task)
+        own, refused = prepare_actions(
+            relays | {device.id: device for device in self._devices}, actions, self.task, self.campaign
+        )
         for i, refusal in refused.items():
             log.warning("event=not_asked device=%s step=%s reason=%r", i, actions[i].STEP, refusal.reason)
             self._record_problem(i, refusal.reason)

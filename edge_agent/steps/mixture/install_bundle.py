@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from edge_agent.device.device import Device, FailedError, prune_bundles
+from fedge.bundle.campaign import make_campaign_files
 from fedge.bundle.manifest import GRAPHS, MANIFEST, Bundle, read_bundle
 from fedge.bundle.runtime import make_session
 from fedge.data.task import INPUT, TaskSpec
@@ -34,6 +35,8 @@ def run(device: Device, action: InstallBundle) -> Installed:
     with raise_as(StoreError, f"cannot write bundle {folder}"), fill_folder(folder) as unfinished:
         for name, ref in action.files.items():
             write_atomically(unfinished / name, device.fetch(ref))
+        for name, data in make_campaign_files(device.campaign).items():
+            write_atomically(unfinished / name, data)
         bundle = read_bundle(unfinished)
         _require_valid(bundle, action, device.task)
     prune_bundles(device.home)

@@ -11,21 +11,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 
-from coordinator.fleet.fleet import Answer, Fleet, make_order, require_sendable
+from coordinator.fleet.fleet import Answer, Fleet, make_order, prepare_actions, require_sendable
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.settings import MethodSettings
-from coordinator.store.records import OrderStatus
+from coordinator.store.records import Device, OrderStatus
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Failed, Unsupported
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Install
+from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Codec, Layout, unflatten
@@ -40,6 +42,17 @@ ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
 def order(*, run: str = "r", seed: int = 0, number: int = 1, label: str = "train", device: str = "d") -> Order:
     return make_order(run, seed, number, label, device, TASK.compute_fingerprint(), ACTION, left_s=5.0)
+
+
+def test_a_campaigns_number_is_in_the_orders_that_leave_a_bundle_and_in_no_others() -> None:
+    finished = InstallBundle(files=dict.fromkeys("abc", ACTION.model), release=2)
+    training = Train(starts=(Start(model=ACTION.model),), sgd=Sgd())
+    devices = {i: Device(i, 1) for i in "abc"}
+    asked = {"a": ACTION, "b": finished, "c": training}
+    found, refused = prepare_actions(devices, asked, TASK, campaign=3)
+    assert not refused
+    assert (found["a"].campaign, found["b"].campaign, found["c"].campaign) == (3, 3, UNSET)
+    assert prepare_actions(devices, asked, TASK)[0] == asked
 
 
 def test_the_same_work_has_the_same_id_and_seed() -> None:

@@ -9,6 +9,7 @@ import pytest
 from deploy import load
 from edge_agent.device.worker import Worker
 from edge_agent.steps.mixture.install import fine_tune
+from fedge.bundle.campaign import read_campaign
 from fedge.models.training import Network, Trainer, compute_mean_loss
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
@@ -172,3 +173,10 @@ def test_the_same_order_gives_the_same_bundle(tmp_path: Path) -> None:
         for name, seed in (("a", 7), ("b", 7), ("c", 6))
     )
     assert one == same != other
+
+
+def test_a_bundle_of_a_campaign_says_so_beside_its_manifest(tmp_path: Path) -> None:
+    blobs = Blobs()
+    action = Install(model=blobs.model(0), method="fedavg", campaign=4)
+    Worker("d", TASK, device_data(), tmp_path).execute(order(action), blobs)
+    assert read_campaign(tmp_path / "bundles" / "1") == 4

@@ -12,6 +12,7 @@ import pytest
 
 import deploy
 from export import write_bundle
+from fedge.bundle.campaign import read_campaign
 from fedge.bundle.manifest import MANIFEST, SKELETON
 from fedge.errors import StoreError
 from fedge.steps.contract import Failed
@@ -62,6 +63,12 @@ def test_a_bundle_is_replaced_by_the_next_order_of_its_release(tmp_path: Path, f
     assert isinstance(device.install(other), Installed)
     assert [p.name for p in (tmp_path / "pi" / "bundles").iterdir()] == ["1"]
     assert (tmp_path / "pi" / "bundles" / "1" / MANIFEST).read_bytes() == other[MANIFEST]
+
+
+def test_a_bundle_of_a_campaign_says_so_beside_its_manifest(tmp_path: Path, files: dict[str, bytes]) -> None:
+    device = ColdDevice(tmp_path / "pi")
+    assert isinstance(device.install(files, campaign=3), Installed)
+    assert read_campaign(tmp_path / "pi" / "bundles" / "1") == 3
 
 
 def flipped(data: bytes) -> bytes:
