@@ -76,7 +76,7 @@ async def memory() -> dict[str, dict[str, float]]:
             found["before its first order"] = held(agent.pid)
             coordinator = await asyncio.create_subprocess_exec(
                 *make_command("fedge", "--log-level", "error", "coordinator", *common),
-                *("--home", f"{folder}/server", "--devices", "1", "--rounds", "3", "--method", "fedge"),
+                *("--home", f"{folder}/server", "--devices", "1", "--rounds", "3", "--method", "fedge", "--once"),
                 stdout=asyncio.subprocess.DEVNULL,
             )
             await coordinator.wait()

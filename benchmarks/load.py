@@ -278,7 +278,7 @@ class Run:
                 sys.executable, "-m", "fedge", "coordinator", "--broker", f"{address.host}:{address.port}",
                 "--federation", TOPICS.federation, "--home", str(self.home / "coordinator"), "--task", "digits",
                 "--method", "fedavg", "--rounds", str(self.args.rounds), "--devices", str(self.n),
-                "--deadline-s", str(self.args.deadline_s), "--json",
+                "--deadline-s", str(self.args.deadline_s), "--once", "--json",
             )  # fmt: skip
             self.coordinator = await asyncio.create_subprocess_exec(*command, stdout=PIPE, limit=2**26)
             self.herds, self.helpers = [], []

@@ -111,6 +111,7 @@ def main() -> None:
             method=method,
             rounds=given.rounds,
             devices=len(names),
+            once=True,
             codec=codec,
             local_steps=1,
             deadline_s=300.0,

@@ -128,6 +128,7 @@ async def run_coordinator(
         devices=agents,
         codec=ways[0],
         down=ways[1],
+        once=True,
     )
     ends: list[float] = []
     cpu: list[list[float]] = []

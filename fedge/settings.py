@@ -38,9 +38,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "doctor", "egress", "enrol"),
-    *("events", "export", "infer", "install", "introduction", "method", "methods", "new", "pause", "provision"),
-    *("readmit", "relay", "release", "report", "restore", "resume", "retire", "rollout", "rounds", "sample", "samples"),
-    *("serve", "simulate", "status", "tune", "ui", "why"),
+    *("events", "export", "finish", "infer", "install", "introduction", "method", "methods", "new", "pause"),
+    *("provision", "readmit", "relay", "release", "report", "restore", "resume", "retire", "rollout", "rounds"),
+    *("sample", "samples", "serve", "simulate", "status", "tune", "ui", "why"),
 )
 """Names of the sections that a TOML file may have; one file can serve all roles."""
 

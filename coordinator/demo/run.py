@@ -243,6 +243,7 @@ async def federate(
             *make_identity_flags(settings, "provision", "coordinator"),
             "--home",
             str(home),
+            "--once",
             "--json",
             *_make_coordinator_flags(settings, options),
         ],

@@ -1,6 +1,7 @@
 """`fedge devices`, `rounds`, `why`, `events`: a federation as seen from its coordinator's home.
 
-`fedge retire`, `pause` and `resume` send requests to the coordinator; `fedge ui` offers all of this in a browser.
+`fedge retire`, `pause`, `resume` and `finish` send requests to the coordinator; `fedge ui` offers all of this in a
+browser.
 """
 
 from __future__ import annotations
@@ -232,6 +233,9 @@ retire = _make_request_command(
 readmit = _make_request_command("readmit", "Give a retired device orders again, from the next round on.", " cam7")
 pause = _make_request_command("pause", "Begin no further round; the present one is finished.")
 resume = _make_request_command("resume", "Begin rounds again.")
+finish = _make_request_command(
+    "finish", "End training with the present round: devices get bundles of what was learned until then."
+)
 
 
 class UiSettings(Struct, frozen=True, kw_only=True):

@@ -155,7 +155,17 @@ def make_settings_method(
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
     server_data = None if settings.server_data is None else read_labelled(task, settings.server_data)
-    method = make_method(settings.method, settings.make_method_settings(options, last), Server(task, server_data))
-    if settings.late_joiners and type(method).serve_late_joiners is Method.serve_late_joiners:
-        raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
-    return method
+    return make_method(settings.method, settings.make_method_settings(options, last), Server(task, server_data))
+
+
+def end_after(number: int, method: Method[Any], store: Store) -> Method[Any]:
+    """Make round `number` the last one of training, durably; return the method that knows it."""
+    kept = store.find_value("length")
+    length = (
+        RunLength(total=method.settings.rounds, last=method.last)
+        if kept is None
+        else msgspec.json.decode(kept, type=RunLength)
+    )
+    shorter = msgspec.structs.replace(length, last=min(length.last, number))
+    store.put_value("length", msgspec.json.encode(shorter).decode())
+    return type(method)(msgspec.structs.replace(method.settings, last=shorter.last), method.server)

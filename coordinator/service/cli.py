@@ -59,21 +59,22 @@ LAST_ROUNDS: Final = 9
 @method_options
 @json_lines_option("event")
 def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
-    """Run a federation to its end, or continue it.
+    """Run a federation, or continue it, and watch it after its last round.
 
     You may kill it at any time: started again with the same --home, it continues where it was. It writes the task to
     HOME/task.json, for devices that cannot tell it from their own data. It does not train on the samples of --data.
+    After the last round it stays, until Ctrl-C; with --once it ends.
 
     Examples:
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
-      fedge coordinator --config edge_server.toml --rounds 50 --json
+      fedge coordinator --config edge_server.toml --rounds 50 --once --json
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
       fedge coordinator --config edge_server.toml --role intake
 
-    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
-    store's server does not answer, 6 the end has come, and nothing was learned or no device has a bundle,
-    130 stopped.
+    Exit codes: 0 done (with --once), 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or
+    the store's server does not answer, 6 the rounds are over and nothing was learned, or with --once no device has a
+    bundle, 130 stopped.
     """
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     bind(federation=settings.federation)
@@ -179,6 +180,9 @@ class Progress:
         elif event == "finished":
             more = "start it with more --rounds to go on, or with another --home to begin anew"
             self._print_line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
+        elif event == "resting":
+            self._text = "watching the devices, until Ctrl-C"
+            self._print_line(self._text)
         elif event == "waiting":
             self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
             self._print_line(self._text)

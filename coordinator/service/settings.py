@@ -60,10 +60,11 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Heading.TASK,
         "These are labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images.",
     ] = None
-    late_joiners: Annotated[
+    once: Annotated[
         bool,
-        Heading.DEVICES,
-        "The coordinator stays after the last round and gives new devices a bundle (fedge, fedcoe), until Ctrl-C.",
+        Heading.RUNS,
+        "The coordinator ends after the last round. By default it stays: it watches the devices, takes requests and "
+        "gives devices that come later a bundle (fedge, fedcoe), until Ctrl-C.",
     ] = False
     rounds: methods.Rounds = DEFAULT.rounds
     devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "Round 1 waits for this many devices."] = 1

@@ -50,21 +50,28 @@ def require_fruitful(
         raise
 
 
-def log_missing_bundles(summary: Mapping[str, Any]) -> None:
+def log_missing_bundles(summary: Mapping[str, Any]) -> str:
+    """Log which devices have no bundle after the last round; return why, in words."""
+    why = explain_no_bundle(summary)
+    reasons = problems.describe_reasons(why) if why else ""
+    if why:
+        log.error("event=without_bundle devices=%s reason=%r", list(why), reasons)
+    return reasons
+
+
+def require_bundles(summary: Mapping[str, Any]) -> None:
     """Log which devices have no bundle at the end of a run, and why.
 
     Raises:
         FruitlessError: no device has a bundle.
     """
-    why = explain_no_bundle(summary)
-    if why:
-        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.describe_reasons(why))
+    why = log_missing_bundles(summary)
     if not summary["installed"]:
-        raise FruitlessError("no device has a bundle" + (f": {problems.describe_reasons(why)}" if why else ""))
+        raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
 
 
 def find_finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
-    """Return the summary of a run that an earlier process finished; None if there is work left.
+    """Return the summary of a run that an earlier process finished; None if there is work left, or we are to stay.
 
     Raises:
         FruitlessError: nothing was learned, and the run has not got more rounds since.
@@ -75,7 +82,7 @@ def find_finished(settings: CoordinatorSettings, method: Method[Any], state: Sta
             if summary.get("failed") and state.round == method.last:
                 go_on = f"to go on with this federation, start it with more rounds than {method.last} (--rounds)"
                 raise FruitlessError(f"{summary['failed']}; {go_on}")
-            if summary.get("ended") and method.is_done(state) and not (settings.late_joiners or settings.readmit):
+            if settings.once and summary.get("ended") and method.is_done(state) and not settings.readmit:
                 return summary
     return None
 

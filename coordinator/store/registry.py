@@ -218,6 +218,7 @@ class Registry:
     def exclude(self, ids: Iterable[str]) -> None:
         """Exclude quarantined devices, whatever they announce. An excluded relay excludes the devices of its site."""
         self._left_out = frozenset(ids)
+        self._changed.set()
 
     def list_presence(self) -> dict[str, Presence]:
         """List the presence of each known device, by id."""

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from coordinator.store.store import Store
 from fedge.errors import ConfigError
 from fedge.settings import NAME
+from fedge.system.text import suggest_nearest
 
 KEY: Final = "wishes"
 
@@ -20,12 +21,14 @@ class StandingRequests(Struct, frozen=True, kw_only=True):
 
     paused: whether no further round begins. steps: rounds that may begin all the same. recluster: the round before
     which clusters are made anew, 0 for the next round; None if they are not. retired: devices that get no more orders.
+    finish: whether training ends with the present round.
     """
 
     paused: bool = False
     steps: Annotated[int, Meta(ge=0)] = 0
     recluster: Annotated[int, Meta(ge=0)] | None = None
     retired: tuple[str, ...] = ()
+    finish: bool = False
 
 
 ACTIONS: Final = {
@@ -33,6 +36,7 @@ ACTIONS: Final = {
     "resume": "The rounds go on.",
     "run-now": "One round begins.",
     "recluster": "The clusters are made anew before the next round.",
+    "finish": "Training ends with the round under way, and devices get bundles of what was learned.",
     "retire": "{device} gets no more orders.",
     "readmit": "{device} gets orders again.",
 }
@@ -49,10 +53,10 @@ def request_action(store: Store, name: str, device: str = "") -> str:
     """Store a request to the coordinator; return the reply for the user.
 
     Raises:
-        ConfigError: there is no such action, or the action lacks a device.
+        ConfigError: there is no such action, or the action lacks a device, or the device is unknown.
     """
-    if name in {"retire", "readmit"} and not re.fullmatch(NAME, device):
-        raise ConfigError(f"{device!r} is no device's name")
+    if name in {"retire", "readmit"}:
+        require_device(store, name, device)
 
     def apply_request(kept: str | None) -> str:
         before = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
@@ -60,6 +64,22 @@ def request_action(store: Store, name: str, device: str = "") -> str:
 
     store.change_value(KEY, apply_request)
     return ACTIONS[name].format(device=device)
+
+
+def require_device(store: Store, name: str, device: str) -> None:
+    """Check that a request to retire or readmit a device names one for which it changes something.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not re.fullmatch(NAME, device):
+        raise ConfigError(f"{device!r} is no device's name")
+    retired = read_requests(store).retired
+    known = {*retired} if name == "readmit" else store.list_devices()
+    if device in known or (name == "retire" and store.get_events(device=device, last=1)):
+        return
+    what = "is not retired" if name == "readmit" else "is no device of this federation: nobody has heard of it"
+    raise ConfigError(f"{device} {what}{suggest_nearest(device, sorted(known))}")
 
 
 def add_request(wishes: StandingRequests, name: str, device: str = "") -> StandingRequests:
@@ -80,6 +100,8 @@ def add_request(wishes: StandingRequests, name: str, device: str = "") -> Standi
             return change(wishes, retired=tuple(sorted({*wishes.retired, device})))
         case "readmit":
             return change(wishes, retired=tuple(i for i in wishes.retired if i != device))
+        case "finish":
+            return change(wishes, finish=True)
         case _:
             raise ConfigError(f"there is no action {name!r}; there are {', '.join(ACTIONS)}")
 
@@ -100,3 +122,13 @@ def take_requests(store: Store, number: int) -> StandingRequests:
         return msgspec.json.encode(wishes).decode()
 
     return msgspec.json.decode(store.change_value(KEY, use_step), type=StandingRequests)
+
+
+def clear_finish(store: Store) -> None:
+    """Drop the request to end training early: it was carried out, or there is nothing to end."""
+
+    def drop(kept: str | None) -> str:
+        wishes = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
+        return msgspec.json.encode(msgspec.structs.replace(wishes, finish=False)).decode()
+
+    store.change_value(KEY, drop)

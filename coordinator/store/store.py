@@ -170,6 +170,11 @@ class Store:
         devices = self.get_round_devices(last) if last is not None else None
         return {device.id: device.context for device in devices or ()}
 
+    def list_devices(self) -> set[str]:
+        """List the devices of the last begun round and those whose statuses were stored last."""
+        kept = json.loads(self.find_value(DEVICES) or "{}")
+        return {*kept, *self.get_last_contexts()}
+
     # -------------------------------------------------------------------------------------------------------- orders
 
     def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:

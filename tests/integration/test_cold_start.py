@@ -78,11 +78,8 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
 
 
-async def test_the_default_method_gives_a_device_without_torch_the_global_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_default_method_gives_a_device_without_torch_the_global_model(tmp_path: Path) -> None:
     """One that is there when training ends, and one that comes later."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     async with (
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b"]) as federation,
@@ -91,7 +88,7 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         np.savez(tmp_path / "e.npz", x=samples.x[:30])  # no labels
         early = await without_torch(federation, "early", tmp_path / "e.npz")
         await early.said("online")
-        coordinator = await federation.coordinator(method="fedge", rounds=1)
+        coordinator = await federation.coordinator(method="fedge", rounds=1, once=False)
         await federation.agents()
         await until(lambda: {"a", "b", "early"} <= set(installed(federation)))
         late = await without_torch(federation, "late", tmp_path / "e.npz")
@@ -115,11 +112,8 @@ async def test_the_default_method_gives_a_device_without_torch_the_global_model(
         np.testing.assert_allclose(runtime.predict(samples.x[:30]).probabilities, expected, atol=1e-4)
 
 
-async def test_devices_that_come_after_the_last_round_are_welcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_devices_that_come_after_the_last_round_are_welcome(tmp_path: Path) -> None:
     """One without torch and one with it; the coordinator is killed and started again between them."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     async with (
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b", "late"]) as federation,
@@ -128,6 +122,7 @@ async def test_devices_that_come_after_the_last_round_are_welcome(
         np.savez(tmp_path / "server_data.npz", x=samples.x[-100:], y=samples.y[-100:])
         np.savez(tmp_path / "e.npz", x=samples.x[:30])
         flags = {"method": "fedcoe", "server_data": tmp_path / "server_data.npz", "rounds": 1, "devices": 2}
+        flags |= {"once": False}
         coordinator = await federation.coordinator(**flags)
         for device in ("a", "b"):
             await federation.agent(device)

@@ -84,7 +84,7 @@ async def test_every_query_of_the_dashboard_gives_data_and_logs_are_lines_of_jso
     monkeypatch.setenv("FEDGE_LOG_FORMAT", "json")
     address = f"127.0.0.1:{find_free_port('127.0.0.1')}"
     async with Federation(broker, tmp_path, devices=("cam1", "cam2")) as federation:
-        coordinator = await federation.coordinator(rounds=2, late_joiners=True, local_steps=5, ui=address)
+        coordinator = await federation.coordinator(rounds=2, once=False, local_steps=5, ui=address)
         agents = await federation.agents()
         await coordinator.said("round_done", done=True)
         bundle = max((tmp_path / "cam1" / "bundles").iterdir())

@@ -22,11 +22,8 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
 
-async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(tmp_path: Path) -> None:
     """Its camera is turned; from then on the labelled samples of its agent are turned as well."""
-    monkeypatch.setenv("FEDGE_COORDINATOR_LATE_JOINERS", "true")
     digits = load_pool("digits", seed=1)
     turned = np.rot90(digits.x, axes=(-2, -1)).copy()
     home = tmp_path / "a"
@@ -34,7 +31,7 @@ async def test_a_device_that_drifts_is_profiled_anew_and_gets_a_better_bundle(
         local_broker("mosquitto", tmp_path) as broker,
         Federation(broker, tmp_path, devices=["a", "b"]) as federation,
     ):
-        coordinator = await federation.coordinator(method="fedge", rounds=2)
+        coordinator = await federation.coordinator(method="fedge", rounds=2, once=False)
         agents = await federation.agents()
         await until(lambda: set(installed(federation)) == {"a", "b"})
         await agents["a"].said("report_acked", accepted=True)

@@ -244,6 +244,7 @@ async def test_no_canary_is_in_the_traffic_of_any_method(
         rounds=ROUNDS.get(method, 2),
         local_steps=5,
         devices=len(rules),
+        once=True,
         server_data=tmp_path / "server_data.npz" if method == "fedcoe" else None,
     )
     async with agents(mosquitto, samples, tmp_path, names, rules) as tap:
@@ -295,6 +296,7 @@ async def test_no_canary_is_in_what_a_serving_device_says(
         rounds=2,
         local_steps=5,
         devices=1,
+        once=True,
     )
     async with agents(mosquitto, samples, tmp_path, {"d0": name}, {"d0": Rules()}) as tap:
         with contextlib.closing(Store(settings.home)) as store:

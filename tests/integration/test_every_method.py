@@ -62,6 +62,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         local_epochs=EPOCHS.get(method),
         devices=len(DEVICES),
         seed=SEED,
+        once=True,
         server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with server data"} else None,
     )
     data = {device: read_device_data(samples.spec, tmp_path / f"{device}.npz", seed=SEED) for device in DEVICES}

@@ -68,7 +68,12 @@ class Masking:
         self.at_work = threading.Event()
         given = {"method": "fedavg", "average": "mean", "masking": True, "devices": len(DEVICES), **settings}
         self.settings = CoordinatorSettings(
-            broker=f"{broker.host}:{broker.port}", federation="f", home=folder / "server", task="digits", **given
+            broker=f"{broker.host}:{broker.port}",
+            federation="f",
+            home=folder / "server",
+            task="digits",
+            once=True,
+            **given,
         )
 
     def agent(self, device: str, **identity: object) -> Agent:

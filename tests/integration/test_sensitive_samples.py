@@ -209,6 +209,7 @@ async def lived(
         method=method,
         rounds=8,
         devices=len(devices),
+        once=True,
     )
     async with agents(broker, samples.spec, devices, home):
         with contextlib.closing(Store(settings.home)) as store:

@@ -50,6 +50,7 @@ async def test_the_others_learn_and_they_get_what_those_learned(
         rounds=2,
         devices=len(DEVICES),
         seed=5,
+        once=True,
     )
     with contextlib.closing(Store(settings.home)) as store:
         async with asyncio.timeout(300), asyncio.TaskGroup() as group:

@@ -54,7 +54,8 @@ class Side:
 
     async def coordinator(self, tree: Path) -> Process:
         words = ("--method", self._method, "--rounds", 3, "--devices", 2, "--seed", 1, "--local-steps", 1)
-        return await self._start(tree, "coordinator", *words, "--home", self.folder / "coordinator")
+        once = ("--once",) if tree == NEW else ()  # an old one always ends after its last round
+        return await self._start(tree, "coordinator", *words, *once, "--home", self.folder / "coordinator")
 
     async def agents(self, tree: Path) -> list[Process]:
         own = [("--id", i, "--home", self.folder / i, "--data", self.folder / f"{i}.npz") for i in DEVICES]

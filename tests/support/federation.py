@@ -42,8 +42,8 @@ POLL_S = 0.005
 
 
 def words(flags: Mapping[str, object]) -> list[object]:
-    """Settings as words of a command line; True: a flag without a value."""
-    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    """Settings as words of a command line; True: a flag without a value, False: none."""
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not False]
     return [word for name, value in pairs for word in ((name,) if value is True else (name, value))]
 
 
@@ -160,6 +160,7 @@ class Federation:
     async def coordinator(self, *, log: str = "coordinator", **flags: object) -> Running:
         """Start the coordinator, or a process beside it, or start it again: the folder is always the same."""
         given = {"seed": SEED, "devices": len(self.devices), "deadline_s": 120, "keep_rounds": 1000, "home": self.home}
+        given |= {"once": True}
         if self.store_url is not None:
             given["store"] = self.store_url
         given |= flags

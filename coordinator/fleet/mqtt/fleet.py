@@ -44,8 +44,8 @@ GOODBYE_S: Final = 5.0
 class MqttFleet(Following, Fleet):
     """The `Fleet` of real devices. As an async context manager, it is connected.
 
-    `find_quarantined`: devices left out of this round. `retired`: devices without further orders from the next round
-    on. `waiting`: number of devices that the round waits for; 0 if it is not waiting.
+    `find_quarantined`: devices left out of this round. `retired`: devices without further orders. `waiting`: number of
+    devices that the round waits for; 0 if it is not waiting.
     """
 
     descents: dict[str, Descent] | None = None
@@ -145,6 +145,12 @@ class MqttFleet(Following, Fleet):
             devices = self._find_present()
             await asyncio.to_thread(self._store.start_round, number, devices, time.time())
         await self._set_devices(number, devices)
+
+    def retire(self, ids: Iterable[str]) -> None:
+        """Give these devices no more orders, from now on, and all others orders again."""
+        if self.retired != (retired := frozenset(ids)):
+            self.retired = retired
+            self.registry.exclude({*self.quarantined, *retired})
 
     def _find_present(self) -> tuple[Device, ...]:
         """Return the devices of a round that begins now."""

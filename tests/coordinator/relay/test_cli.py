@@ -101,6 +101,7 @@ async def served(
         rounds=rounds,
         codec=Codec.FLOAT32,
         local_steps=STEPS,
+        once=True,
         **{"devices": len(NAMES), **changes},
     )
     with contextlib.closing(Store(home)) as store:

@@ -82,11 +82,6 @@ def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
     np.testing.assert_allclose(method.server_data.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
 
 
-def test_a_method_without_cold_start_serves_no_late_joiners(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fedge and fedcoe have"):
-        make_settings_method(settings(None, tmp_path, method="fedavg", late_joiners=True), load_task("digits"))
-
-
 def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

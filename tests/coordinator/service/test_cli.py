@@ -411,7 +411,7 @@ async def test_an_end_at_which_nobody_has_a_bundle_is_no_success(
 ) -> None:
     home = tmp_path / "home"
     begun(home, rounds=0)
-    flags = [*common(home, one_broker.port), "--method", "fedavg", "--rounds", 0]
+    flags = [*common(home, one_broker.port), "--method", "fedavg", "--rounds", 0, "--once"]
     async with RawDevice(one_broker, "cam1", tmp_path) as device:
         await device.appear("2", task=load_task("digits"))
         ending = asyncio.create_task(asyncio.to_thread(run_fedge, "coordinator", *flags))

@@ -17,7 +17,8 @@ from coordinator.methods.state import State, decode_state
 from coordinator.service.beginning import resume
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
-from coordinator.store.records import OrderStatus
+from coordinator.store.records import Device, Event, OrderStatus
+from coordinator.store.requests import read_requests, request_action
 from coordinator.store.store import Store
 from coordinator.watch.state import read_summary
 from coordinator.watch.words import describe_progress
@@ -27,9 +28,10 @@ from fedge.steps.contract import Failed
 from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec
-from fedge.wire.messages import Order, Why
+from fedge.wire.messages import Health, Order, Phase, Why
 from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.learners import LAYOUT, Learner, learners
+from tests.support.waiting import until
 
 WAIT_S = 300.0
 
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_torch")
 
 def settings(broker: LocalBroker | None, home: Path, **changes: Any) -> CoordinatorSettings:
     address = f"{broker.host}:{broker.port}" if broker else "localhost"
-    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, **changes}
+    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, "once": True, **changes}
     return CoordinatorSettings(broker=address, federation="f", home=home, task="unused", **values)
 
 
@@ -216,3 +218,68 @@ async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
     )
     longer = settings(None, tmp_path / "server", devices=1, rounds=3)
     assert resume(longer, TASK, store, {})[0].last == 3
+
+
+async def test_a_coordinator_stays_after_the_last_round_and_watches(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """What devices say of themselves is shown; a retired device and a start without anything to do change nothing."""
+    home = tmp_path / "server"
+    wanted = settings(mosquitto, home, once=False)
+    events: list[str] = []
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        serving = asyncio.create_task(serve(wanted, TASK, store, lambda event, _: events.append(event)))
+        a, b = await learners(stack, mosquitto, tmp_path)
+        await until(lambda: "resting" in events)
+        assert not serving.done()
+        summary = read_summary(home)
+        assert (summary["done"], summary["coordinator"]["state"]) == (True, "running")
+        await a.say("health", Health(device_id="a", release=1, phase=Phase.SERVING, at=0.0, drift=True))
+        await until(lambda: (read_summary(home)["fleet"]["a"]["health"] or {}).get("drift"))
+        request_action(store, "retire", "b")
+        await until(lambda: read_summary(home)["retired"] == ["b"])
+        serving.cancel()
+        await asyncio.wait([serving])
+        before = store.get_state()
+        again = asyncio.create_task(serve(wanted, TASK, store, lambda event, _: events.append(event)))
+        await until(lambda: events.count("resting") == 2)
+        assert store.get_state() == before
+        assert len(a.done) == len(b.done) == 3
+        again.cancel()
+        await asyncio.wait([again])
+    assert not read_summary(home)["ended"]
+    ended = await serve(settings(mosquitto, home), TASK, store, quiet)
+    assert ended["ended"]
+
+
+async def test_training_is_ended_early_with_bundles(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    """The round under way is finished, also if the coordinator is stopped right then; more rounds go on from there."""
+    wanted = settings(mosquitto, tmp_path / "server", rounds=50)
+    request_action(store, "finish")  # before anything was learned it waits
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        first = asyncio.create_task(serve(wanted, TASK, store, quiet))
+        a, b = await learners(stack, mosquitto, tmp_path)
+        b.held = frozenset({2})  # the bundle
+        await b.order("install")
+        first.cancel()
+        await asyncio.wait([first])
+        request_action(store, "finish")  # too late for this run: it is ending
+        b.held = frozenset()
+        summary = await serve(wanted, TASK, store, quiet)
+        assert (summary["round"], summary["rounds"], summary["done"]) == (1, 1, True)
+        assert sorted(summary["installed"]) == ["a", "b"]
+        assert len(a.done) == len(b.done) == 2
+        more = await serve(settings(mosquitto, tmp_path / "server", rounds=51), TASK, store, quiet)
+        assert (more["rounds"], more["selection"]) == (3, {"a": 2, "b": 2})
+
+
+async def test_nobody_else_is_retired(store: Store) -> None:
+    store.start_round(1, (Device("cam1", 5), Device("north.cam7", 5)), 0.0)
+    store.record_events(Event(at=0.0, round=1, name="device", device="cam2")).result()
+    for device in ("cam1", "north.cam7", "cam2"):
+        assert request_action(store, "retire", device).startswith(device)
+    with pytest.raises(ConfigError, match=r"cam11 is no device of this federation.*did you mean cam1\?"):
+        request_action(store, "retire", "cam11")
+    with pytest.raises(ConfigError, match="cam3 is not retired"):
+        request_action(store, "readmit", "cam3")
+    assert read_requests(store).retired == ("cam1", "cam2", "north.cam7")

@@ -51,7 +51,7 @@ async def devices(mosquitto: LocalBroker, tmp_path: Path) -> AsyncIterator[list[
 
 
 def served(broker: LocalBroker, store: Store, seen: list[tuple[str, Any]] | None = None, **changes: Any) -> Any:
-    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, **changes}
+    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, "once": True, **changes}
     address = f"{broker.host}:{broker.port}"
     settings = CoordinatorSettings(broker=address, federation="f", home=store.home, task="unused", **values)
     told = [] if seen is None else seen
@@ -141,6 +141,7 @@ async def test_a_paused_run_waits_and_goes_on_a_round_at_a_time(
 async def test_a_retired_device_gets_no_order_and_why_says_so(
     mosquitto: LocalBroker, devices: list[Learner], store: Store, home: Path
 ) -> None:
+    store.record_events(Event(at=0.0, round=0, name="device", device="b")).result()
     request_action(store, "retire", "b")
     await served(mosquitto, store, devices=1)
     assert devices[0].orders
