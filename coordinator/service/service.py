@@ -243,11 +243,11 @@ class Service:
         tried: dict[str, str] = {}
         while True:
             async with self._watch_for_late_joiner(tried) as has_come:
-                while (await self._look_for_requests()).paused or not has_come():
+                while (await self._apply_requests()).paused or not has_come():
                     await self._fleet.sleep(LOOK_S)
             await self._serve_late_joiners(tried)
 
-    async def _look_for_requests(self) -> StandingRequests:
+    async def _apply_requests(self) -> StandingRequests:
         """Do at rest what people ask for between rounds."""
         wishes = await asyncio.to_thread(read_requests, self._store)
         self._fleet.retire(wishes.retired)
