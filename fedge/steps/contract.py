@@ -60,6 +60,7 @@ class Reveals(Worded):
     LABELS = "labels", "what labels it has"
     FEATURES = "features", "mean features"
     PRIVATE = "private", "a module that was private"
+    PERSONAL = "personal", "how well its own bundles do"
     VERDICT = "verdict", "whether a new bundle suits it"
     ANSWERS = "answers", "predictions for samples that sensors sent"
     MACHINE = "machine", "what machine it is"
