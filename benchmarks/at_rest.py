@@ -25,7 +25,7 @@ from script import finish, parser_of, show
 
 from coordinator.service.checks import make_first_model
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.agent.workplace import WorkerProcess, load_samples
+from edge_agent.agent.workplace import WorkerProcess
 from fedge.commands.broker import LocalBroker
 from fedge.steps.contract import encode_body
 from fedge.steps.sgd import Sgd
@@ -98,10 +98,7 @@ def orders(network: str, n_orders: int) -> dict[str, float]:
         ref = BlobRef(digest=BlobFolder(settings.home / "models").put(data), size_bytes=len(data))
         action = Train(starts=(Start(model=ref),), sgd=Sgd(steps=1))
         ways = {"kept_s": None, "fresh_s": 0.0}
-        digest = load_samples(settings, spec).compute_digest()
-        places = {
-            way: WorkerProcess(msgspec.structs.replace(settings, keep_worker_s=s), digest) for way, s in ways.items()
-        }
+        places = {way: WorkerProcess(msgspec.structs.replace(settings, keep_worker_s=s)) for way, s in ways.items()}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(n_orders + 1):
             order = Order(

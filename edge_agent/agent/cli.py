@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,9 +24,6 @@ from fedge.system.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from edge_agent.agent.loop import Agent
-    from fedge.data.task import TaskSpec
-
-log = logging.getLogger("fedge.agent")
 
 
 @click.command(cls=Command)
@@ -68,7 +64,7 @@ def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, di
     from edge_agent.agent.context import Limits
     from edge_agent.agent.identity import Identity
     from edge_agent.agent.loop import Agent
-    from edge_agent.agent.workplace import WorkerProcess
+    from edge_agent.agent.workplace import SampleWatch, WorkerProcess
     from fedge.steps.training.train_dp import explain_weak_delta
 
     task, steps = settings.make_spec(), settings.find_steps()
@@ -76,42 +72,22 @@ def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, di
         raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
     if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
         raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
-    n_shared, digest = _inspect_samples(settings, task)
-    if settings.max_epsilon is not None and (weak := explain_weak_delta(settings.delta, n_shared)):
+    samples = SampleWatch(settings)
+    if settings.max_epsilon is not None and (weak := explain_weak_delta(settings.delta, samples.counts.n_shared)):
         raise ConfigError(f"--{weak}")
-    identity = Identity(settings.id, settings.federation, task, n_shared, settings.trains, steps)
+    identity = Identity(settings.id, settings.federation, task, samples.counts.n_shared, settings.trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(
         identity,
         settings.make_broker_settings(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        lambda: WorkerProcess(settings, digest),
+        lambda: WorkerProcess(settings),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         rules=rules,
         observe=observe,
+        samples=samples,
     )
-
-
-def _inspect_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
-    """Return the number of samples for updates and the digest of all samples, and save the validation samples.
-
-    Raises:
-        ConfigError: the samples cannot be read, or there is no such GPU.
-    """
-    from edge_agent.agent.workplace import load_samples
-    from fedge.data.validation import Validation
-    from fedge.system import child
-
-    if settings.train_on is Processor.CUDA:
-        child.call_once("edge_agent.agent.workplace:require_processor", settings.train_on, returns=type(None))
-    data = load_samples(settings, task)
-    n, classes = len(data.x_train), ", ".join(task.classes)
-    log.info("event=samples task=%s n=%d validation=%d classes=%r", task.name, n, len(data.x_val), classes)
-    if not settings.trains:
-        return 0, data.compute_digest()
-    Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
-    return data.n_shared, data.compute_digest()
 
 
 async def _run(agent: Agent) -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import fedge
 from edge_agent.agent.events import Events
@@ -18,11 +19,32 @@ from fedge.wire.topics import Topics
 
 
 @dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """What is told of a device's non-sensitive samples: how many train, their version, and how many ever came."""
+
+    n_shared: int
+    data_version: int = 0
+    n_arrived: int = 0
+
+
+class CountedSamples(Protocol):
+    """Samples that change while the agent runs (`edge_agent.agent.workplace.SampleWatch`)."""
+
+    counts: SampleCounts
+
+    def look(self) -> None:
+        """Bring the counts up to date."""
+
+    def close(self) -> None:
+        """End."""
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """The agent's name and properties.
 
-    n_shared: number of non-sensitive training samples (that of sensitive ones is never sent); 0 if the device does not
-    train. steps: the steps that the device can be asked to do. site: the devices behind a relay.
+    n_shared: number of non-sensitive training samples at the start (that of sensitive ones is never sent); 0 if the
+    device does not train. steps: the steps that the device can be asked to do. site: the devices behind a relay.
     """
 
     device_id: str
@@ -58,14 +80,18 @@ class Member:
         return self.topics.make_agent_topic(self.device_id, leaf)
 
 
-def make_status(identity: Identity, presence: Presence, *, incarnation: str, release: int, rules: Rules) -> Status:
+def make_status(
+    identity: Identity, presence: Presence, counts: SampleCounts, *, incarnation: str, release: int, rules: Rules
+) -> Status:
     """Make the agent's status, as far as the device's owner permits."""
     status = Status(
         device_id=identity.device_id,
         incarnation=incarnation,
         presence=presence,
         task_fingerprint=identity.task.compute_fingerprint(),
-        n_samples=identity.n_shared,
+        n_samples=counts.n_shared,
+        data_version=counts.data_version,
+        n_arrived=counts.n_arrived,
         release=release,
         capabilities=make_capabilities(trains=identity.trains, steps=identity.steps),
         withholds=rules.withheld,

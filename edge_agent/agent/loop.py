@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from edge_agent.agent import session
 from edge_agent.agent.carrier import Carrier, OrderExecutor, may_still_leave
 from edge_agent.agent.context import Limits, measure_context
 from edge_agent.agent.events import Events, Observe, get_order_fields, ignore_event
-from edge_agent.agent.identity import Identity, Member, make_status
+from edge_agent.agent.identity import CountedSamples, Identity, Member, SampleCounts, make_status
 from edge_agent.agent.models import Models, collect_model_digests
 from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.speech.ears import Listener
@@ -38,7 +39,7 @@ from fedge.membership.renewal import Renewal
 from fedge.membership.signed_messages import make_speaker
 from fedge.privacy.egress import Door, Rules
 from fedge.steps.contract import Action, Unsupported, decode_action
-from fedge.system.background import Background
+from fedge.system.background import Background, run_in_daemon
 from fedge.system.files import BlobFolder, find_highest_release
 from fedge.system.logs import bind_temporarily
 from fedge.system.systemd import notify_ready
@@ -53,6 +54,9 @@ log = logging.getLogger("fedge.agent")
 
 WILL_DELAY_S: Final = 10
 """Time within which a device can return and not count as gone, since Wi-Fi roaming takes a few seconds."""
+
+LOOK_SHARE: Final = 20.0
+"""Pause between two looks at the samples, in times that the last one took."""
 
 GOODBYE_S: Final = 5.0
 """Time limit for a stopping agent to announce that it sleeps; after that, its last will says that it is gone."""
@@ -83,6 +87,7 @@ class Agent:
         context_interval_s: how often the device reports its context.
         rules: what may leave, by the device's owner.
         observe: called with every event and its fields, on the event loop.
+        samples: the device's samples if they may change while the agent runs, which then closes them.
     """
 
     identity: Identity
@@ -94,6 +99,7 @@ class Agent:
     context_interval_s: float = 10.0
     rules: Rules = Rules()
     observe: Observe = ignore_event
+    samples: CountedSamples | None = None
 
     def __post_init__(self) -> None:
         self._events = Events(self.identity.device_id, self.observe)
@@ -104,6 +110,7 @@ class Agent:
         self._background = Background(self._fail)
         self._run = ""  # run of the last order
         self._release = 0  # release in the last status sent
+        self._told = self._counts  # of samples, in the last status sent
         self._end: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[Any] | None = None  # set in `run` until a broker lets us in
 
@@ -199,6 +206,8 @@ class Agent:
         assert self._end is not None
         self._background.spawn(self._voice.publish_queued(self._awaits_answer))
         self._background.spawn(self._publish_context())
+        if self.samples is not None:
+            self._background.spawn(self._watch_samples(self.samples))
         await self._end
         self._events.log_event("stopping", logging.DEBUG)
         self._handle_event(session.LocalEvent.CLOSING)
@@ -218,6 +227,8 @@ class Agent:
             self._timer.cancel()
         self._voice.resume()
         self._background.cancel()
+        if self.samples is not None:
+            self.samples.close()
 
     def _fail(self, error: BaseException) -> None:
         if self._end is not None and not self._end.done():
@@ -335,14 +346,17 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- outwards
 
     def _make_status(self, presence: Presence) -> Status:
-        self._release = find_highest_release(self.home)
+        self._release, self._told = find_highest_release(self.home), self._counts
         return make_status(
-            self.identity, presence, incarnation=self._incarnation, release=self._release, rules=self.rules
+            self.identity, presence, self._told, incarnation=self._incarnation, release=self._release, rules=self.rules
         )
 
+    @property
+    def _counts(self) -> SampleCounts:
+        return SampleCounts(self.identity.n_shared) if self.samples is None else self.samples.counts
+
     def _measure_context(self) -> Context:
-        own = self.identity
-        return measure_context(own.device_id, own.n_shared, self.home, self._receiver.mbit_s)
+        return measure_context(self.identity.device_id, self._counts.n_shared, self.home, self._receiver.mbit_s)
 
     def _awaits_answer(self, order_id: str) -> bool:
         """Return whether the report of an order is to be repeated."""
@@ -353,6 +367,17 @@ class Agent:
             await asyncio.sleep(self.context_interval_s)
             if self._transport.connected:
                 self._voice.send(self._measure_context())
+
+    async def _watch_samples(self, samples: CountedSamples) -> None:
+        """Look after the samples, and publish their counts when they change; a long look makes a longer pause."""
+        took_s = 0.0
+        while True:
+            await asyncio.sleep(max(self.context_interval_s, LOOK_SHARE * took_s))
+            began = time.monotonic()
+            await run_in_daemon(samples.look)
+            took_s = time.monotonic() - began
+            if samples.counts != self._told and self._transport.connected:
+                self._voice.send(self._make_status(Presence.ONLINE))
 
 
 def _find_last_run(order_ids: Sequence[str]) -> str:

@@ -10,32 +10,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from signal import SIGKILL
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import psutil
 from msgspec import Struct
 
+from edge_agent.agent.identity import SampleCounts
 from edge_agent.agent.settings import AgentSettings
 from edge_agent.device.device import Budget, make_failure
+from edge_agent.device.own_samples import OwnSamples
 from edge_agent.device.worker import FinishedOrder, Worker
-from fedge.data.task import TaskSpec
+from edge_agent.samples import SampleStore
+from edge_agent.samples.sources import count_shared, has_seen, identify_source
 from fedge.errors import ConfigError, StoreError
 from fedge.steps.contract import Action, Failed, Refusal, decode_action, decode_result, make_report
 from fedge.steps.training.train_dp import TrainDp, TrainedDp
-from fedge.system.child import Child, DiedError
-from fedge.system.files import BlobFolder, get_versions, remove_unfinished
+from fedge.system.child import Child, DiedError, call_once
+from fedge.system.files import BlobFolder, remove_unfinished
 from fedge.system.hardware import Processor
 from fedge.system.stopping import Stop, StoppedError
+from fedge.tasks import DeviceData
 from fedge.wire.messages import BlobRef, Order, Report, Why
-
-if TYPE_CHECKING:
-    from fedge.tasks import DeviceData
 
 log = logging.getLogger("fedge.agent")
 
@@ -81,13 +81,10 @@ class OrderResult(Struct, frozen=True):
 class WorkerProcess:
     """The separate process that carries out orders (`edge_agent.agent.carrier.OrderExecutor`)."""
 
-    def __init__(self, settings: AgentSettings, digest: str) -> None:
-        """Set up without starting a process; orders fail once the samples no longer have this `digest`."""
+    def __init__(self, settings: AgentSettings) -> None:
+        """Set up without starting a process."""
         self._bundles = settings.home / "bundles"
-        self._digest = digest
-        self._settings = msgspec.structs.replace(
-            settings, password=None, proxy=None, inference_only=not settings.trains
-        )
+        self._settings = strip_secrets(settings)
         self._child: Child | None = None
         self._in_use = threading.Lock()
         self._rest: threading.Timer | None = None
@@ -119,11 +116,11 @@ class WorkerProcess:
         for _ in range(ATTEMPTS):
             if self._child is None:
                 remove_unfinished(self._bundles)
-                self._child = Child("edge_agent.agent.workplace:run_order", self._settings, self._digest, None)
+                self._child = Child("edge_agent.agent.workplace:run_order", self._settings, None)
             child, self._child = self._child, None
             try:
                 child.load(stop)
-                done = child.call(self._settings, self._digest, order, returns=OrderResult, stop=stop)
+                done = child.call(self._settings, order, returns=OrderResult, stop=stop)
             except DiedError as error:
                 log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
                 died = error
@@ -161,22 +158,71 @@ class WorkerProcess:
                 self._child = None
 
 
+def strip_secrets(settings: AgentSettings) -> AgentSettings:
+    """Return the settings as another process gets them, which speaks with nobody."""
+    return msgspec.structs.replace(settings, password=None, proxy=None, inference_only=not settings.trains)
+
+
+class SampleWatch:
+    """What the agent knows of the device's samples without reading them."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        """Have the source read once, in a process that ends.
+
+        Raises:
+            ConfigError: the samples cannot be read.
+            StoreError: the store cannot be read or written.
+        """
+        self._settings = strip_secrets(settings)
+        self._inspect()
+        self._store = SampleStore(settings.home, settings.make_spec())
+        self._failed = ""
+        self.counts = self._count()
+
+    def _inspect(self) -> None:
+        call_once("edge_agent.agent.workplace:inspect_samples", self._settings, returns=type(None))
+
+    def _count(self) -> SampleCounts:
+        n_shared = count_shared(self._store) if self._settings.trains else 0
+        return SampleCounts(n_shared, self._store.data_version, self._store.n_arrived)
+
+    def look(self) -> None:
+        """Count again, and have a source that has changed read again; one that cannot be read is reported once.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        seen = identify_source(self._store, self._settings.data)
+        if seen != self._failed and not has_seen(self._store, self._settings.data):
+            try:
+                self._inspect()
+            except (ConfigError, DiedError) as error:
+                self._failed = seen
+                log.warning("event=samples_unreadable reason=%r", str(error))
+        self.counts = self._count()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def run_order(settings: AgentSettings, digest: str, order: Order | None) -> OrderResult | None:
+def run_order(settings: AgentSettings, order: Order | None) -> OrderResult | None:
     """Carry out an order with a worker that is made once; without an order, only make the worker."""
     if order is None:
         with suppress(Exception):  # the next order meets the error again, and reports it
-            place = _load_worker(settings, digest, get_versions(settings.data))
+            worker = _open_workplace(settings).make_worker()
             if settings.trains:
-                place.worker.network  # noqa: B018 - it is kept
+                worker.network  # noqa: B018 - it is kept
         return None
     models, reading_s = BlobFolder(settings.home / "models"), 0.0
     try:
-        place = _load_worker(settings, digest, get_versions(settings.data))
+        place = _open_workplace(settings)
+        worker = place.make_worker()
         reading_s, place.untold_s = place.untold_s, 0.0
-        finished = place.worker.execute(order, lambda ref: models.get(ref.digest))
+        finished = worker.execute(order, lambda ref: models.get(ref.digest))
         if isinstance(finished.result, TrainedDp):
             log_spent(settings.home, order)
         report = make_report(order, finished.result, 0.0)
@@ -201,56 +247,77 @@ def log_spent(home: Path, order: Order) -> None:
     log.info("event=privacy_spent round=%d epsilon=%.3f in_all=%.3f delta=%g", order.round, of_run, in_all, delta)
 
 
-def require_processor(processor: Processor) -> None:
-    """Check that the settings' processor exists.
+def open_samples(settings: AgentSettings) -> OwnSamples:
+    """Open the device's samples.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: the task or the owner's rules are wrong, or the store holds samples of another task.
+        StoreError: the store cannot be read.
     """
-    from fedge.models.training import get_torch_device
+    task = settings.make_spec()
+    return OwnSamples(task, settings.home, settings.data, seed=settings.seed, trains=settings.trains)
 
-    get_torch_device(processor)
 
-
-def load_samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
-    """Load the samples of the device, without labels if the device does not train.
+def inspect_samples(settings: AgentSettings) -> None:
+    """Read the samples once, note their places, and save the source's validation samples.
 
     Raises:
-        ConfigError: the samples cannot be read.
+        ConfigError: the samples cannot be read, or there is no such GPU.
+        StoreError: they cannot be noted.
     """
-    from fedge.tasks import DeviceData, read_device_data, read_device_inputs
+    if settings.train_on is Processor.CUDA:
+        from fedge.models.training import get_torch_device
 
-    if settings.trains:
-        return read_device_data(task, settings.data, seed=settings.seed)
-    return DeviceData.from_inputs(read_device_inputs(task, settings.data))
+        get_torch_device(settings.train_on)
+    with closing(open_samples(settings)) as samples:
+        data = samples.read()
+        n, n_val, classes = len(data.x_train), len(data.x_val), ", ".join(settings.make_spec().classes)
+        log.info("event=samples task=%s n=%d validation=%d classes=%r", settings.task, n, n_val, classes)
 
 
-@dataclass(slots=True)
-class _LoadedWorker:
-    """The worker, and the part of its making time, in seconds, that no report has left out yet."""
+class Workplace:
+    """The worker of this process, whose samples are those of the moment when an order begins.
 
-    worker: Worker
-    untold_s: float
+    Attributes:
+        untold_s: the part of the reading time, in seconds, that no report has left out yet. It counts as reading all
+            samples, with marked ones.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.untold_s = 0.0
+        self._settings = settings
+        self._samples: OwnSamples | None = None
+        self._worker: Worker | None = None
+
+    def make_worker(self) -> Worker:
+        """Return the worker, made anew if the samples have changed.
+
+        Raises:
+            ConfigError: the samples cannot be read.
+            StoreError: the store cannot be read.
+        """
+        began = time.perf_counter()
+        try:
+            self._samples = self._samples or open_samples(self._settings)
+            if self._worker is None or self._samples.has_changed():
+                self._worker = None
+                self._worker = make_worker(self._settings, self._samples.read())
+            return self._worker
+        finally:
+            self.untold_s += time.perf_counter() - began
 
 
 @lru_cache(1)
-def _load_worker(settings: AgentSettings, digest: str, _: object) -> _LoadedWorker:
-    """Make the worker as `_make_worker` does, and time it; the time counts as reading all samples, with marked ones."""
-    began = time.perf_counter()
-    worker = _make_worker(settings, digest)
-    return _LoadedWorker(worker, time.perf_counter() - began)
+def _open_workplace(settings: AgentSettings) -> Workplace:
+    return Workplace(settings)
 
 
-def _make_worker(settings: AgentSettings, digest: str) -> Worker:
-    """Make the worker, on one core beside the agent's keep-alive; make it anew if the samples change.
+def make_worker(settings: AgentSettings, data: DeviceData) -> Worker:
+    """Make the worker of these samples, on one core beside the agent's keep-alive.
 
     Raises:
-        ConfigError: the samples cannot be read, or are no longer those of the digest.
+        ConfigError: the task is wrong, or there is no such GPU.
     """
-    task = settings.make_spec()
-    data = load_samples(settings, task)
-    if data.compute_digest() != digest:
-        raise ConfigError(f"{settings.data} has changed since the agent started: start the agent again")
     processor = None
     if settings.trains:
         import torch
@@ -260,7 +327,7 @@ def _make_worker(settings: AgentSettings, digest: str) -> Worker:
         torch.set_num_threads(1)
         processor = get_torch_device(settings.train_on)
     return Worker(
-        *(settings.id, task, data, settings.home),
+        *(settings.id, settings.make_spec(), data, settings.home),
         budget=Budget(settings.max_epsilon, settings.delta),
         steps=settings.find_steps(),
         min_cohort=settings.min_cohort,

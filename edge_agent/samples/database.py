@@ -56,7 +56,7 @@ CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF label, sensitive ON samples B
 END;
 CREATE TABLE IF NOT EXISTS places (
     digest BLOB NOT NULL, sensitive INTEGER NOT NULL, nth INTEGER NOT NULL, place INTEGER NOT NULL,
-    PRIMARY KEY (digest, sensitive, nth)
+    present INTEGER NOT NULL, PRIMARY KEY (digest, sensitive, nth)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS decisions (
     digest BLOB NOT NULL, sensitive INTEGER NOT NULL, decision TEXT NOT NULL, PRIMARY KEY (digest, sensitive)

@@ -87,13 +87,13 @@ class SampleStore:
             StoreError: the store cannot be read or written.
         """
         self.rules = read_rules(home)
-        self._database = Database(home)
+        self.database = Database(home)
         try:
             self.task = self._settle_task(task)
             if self.task is not None:
                 require_classes(self.rules, self.task.classes)
         except BaseException:
-            self._database.close()
+            self.database.close()
             raise
         self._recent: OrderedDict[str, tuple[NDArray[Any], Answered]] = OrderedDict()
         self._recent_bytes = 0
@@ -109,18 +109,19 @@ class SampleStore:
 
     def close(self) -> None:
         """Close the store."""
-        self._database.close()
+        self.database.close()
 
     def _settle_task(self, task: TaskSpec | None) -> TaskSpec | None:
         """Return the task with which samples are read, and note one that has more classes than the noted one."""
-        with self._database.write() as db:
+        with self.database.write() as db:
             noted = get_fact(db, "task", "")
             before = msgspec.json.decode(str(noted), type=TaskSpec) if noted else None
             if task is None:
                 return before
-            if before is None or len(task.classes) > len(before.classes):
+            is_empty = not db.execute("SELECT 1 FROM samples LIMIT 1").fetchall()
+            if before is None or is_empty or len(task.classes) > len(before.classes):
                 save_fact(db, "task", msgspec.json.encode(task).decode())
-            if before is not None:
+            if before is not None and not is_empty:
                 _require_same_samples(before, task)
         return task
 
@@ -162,7 +163,7 @@ class SampleStore:
         name = None if label is None else task.classes[label]
         marked = sensitive or self.rules.is_sensitive(shaped, name, origin)
         now = time.time() if at is None else at
-        with self._database.write() as db:
+        with self.database.write() as db:
             decisions = _find_decisions(db, digest)
             marked = marked or decisions.get(False) == "marked"
             if "deleted" in {decisions.get(False), decisions.get(True) if marked else None}:
@@ -286,7 +287,7 @@ class SampleStore:
             raise ConfigError(f"there is no class {label}")
         sample, x = self.read_sample(number), self.read_input(number)
         marked = sample.sensitive or self.rules.is_sensitive(x, task.classes[label], sample.origin)
-        with self._database.write() as db:
+        with self.database.write() as db:
             for digest, before, sensitive in _iterate_keys(db, [number]):
                 _move(db, digest, before, sensitive=sensitive, to_label=label, to_sensitive=marked)
                 self._make_room(db, label, marked)
@@ -306,14 +307,14 @@ class SampleStore:
     @property
     def revision(self) -> int:
         """A number that changes whenever anything in the store has, also sensitive samples; it stays here."""
-        with self._database.read() as db:
+        with self.database.read() as db:
             (count,) = db.execute(
                 "SELECT TOTAL(value) FROM facts WHERE name IN ('data_version', 'sensitive')"
             ).fetchone()
             return int(count)
 
     def _get_count(self, name: str) -> int:
-        with self._database.read() as db:
+        with self.database.read() as db:
             return int(get_fact(db, name, 0))
 
     def read_labelled(self) -> Labelled:
@@ -322,8 +323,8 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
-            return self._read_rows(db, "label >= 0 ORDER BY number")
+        with self.database.read() as db:
+            return self.read_rows(db, "TRUE")
 
     def read_newest(self, n: int) -> Labelled:
         """Read n labelled samples, raw: the newest held out for validation or test, then the newest others.
@@ -334,26 +335,24 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
-            newest = (
-                "SELECT number FROM samples WHERE label >= 0 AND sensitive = ? ORDER BY place = ?, number DESC LIMIT ?"
-            )
-            rows = [row for marked in (0, 1) for row in db.execute(newest, (marked, TRAIN, n))]
-            return self._read_rows(db, f"number IN ({', '.join(str(number) for (number,) in rows)}) ORDER BY number")
+        newest = "SELECT number FROM samples WHERE label >= 0 AND sensitive = ? ORDER BY place = ?, number DESC LIMIT ?"
+        with self.database.read() as db:
+            numbers = [str(number) for marked in (0, 1) for (number,) in db.execute(newest, (marked, TRAIN, n))]
+            return self.read_rows(db, f"number IN ({', '.join(numbers)})")
 
-    def _read_rows(self, db: sqlite3.Connection, where: str) -> Labelled:
-        """Read labelled samples into arrays, one row after the other."""
+    def read_rows(self, db: sqlite3.Connection, where: str) -> Labelled:
+        """Read the labelled samples of a condition into arrays, one row after the other."""
         shape = () if self.task is None else self.task.input_shape
-        source, _, _ = where.partition(" ORDER BY number")
-        kinds = db.execute(f"SELECT dtype, COUNT(*) FROM samples WHERE {source} GROUP BY dtype").fetchall()  # noqa: S608
+        source = f"FROM samples AS s WHERE label >= 0 AND {where}"
+        kinds = db.execute(f"SELECT dtype, COUNT(*) {source} GROUP BY dtype").fetchall()
         n = sum(count for _, count in kinds)
         x = np.empty((n, *shape), np.result_type(*(kind for kind, _ in kinds)) if kinds else np.float32)
         found = Labelled(x, np.empty(n, np.int64), np.empty(n, np.bool_), np.empty(n, np.int64), np.empty(n))
         columns = found.y, found.sensitive, found.place, found.at
-        rows = db.execute(f"SELECT label, sensitive, place, at, dtype, x FROM samples WHERE {where}")  # noqa: S608
-        for i, (*values_of_row, dtype, data) in enumerate(rows):
+        rows = db.execute(f"SELECT label, sensitive, place, at, dtype, x {source} ORDER BY number")
+        for i, (*values, dtype, data) in enumerate(rows):
             x[i] = np.frombuffer(data, dtype).reshape(shape)
-            for column, value in zip(columns, values_of_row, strict=True):
+            for column, value in zip(columns, values, strict=True):
                 column[i] = value
         return found
 
@@ -367,7 +366,7 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
+        with self.database.read() as db:
             return answers.count_by_class(db, since=since, every_s=every_s, with_sensitive=with_sensitive)
 
     def count_recent_answers(
@@ -378,7 +377,7 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
+        with self.database.read() as db:
             return answers.count_newest(db, n, release=release, with_sensitive=with_sensitive)
 
     def count_samples(self) -> list[Total]:
@@ -387,7 +386,7 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
+        with self.database.read() as db:
             rows = db.execute(
                 "SELECT label, sensitive, n, size FROM totals WHERE n ORDER BY label < 0, label, sensitive"
             )
@@ -401,7 +400,7 @@ class SampleStore:
         Raises:
             StoreError: they cannot be read.
         """
-        with self._database.read() as db:
+        with self.database.read() as db:
             rows = db.execute(
                 f"SELECT {_COLUMNS} FROM samples WHERE (? IS NULL OR label = ?) AND (? IS NULL OR (label >= 0) = ?) "  # noqa: S608
                 "AND (? IS NULL OR number < ?) ORDER BY number DESC LIMIT ?",
@@ -416,7 +415,7 @@ class SampleStore:
             ConfigError: there is no such sample.
             StoreError: it cannot be read.
         """
-        with self._database.read() as db:
+        with self.database.read() as db:
             row = db.execute(f"SELECT {_COLUMNS} FROM samples WHERE number = ?", (number,)).fetchone()  # noqa: S608
         if row is None:
             raise ConfigError(f"there is no sample {number}: `fedge samples list` shows those that there are")
@@ -430,7 +429,7 @@ class SampleStore:
             StoreError: it cannot be read.
         """
         shape = self._require_task().input_shape
-        with self._database.read() as db:
+        with self.database.read() as db:
             row = db.execute("SELECT dtype, x FROM samples WHERE number = ?", (number,)).fetchone()
         if row is None:
             raise ConfigError(f"there is no sample {number}: `fedge samples list` shows those that there are")
@@ -447,7 +446,7 @@ class SampleStore:
             StoreError: it cannot be written.
         """
         n = 0
-        with self._database.write() as db:
+        with self.database.write() as db:
             for digest, label, before in _iterate_keys(db, numbers):
                 if before == sensitive:
                     continue
@@ -457,6 +456,7 @@ class SampleStore:
                 if sensitive:
                     db.execute("INSERT OR REPLACE INTO decisions VALUES (?, 0, 'marked')", (digest,))
                 self._make_room(db, label, sensitive)
+                _count_decision(db)
         return n
 
     def apply_rules(self) -> int:
@@ -490,14 +490,15 @@ class SampleStore:
             StoreError: it cannot be written.
         """
         n = 0
-        with self._database.write() as db:
+        with self.database.write() as db:
             for digest, _, sensitive in _iterate_keys(db, numbers):
                 n += 1
                 for table in ("samples", "answers"):
                     db.execute(f"DELETE FROM {table} WHERE digest = ? AND sensitive = ?", (digest, sensitive))  # noqa: S608
                 db.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?, 'deleted')", (digest, sensitive))
                 count_change(db, sensitive=sensitive)
-        self._database.erase()
+                _count_decision(db)
+        self.database.erase()
         return n
 
 
@@ -524,7 +525,7 @@ def _move(
 ) -> None:
     """Give a sample another label or mark, with the answers to it, in the place that it has."""
     db.execute(
-        "INSERT OR IGNORE INTO places SELECT digest, ?, nth, place FROM places WHERE digest = ? AND sensitive = ?",
+        "INSERT OR IGNORE INTO places SELECT digest, ?, nth, place, 0 FROM places WHERE digest = ? AND sensitive = ?",
         (to_sensitive, digest, sensitive),
     )
     db.execute(
@@ -538,6 +539,11 @@ def _move(
     if sensitive != to_sensitive:
         count_change(db, sensitive=sensitive)
     count_change(db, arrived=came, sensitive=to_sensitive)
+
+
+def _count_decision(db: sqlite3.Connection) -> None:
+    """Count a decision of the owner, which may concern samples of the source, too."""
+    save_fact(db, "decisions", int(get_fact(db, "decisions", 0)) + 1)
 
 
 def _require_same_samples(before: TaskSpec, task: TaskSpec) -> None:

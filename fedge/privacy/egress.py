@@ -54,7 +54,7 @@ PRIVACY_LEDGER: Final = "privacy.json"
 """Name of the file in a device's home with the privacy budget spent by training (`edge_agent.privacy.dp_ledger`)."""
 
 REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
-    Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
+    Status: dict.fromkeys(("n_samples", "data_version", "n_arrived", "site"), Reveals.COUNT),
     Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
     Context: {
         **dict.fromkeys(("at", "cpu_ghz"), Reveals.MACHINE),

@@ -2,7 +2,7 @@
 
 from fedge.system.moved import alias_names
 from fedge.tasks.data import DeviceData, UserTask
-from fedge.tasks.device import read_device_data, read_device_inputs, read_labelled
+from fedge.tasks.device import read_device_data, read_device_inputs, read_labelled, read_parts
 from fedge.tasks.own import Task
 from fedge.tasks.partition import partition_pool, set_apart
 from fedge.tasks.pool import Pool, load_pool
@@ -23,6 +23,7 @@ __all__ = [
     "read_device_data",
     "read_device_inputs",
     "read_labelled",
+    "read_parts",
     "set_apart",
     "write_share",
     "write_task",

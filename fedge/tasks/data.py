@@ -37,17 +37,18 @@ class DeviceData:
 
     def __post_init__(self) -> None:
         n, m = len(self.x_train), len(self.x_val)
-        shapes = (self.y_train.shape, self.sensitive.shape, self.y_val.shape, self._marks_val.shape)
+        shapes = (self.y_train.shape, self.sensitive.shape, self.y_val.shape, self.marks_val.shape)
         if shapes != ((n,), (n,), (m,), (m,)):
             raise ConfigError("there must be one label and one mark for each sample")
 
     @property
-    def _marks_val(self) -> NDArray[np.bool_]:
+    def marks_val(self) -> NDArray[np.bool_]:
+        """Marks of the validation samples, (m,)."""
         return np.zeros(len(self.x_val), np.bool_) if self.sensitive_val is None else self.sensitive_val
 
     def compute_digest(self) -> str:
         """Return the hexadecimal SHA-256 of all samples, labels and marks, in order and part by part."""
-        arrays = (self.x_train, self.y_train, self.sensitive, self.x_val, self.y_val, self._marks_val)
+        arrays = (self.x_train, self.y_train, self.sensitive, self.x_val, self.y_val, self.marks_val)
         return compute_digest(
             *(part for a in arrays for part in (repr(a.shape).encode(), np.ascontiguousarray(a).data))
         )
@@ -55,7 +56,7 @@ class DeviceData:
     @property
     def has_sensitive(self) -> bool:
         """Whether any sample is marked."""
-        return bool(self.sensitive.any() or self._marks_val.any())
+        return bool(self.sensitive.any() or self.marks_val.any())
 
     @classmethod
     def from_inputs(cls, x: NDArray[np.float32]) -> DeviceData:
@@ -82,7 +83,7 @@ class DeviceData:
             seed: seed of the hold-out.
         """
         marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
-        parts = _hold_out(y, marks, seed) if split is None else split
+        parts = hold_out(y, marks, seed) if split is None else split
         train, validation = parts == TRAIN, parts == VALIDATION
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
@@ -94,8 +95,18 @@ class DeviceData:
                 label is not a class number of the task, or a mark is neither 0 nor 1.
         """
         x_train, y_train, sensitive = _convert_part(task, "training", self.x_train, self.y_train, self.sensitive)
-        x_val, y_val, marks = _convert_part(task, "validation", self.x_val, self.y_val, self._marks_val)
+        x_val, y_val, marks = _convert_part(task, "validation", self.x_val, self.y_val, self.marks_val)
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
+
+    def extend(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
+        """Return the data with further samples, and the data themselves, now as part of the former in memory."""
+        n, m = self.n_train, len(self.y_val)
+        x_train, y_train = (np.concatenate(pair) for pair in zip(self.training, more.training, strict=True))
+        x_val, y_val = (np.concatenate(pair) for pair in zip(self.validation, more.validation, strict=True))
+        marks = np.concatenate([self.sensitive, more.sensitive])
+        marks_val = np.concatenate([self.marks_val, more.marks_val])
+        both = DeviceData(x_train, y_train, marks, x_val, y_val, marks_val)
+        return both, DeviceData(x_train[:n], y_train[:n], marks[:n], x_val[:m], y_val[:m], marks_val[:m])
 
     @property
     def n_train(self) -> int:
@@ -117,7 +128,7 @@ class DeviceData:
     @property
     def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The non-sensitive validation samples, V_iL, the only ones behind any reported validation result."""
-        kept = ~self._marks_val
+        kept = ~self.marks_val
         return self.x_val[kept], self.y_val[kept]
 
     @property
@@ -163,7 +174,7 @@ def _convert_part(
     return x.astype(np.float32, copy=False), y, marks
 
 
-def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
+def hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
     """Hold out a fifth of each class for validation; sensitive and other samples are drawn separately."""
     split = np.zeros(len(y), dtype=np.int64)
     for marked, stream in ((False, seed), (True, [seed, 1])):

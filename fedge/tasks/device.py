@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from fedge.data import images, preprocessing, tables
 from fedge.data.labels import require_class_numbers
-from fedge.data.task import TEST, TaskSpec
+from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.system.files import require_there
 from fedge.system.loading import FAILURES, describe_error
 from fedge.tasks import arrays
-from fedge.tasks.data import DeviceData, load_user_task
+from fedge.tasks.data import DeviceData, hold_out, load_user_task
 
 
 def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
@@ -36,6 +36,31 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         return _read_by_own_task(task, source, seed)
     x, y, split, sensitive = _read(task, source)
     return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All samples of a source, also test samples: inputs (n, ...), labels, marks and parts (n,).
+
+    `is_given`: whether the source says which part a sample belongs to; otherwise it was drawn by the seed.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    sensitive: NDArray[np.bool_]
+    split: NDArray[np.int64]
+    is_given: bool
+
+
+def read_parts(task: TaskSpec, source: Path, *, seed: int) -> Parts:
+    """Read all samples of one device with their parts; arguments and errors are those of `read_device_data`."""
+    if ":" in task.name:
+        data = _read_by_own_task(task, source, seed)
+        (x, y), n_val = data.labelled, len(data.y_val)
+        parts = np.repeat([TRAIN, VALIDATION], [data.n_train, n_val])
+        return Parts(x, y, np.concatenate([data.sensitive, data.marks_val]), parts, is_given=True)
+    x, y, split, sensitive = _read(task, source)
+    return Parts(x, y, sensitive, hold_out(y, sensitive, seed) if split is None else split, split is not None)
 
 
 def read_labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -116,6 +116,8 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
     presence: Presence
     task_fingerprint: Text = ""
     n_samples: Count = 0  # non-sensitive training samples, |D_L|; the number of marked ones is never sent
+    data_version: Count = 0  # rises when the non-sensitive samples have changed
+    n_arrived: Count = 0  # non-sensitive labelled samples that ever came; never falls
     release: Count = 0  # the highest release of a bundle the device has had
     capabilities: Capabilities | None = None
     withholds: Annotated[

@@ -25,7 +25,7 @@ from coordinator.selection.ccmab import estimate_transfer
 from coordinator.store.records import Device
 from edge_agent.agent.carrier import SPARE_DISK_BYTES, OrderExecutor
 from edge_agent.agent.context import Limits
-from edge_agent.agent.identity import Identity
+from edge_agent.agent.identity import Identity, SampleCounts
 from edge_agent.agent.loop import UNANSWERED, Agent
 from edge_agent.device.device import CACHED_MODELS, Fetch
 from edge_agent.device.worker import FinishedOrder
@@ -672,6 +672,39 @@ class Installing(EchoWorker):
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop, action: Action) -> FinishedOrder:
         (self._bundles / str(4 + len(self.done))).mkdir(parents=True)
         return super().execute(order, fetch, stop=stop, action=action)
+
+
+class Growing:
+    """Samples that change while an agent runs."""
+
+    def __init__(self) -> None:
+        self.counts = SampleCounts(5)
+        self.next = self.counts
+        self.closed = False
+
+    def look(self) -> None:
+        self.counts = self.next
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_the_status_is_published_again_when_the_samples_have_changed(
+    one_broker: LocalBroker, tmp_path: Path
+) -> None:
+    samples = Growing()
+    agent = make_agent(one_broker, tmp_path / "pi", EchoWorker(), Events(), samples=samples, context_interval_s=0.05)
+    async with Peer(one_broker, tmp_path) as peer:
+        async with running(agent):
+            await peer.presence(Presence.ONLINE)
+            await peer.until(lambda: len(peer.contexts) > 3)
+            assert len(peer.statuses) == 1, "nothing has changed"
+            samples.next = SampleCounts(7, data_version=2, n_arrived=9)
+            await peer.until(lambda: len(peer.statuses) > 1)
+            status = peer.statuses[-1]
+            assert (status.n_samples, status.data_version, status.n_arrived) == (7, 2, 9)
+            await peer.until(lambda: peer.contexts[-1].n_samples == 7)
+        assert samples.closed
 
 
 async def test_the_status_tells_the_steps_and_the_highest_release(one_broker: LocalBroker, tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from edge_agent.agent import workplace
+from edge_agent.agent.identity import SampleCounts
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.agent.workplace import WorkerProcess, load_samples
+from edge_agent.agent.workplace import SampleWatch, WorkerProcess
 from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.privacy.dp_ledger import Ledger
+from edge_agent.samples import SampleStore
 from fedge.errors import StoreError
 from fedge.settings import Secret
 from fedge.steps.contract import Action, Failed, load_known_steps
@@ -76,12 +78,33 @@ def run(device, action):
     if action.how == "raises":
         raise ZeroDivisionError("a network of the user's")
     return Drawn(n=float(device.make_rng(1).random()), pid=os.getpid())
+
+class Numbers(Result, frozen=True, kw_only=True):
+    REVEALS: ClassVar = {"train": Reveals.NOTHING, "validation": Reveals.NOTHING, "marked": Reveals.NOTHING}
+    train: list[float]
+    validation: list[float]
+    marked: list[float]
+
+class Tell(Action, frozen=True, kw_only=True):
+    STEP: ClassVar = "tell"
+    RESULT: ClassVar = Numbers
+    DEVICE: ClassVar = "tells"
+    TRAINS: ClassVar = False
+"""
+TELLS = """
+from their_steps import Numbers
+
+def run(device, action):
+    data = device.data
+    train, validation = (x[:, 0, 0, 0] for x in (data.x_train, data.x_val))
+    return Numbers(train=train.tolist(), validation=validation.tolist(), marked=train[data.sensitive].tolist())
 """
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
     (tmp_path / "their_steps.py").write_text(STEPS)
+    (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.syspath_prepend(tmp_path)
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "d.npz", x=rng.integers(0, 17, (40, 8, 8)).astype(np.float32), y=np.arange(40) % 10)
@@ -94,7 +117,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
 
 
 def working(settings: AgentSettings) -> WorkerProcess:
-    return WorkerProcess(settings, load_samples(settings, settings.make_spec()).compute_digest())
+    return WorkerProcess(settings)
 
 
 @pytest.fixture
@@ -249,9 +272,7 @@ def test_a_process_that_lives_reads_samples_anew_when_they_change(
     old = settings.data.read_bytes()
     with np.load(settings.data) as file:
         np.savez(settings.data, x=file["x"][::-1], y=file["y"][::-1])
-    changed = done(place, *draw(settings)).result
-    assert isinstance(changed, Failed)
-    assert "has changed" in changed.reason
+    assert done(place, *draw(settings)).result == before, "it draws, and needs no sample"
     settings.data.write_bytes(old)
     assert done(place, *draw(settings)).result == before
     assert children() == [child]
@@ -322,21 +343,133 @@ def test_data_that_cannot_be_read_any_more_fail_the_order(place: WorkerProcess, 
     assert "d.npz" in result.reason
 
 
-@pytest.mark.parametrize("inference_only", [False, True])
-def test_data_that_have_changed_fail_the_order_until_they_are_back(
-    settings: AgentSettings, caplog: pytest.LogCaptureFixture, inference_only: bool
+def save(settings: AgentSettings, numbers: range, sensitive: range = range(0)) -> None:
+    """A source whose samples are numbers, each of its own class."""
+    x = np.repeat(np.array(numbers, np.float32), 64).reshape(-1, 8, 8)
+    marks = np.isin([*numbers], [*sensitive])
+    np.savez(settings.data, x=x, y=np.array(numbers) % 10, sensitive=marks)
+
+
+def told(place: WorkerProcess, settings: AgentSettings, number: int) -> Told:
+    action = load_known_steps(["their_steps:Tell"])["tell"]()
+    result = done(place, order(action, number, task=settings.make_spec()), action).result
+    assert not isinstance(result, Failed), result.reason
+    return Told(*(tuple(getattr(result, name)) for name in Told.__struct_fields__))
+
+
+class Told(msgspec.Struct, frozen=True):
+    train: tuple[float, ...]
+    validation: tuple[float, ...]
+    marked: tuple[float, ...]
+
+
+@pytest.fixture
+def telling(settings: AgentSettings) -> AgentSettings:
+    return msgspec.structs.replace(settings, inference_only=False, steps="their_steps:Tell")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_source_that_has_changed_is_read_again_and_no_sample_moves_into_training(
+    telling: AgentSettings, kept: bool
 ) -> None:
-    settings = msgspec.structs.replace(settings, inference_only=inference_only)
+    """Neither with the process that lives, nor with one that begins later, nor after the agent's restart."""
+    settings = telling if kept else msgspec.structs.replace(telling, keep_worker_s=0.0)
+    save(settings, range(40))
+    held: set[float] = set()
+    seen: set[float] = set()
     with contextlib.closing(working(settings)) as place:
-        old = settings.data.read_bytes()
-        with np.load(settings.data) as file:
-            np.savez(settings.data, x=file["x"][::-1], y=file["y"][::-1])
-        result = done(place, *draw(settings)).result
-        assert isinstance(result, Failed)
-        assert "d.npz has changed since the agent started: start the agent again" in result.reason
-        assert "start the agent again" in caplog.text
-        settings.data.write_bytes(old)
-        assert not isinstance(done(place, *draw(settings, number=2)).result, Failed)
+        for number, numbers in enumerate((range(40), range(80), range(79, -1, -1), range(20, 300)), 1):
+            save(settings, numbers)
+            found = told(place, settings, number)
+            assert not held & {*found.train}
+            assert not (seen - held) & {*found.validation}, "what has trained examines nothing"
+            held |= {*found.validation}
+            seen |= {*found.train, *found.validation}
+    with contextlib.closing(working(settings)) as place:
+        again = told(place, settings, 9)
+        assert (again.train, again.validation) == (found.train, found.validation)
+
+
+def test_the_first_sight_of_a_source_gives_the_split_that_its_seed_draws(telling: AgentSettings) -> None:
+    data = read_device_data(telling.make_spec(), telling.data, seed=0)
+    with contextlib.closing(working(telling)) as place:
+        found = told(place, telling, 1)
+    assert found.train == tuple(data.x_train[:, 0, 0, 0].tolist())
+    assert found.validation == tuple(data.x_val[:, 0, 0, 0].tolist())
+
+
+def test_samples_that_come_between_two_orders_take_part_in_the_next(telling: AgentSettings) -> None:
+    save(telling, range(40))
+    with contextlib.closing(working(telling)) as place:
+        before = told(place, telling, 1)
+        with SampleStore(telling.home, telling.make_spec()) as store:
+            numbers = [store.add(np.full((8, 8), k, np.float32), k % 10, origin="http") for k in (7, 100, 101, 102)]
+            store.add(np.full((8, 8), 200, np.float32), 3, origin="http", sensitive=True)
+            after = told(place, telling, 2)
+            assert after.train[: len(before.train)] == before.train
+            assert len(after.train) == len({*after.train}), "a known sample counts once"
+            assert len(after.train) + len(after.validation) > 40
+            assert {*after.validation} >= {*before.validation}
+            store.delete([number for number in numbers if number is not None])
+            last = told(place, telling, 3)
+        assert {*last.train} <= {*before.train, *last.marked}
+        assert {*last.validation} <= {*before.validation} | {*after.validation}
+
+
+def test_a_source_that_is_just_being_written_is_read_when_it_is_whole(telling: AgentSettings) -> None:
+    save(telling, range(40))
+    whole = telling.data.read_bytes()
+    with contextlib.closing(working(telling)) as place:
+        before = told(place, telling, 1)
+
+        def write() -> None:
+            for n in (100, 500, 3000, len(whole)):
+                telling.data.write_bytes(whole[:n])
+                time.sleep(0.3)
+
+        telling.data.write_bytes(whole[:50])
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert told(place, telling, 2) == before
+        writer.join()
+
+
+def test_the_agent_counts_what_is_not_sensitive_and_reads_nothing_itself(telling: AgentSettings) -> None:
+    save(telling, range(40))
+    with contextlib.closing(SampleWatch(telling)) as watch:
+        assert watch.counts == SampleCounts(n_shared=32, data_version=1, n_arrived=40)
+        save(telling, range(50), sensitive=range(40, 50))
+        watch.look()
+        assert watch.counts == SampleCounts(n_shared=32, data_version=1, n_arrived=40)
+        save(telling, range(60), sensitive=range(40, 50))
+        watch.look()
+        assert (watch.counts.data_version, watch.counts.n_arrived) == (2, 50)
+        with SampleStore(telling.home, telling.make_spec()) as store:
+            store.add(np.full((8, 8), 500, np.float32), 3, origin="http", sensitive=True)
+            watch.look()
+            assert watch.counts.data_version == 2
+            for k in range(600, 620):
+                store.add(np.full((8, 8), k, np.float32), 3, origin="http")
+        before = watch.counts.n_shared
+        watch.look()
+        assert (watch.counts.data_version, watch.counts.n_arrived) == (22, 70)
+        assert before < watch.counts.n_shared < before + 20
+        with contextlib.closing(working(telling)) as place:
+            found = told(place, telling, 1)
+        assert len(found.train) - len(found.marked) == watch.counts.n_shared, "as many as train"
+
+
+def test_a_source_that_cannot_be_read_is_said_once(telling: AgentSettings, caplog: pytest.LogCaptureFixture) -> None:
+    save(telling, range(40))
+    with contextlib.closing(SampleWatch(telling)) as watch:
+        telling.data.write_bytes(b"torn")
+        for _ in range(2):
+            watch.look()
+        assert caplog.text.count("event=samples_unreadable") == 1
+        assert watch.counts.n_shared == 32
+        save(telling, range(60))
+        watch.look()
+        assert watch.counts.n_arrived == 60
 
 
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -148,9 +148,11 @@ def test_a_sample_that_does_not_fit_is_refused(
 def test_the_task_is_noted_and_another_one_is_named(tmp_path: Path) -> None:
     with SampleStore(tmp_path) as samples, pytest.raises(ConfigError, match="does not know the task yet"):
         add(samples, x(1))
+    SampleStore(tmp_path, GREY).close()
     more = TaskSpec(name="t", classes=("a", "b", "c", "d"), input_shape=(2,), model="mlp")
-    for task in (TASK, more, TASK):
-        SampleStore(tmp_path, task).close()
+    for task in (TASK, more, TASK):  # GREY had no samples
+        with SampleStore(tmp_path, task) as samples:
+            samples.add(x(1), 0, origin="http")
     with SampleStore(tmp_path) as samples:
         assert samples.task == more
     other = TaskSpec(name="t", classes=("x", "y"), input_shape=(2,), model="mlp")

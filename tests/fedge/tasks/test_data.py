@@ -32,6 +32,16 @@ def test_labelled_samples_are_those_for_training_and_then_those_for_validation()
     assert y.tolist() == [0, 2, 2, 1, 0, 0]
 
 
+def test_further_samples_follow_in_each_part_and_the_former_ones_are_views() -> None:
+    first, more = data(), data(y_train=np.array([1, 1, 0, 0]), sensitive_val=np.array([True, False]))
+    both, own = first.extend(more)
+    assert both.y_train.tolist() == [0, 2, 2, 1, 1, 1, 0, 0]
+    assert both.sensitive.tolist() == [True, False, False, True] * 2
+    assert both.marks_val.tolist() == [False, False, True, False]
+    assert own.compute_digest() == first.compute_digest()
+    assert own.x_train.base is both.x_train
+
+
 def test_class_counts() -> None:
     assert data().count_classes(4).tolist() == [1, 1, 2, 0]
     assert data().count_classes(4, with_validation=True).tolist() == [3, 1, 2, 0]

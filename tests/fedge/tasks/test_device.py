@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks import load_task, read_device_data, read_device_inputs, read_labelled
+from fedge.tasks import DeviceData, load_task, read_device_data, read_device_inputs, read_labelled, read_parts
 
 WINDOWS = TaskSpec(
     name="arrays", classes=("a", "b"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(scale=2.0)
@@ -41,6 +41,17 @@ def test_without_split_a_fifth_is_held_out_by_the_seed(tmp_path: Path) -> None:
     assert not np.array_equal(data.x_val, other.x_val)
     everything = np.concatenate([data.x_train, data.x_val])[:, 0]
     assert sorted((2 * everything).tolist()) == list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_all_parts_of_a_source_are_those_that_its_device_trains_on_and_more(tmp_path: Path, is_given: bool) -> None:
+    more = {"split": np.array([0, 1, 2, 0, 2] * 4)} if is_given else {}
+    source = npz(tmp_path, sensitive=np.arange(20) % 3 == 0, **more)
+    parts, data = read_parts(WINDOWS, source, seed=4), read_device_data(WINDOWS, source, seed=4)
+    assert parts.is_given == is_given
+    assert len(parts.y) == 20
+    again = DeviceData.from_samples(parts.x, parts.y, sensitive=parts.sensitive, split=parts.split, seed=0)
+    assert again.compute_digest() == data.compute_digest()
 
 
 def test_without_marks_nothing_is_sensitive(tmp_path: Path) -> None:
@@ -156,6 +167,8 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     task = TaskSpec(name="my_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
     assert read_device_data(task, tmp_path, seed=9).x_train.tolist() == [[9, 9]] * 3
     assert read_device_inputs(task, tmp_path).tolist() == [[0, 0]] * 3
+    parts = read_parts(task, tmp_path, seed=9)
+    assert (parts.x.tolist(), parts.split.tolist(), parts.is_given) == ([[9, 9]] * 3, [0] * 3, True)
     code = (tmp_path / "my_sensor.py").read_text()
     (tmp_path / "other_sensor.py").write_text(code.replace("np.zeros(3, np.int64)", "np.full(3, 2)"))
     task = msgspec.structs.replace(task, name="other_sensor:Sensor")
