@@ -32,7 +32,7 @@ class CountedSamples(Protocol):
 
     counts: SampleCounts
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Bring the counts up to date."""
 
     def close(self) -> None:

@@ -374,7 +374,7 @@ class Agent:
         while True:
             await asyncio.sleep(max(self.context_interval_s, LOOK_SHARE * took_s))
             began = time.monotonic()
-            await run_in_daemon(samples.look)
+            await run_in_daemon(samples.refresh)
             took_s = time.monotonic() - began
             if samples.counts != self._told and self._transport.connected:
                 self._voice.send(self._make_status(Presence.ONLINE))

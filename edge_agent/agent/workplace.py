@@ -186,7 +186,7 @@ class SampleWatch:
         n_shared = count_shared(self._store) if self._settings.trains else 0
         return SampleCounts(n_shared, self._store.data_version, self._store.n_arrived)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Count again, and have a source that has changed read again; one that cannot be read is reported once.
 
         Raises:

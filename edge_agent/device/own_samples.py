@@ -55,9 +55,9 @@ class OwnSamples:
         Raises:
             StoreError: the store cannot be read.
         """
-        return self._data is None or self._source_has_changed() or self._store.revision != self._revision
+        return self._data is None or self._has_source_changed() or self._store.revision != self._revision
 
-    def _source_has_changed(self) -> bool:
+    def _has_source_changed(self) -> bool:
         return self._source is None or identify_source(self._store, self._path) != self._seen
 
     def read(self) -> DeviceData:
@@ -68,7 +68,7 @@ class OwnSamples:
             StoreError: the store cannot be read, or the validation samples cannot be saved.
         """
         self._data = None
-        if self._source is None or self._source_has_changed():
+        if self._source is None or self._has_source_changed():
             self._source = None
             self._source = self._read_source()
         self._revision = self._store.revision
@@ -111,5 +111,5 @@ class OwnSamples:
             return source, source
         x = preprocess(self._task, found.x)
         further = DeviceData.from_samples(x, found.y, sensitive=found.sensitive, split=found.place, seed=self._seed)
-        both, own = source.extend(further)
+        both, own = source.join(further)
         return own, both

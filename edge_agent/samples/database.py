@@ -111,7 +111,7 @@ class Database:
         Raises:
             StoreError: it cannot be written, and nothing of it was.
         """
-        with self._begin("BEGIN IMMEDIATE") as db:
+        with self._transact("BEGIN IMMEDIATE") as db:
             yield db
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class Database:
         Raises:
             StoreError: it cannot be read.
         """
-        with self._begin("BEGIN") as db:
+        with self._transact("BEGIN") as db:
             yield db
 
     def erase(self) -> None:
@@ -134,7 +134,7 @@ class Database:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextlib.contextmanager
-    def _begin(self, begin: str) -> Iterator[sqlite3.Connection]:
+    def _transact(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._lock, self._convert_failures():
             self._db.execute(begin)
             try:

@@ -100,7 +100,7 @@ def place_source(
             np.int64,
         )
         placed = Placed(place, marks, ~np.array(deleted, np.bool_))
-        _note(db, keys, placed, y, n_new=0 if not len(y) else sum(not k[1] for k in keys if k not in known))
+        _record(db, keys, placed, y, n_new=0 if not len(y) else sum(not k[1] for k in keys if k not in known))
         save_fact(db, _SEEN, seen)
     return placed
 
@@ -153,7 +153,7 @@ def _forget_other_inputs(db: sqlite3.Connection, store: SampleStore) -> None:
     save_fact(db, "source_inputs", inputs)
 
 
-def _note(db: sqlite3.Connection, keys: list[_Key], placed: Placed, y: NDArray[np.int64], *, n_new: int) -> None:
+def _record(db: sqlite3.Connection, keys: list[_Key], placed: Placed, y: NDArray[np.int64], *, n_new: int) -> None:
     """Note the places, and count a change of what is not sensitive."""
     places = placed.place.tolist()
     rows = [(*key, place, kept) for key, place, kept in zip(keys, places, placed.kept.tolist(), strict=True)]

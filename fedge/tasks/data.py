@@ -98,7 +98,7 @@ class DeviceData:
         x_val, y_val, marks = _convert_part(task, "validation", self.x_val, self.y_val, self.marks_val)
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
 
-    def extend(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
+    def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
         """Return the data with further samples, and the data themselves, now as part of the former in memory."""
         n, m = self.n_train, len(self.y_val)
         x_train, y_train = (np.concatenate(pair) for pair in zip(self.training, more.training, strict=True))

@@ -682,7 +682,7 @@ class Growing:
         self.next = self.counts
         self.closed = False
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self.counts = self.next
 
     def close(self) -> None:

@@ -439,19 +439,19 @@ def test_the_agent_counts_what_is_not_sensitive_and_reads_nothing_itself(telling
     with contextlib.closing(SampleWatch(telling)) as watch:
         assert watch.counts == SampleCounts(n_shared=32, data_version=1, n_arrived=40)
         save(telling, range(50), sensitive=range(40, 50))
-        watch.look()
+        watch.refresh()
         assert watch.counts == SampleCounts(n_shared=32, data_version=1, n_arrived=40)
         save(telling, range(60), sensitive=range(40, 50))
-        watch.look()
+        watch.refresh()
         assert (watch.counts.data_version, watch.counts.n_arrived) == (2, 50)
         with SampleStore(telling.home, telling.make_spec()) as store:
             store.add(np.full((8, 8), 500, np.float32), 3, origin="http", sensitive=True)
-            watch.look()
+            watch.refresh()
             assert watch.counts.data_version == 2
             for k in range(600, 620):
                 store.add(np.full((8, 8), k, np.float32), 3, origin="http")
         before = watch.counts.n_shared
-        watch.look()
+        watch.refresh()
         assert (watch.counts.data_version, watch.counts.n_arrived) == (22, 70)
         assert before < watch.counts.n_shared < before + 20
         with contextlib.closing(working(telling)) as place:
@@ -464,11 +464,11 @@ def test_a_source_that_cannot_be_read_is_said_once(telling: AgentSettings, caplo
     with contextlib.closing(SampleWatch(telling)) as watch:
         telling.data.write_bytes(b"torn")
         for _ in range(2):
-            watch.look()
+            watch.refresh()
         assert caplog.text.count("event=samples_unreadable") == 1
         assert watch.counts.n_shared == 32
         save(telling, range(60))
-        watch.look()
+        watch.refresh()
         assert watch.counts.n_arrived == 60
 
 

@@ -34,7 +34,7 @@ def test_labelled_samples_are_those_for_training_and_then_those_for_validation()
 
 def test_further_samples_follow_in_each_part_and_the_former_ones_are_views() -> None:
     first, more = data(), data(y_train=np.array([1, 1, 0, 0]), sensitive_val=np.array([True, False]))
-    both, own = first.extend(more)
+    both, own = first.join(more)
     assert both.y_train.tolist() == [0, 2, 2, 1, 1, 1, 0, 0]
     assert both.sensitive.tolist() == [True, False, False, True] * 2
     assert both.marks_val.tolist() == [False, False, True, False]
