@@ -101,8 +101,9 @@ class DeviceData:
     def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
         """Return the data with further samples, and the data themselves, now as part of the former in memory."""
         n, m = self.n_train, len(self.y_val)
-        x_train, y_train = (np.concatenate(pair) for pair in zip(self.training, more.training, strict=True))
-        x_val, y_val = (np.concatenate(pair) for pair in zip(self.validation, more.validation, strict=True))
+        x_train = np.concatenate([self.x_train, more.x_train])
+        y_train = np.concatenate([self.y_train, more.y_train])
+        x_val, y_val = np.concatenate([self.x_val, more.x_val]), np.concatenate([self.y_val, more.y_val])
         marks = np.concatenate([self.sensitive, more.sensitive])
         marks_val = np.concatenate([self.marks_val, more.marks_val])
         both = DeviceData(x_train, y_train, marks, x_val, y_val, marks_val)
