@@ -14,7 +14,7 @@ from msgspec import Struct
 from coordinator.store.records import Device
 from fedge.errors import ProtocolError
 from fedge.settings import NAME
-from fedge.wire.messages import Context, Health, Presence, Status
+from fedge.wire.messages import Context, DriftKind, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
 """Most known ids, so that a client that invents names cannot fill the memory. Devices of the last round always have a
@@ -177,7 +177,7 @@ class Registry:
         if topic_id not in self._health and len(self._health) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
         self._health[topic_id] = health
-        if health.drift:
+        if self._drifts(topic_id):
             self._changed.set()
 
     def get_incarnation(self, device_id: str) -> str | None:
@@ -304,10 +304,12 @@ class Registry:
 
     def _make_incarnation(self, device_id: str) -> str:
         own = self._known[device_id].status.incarnation
-        return f"{own}/{self._health[device_id].release}" if self._drifts(device_id) else own
+        return f"{own}/{_get_drift_release(self._health[device_id])}" if self._drifts(device_id) else own
 
     def _drifts(self, device_id: str) -> bool:
-        return device_id in self._health and self._health[device_id].drift
+        """Return whether a device needs another bundle; other class shares alone are answered on the device."""
+        health = self._health.get(device_id)
+        return health is not None and health.drift and health.drift_kind is not DriftKind.SHARES
 
     async def wait_for_devices(self, n: int) -> tuple[Device, ...]:
         """Wait until `n` devices can be asked."""
@@ -347,7 +349,16 @@ def _describe(
         "n_samples": n_samples,
         "withholds": list(withholds),
         "health": None if health is None else {name: msgspec.to_builtins(getattr(health, name)) for name in SHOWN},
+        "drift": health is not None and health.drift,
+        "drift_held": health is not None and health.drift and _get_drift_release(health) != health.release,
+        "drift_kind": None if health is None or health.drift_kind is None else str(health.drift_kind),
+        "at_work": None if health is None or health.at_work is None else msgspec.to_builtins(health.at_work),
     }
+
+
+def _get_drift_release(health: Health) -> int:
+    """Return the release whose answers showed the drift; an older runtime names none and means the one in service."""
+    return health.drift_release or health.release
 
 
 def _is_news_only(before: Status, now: Status) -> bool:

@@ -102,6 +102,11 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    adapt_prior: Annotated[
+        bool,
+        Heading.PREDICTION,
+        "While nothing drifts but the classes' shares, the probabilities of a device follow these (docs/runtime.md).",
+    ] = False
     broker: Annotated[
         str | None, Heading.BROKER, "Sensors are answered at this MQTT broker, too; it is named as in `fedge agent`."
     ] = None
@@ -145,6 +150,8 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     with contextlib.ExitStack() as held:
         models = [] if settings.home is None else [_load_device(settings, None, settings.home, held, rules)]
         models += [_load_model(settings, *_parse_folder(folder), held, rules) for folder in folders]
+        if settings.adapt_prior and not any(model.link for model in models):
+            raise ConfigError("--adapt-prior is for a device: its validation samples say how its classes are shared")
         names = [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")
@@ -201,9 +208,8 @@ def _load_device(
     slots = held.enter_context(lock_slots(home))
     if slots.running is None and (first := find_inbox_bundle(home, 0, slots.state.refused)) is not None:
         install_bundle(home, slots, read_bundle(first))
-    answering = ActiveBundle(slots, Limits(), _make_options(settings))
-    waits = settings.broker is not None and home == settings.home
-    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules, waits=waits)
+    answering = ActiveBundle(slots, Limits(), _make_options(settings), adapts_prior=settings.adapt_prior)
+    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules)
     return _Model(name or answering.runtime.task.name, answering, link)
 
 

@@ -50,6 +50,7 @@ class Prediction:
             candidate's output was not finite, or if engine lazy did not run the candidate.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
         usual: lowest and highest free energy of a sample that is not flagged.
+        adapted: whether the probabilities follow other class shares than the bundle's (`deploy.inference.prior`).
     """
 
     class_index: NDArray[np.int64]
@@ -59,6 +60,7 @@ class Prediction:
     energies: Floats
     latency_ms: float
     usual: tuple[float, float] = (-math.inf, math.inf)
+    adapted: bool = False
 
     def __repr__(self) -> str:
         """Describe the predictions in a line, however many samples there are."""
@@ -162,6 +164,12 @@ class Runtime:
             latency_ms=(time.perf_counter() - begin) * 1000,
             usual=self._usual,
         )
+
+    def adapt(self, answer: Prediction, probabilities: Floats) -> Prediction:
+        """Return predictions with other probabilities (n, C), and the classes that follow from these."""
+        index = probabilities.argmax(axis=1).astype(np.int64)
+        names = tuple(self.task.classes[i] for i in index)
+        return replace(answer, class_index=index, class_name=names, probabilities=probabilities, adapted=True)
 
     def add_batch_axis(self, x: NDArray[Any]) -> NDArray[Any]:
         """Return raw samples with a batch axis, (1, ...) for one sample; a batch is unchanged.

@@ -14,9 +14,10 @@ from deploy.inference.runtime import Runtime
 from deploy.serving import protocol
 from deploy.serving.batching import Answer, Batcher, BusyError
 from deploy.updates.answering import ActiveBundle
-from deploy.updates.quality import Drift
+from deploy.updates.drift import Drift
 from fedge.bundle.manifest import Manifest, Reference
 from fedge.errors import ConfigError
+from fedge.wire.messages import DriftKind
 
 
 class FixedModel:
@@ -25,18 +26,17 @@ class FixedModel:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         reference = runtime.manifest.reference
-        self._drift = Drift(reference) if isinstance(reference, Reference) else None
+        self._drift = Drift(reference if isinstance(reference, Reference) else None)
 
     @property
-    def drifted(self) -> bool:
-        """Whether inputs have left the bundle's reference; False without a reference."""
-        return self._drift is not None and self._drift.drifted
+    def drift_kind(self) -> DriftKind | None:
+        """In which way inputs have left the bundle's reference; None if they have not, or without a reference."""
+        return self._drift.kind
 
     def answer(self, x: protocol.Samples) -> Answer:
         """Predict raw samples."""
         prediction = self.runtime.predict(x)
-        if self._drift is not None:
-            self._drift.observe(prediction.weights, prediction.energies)
+        self._drift.observe(prediction.weights, prediction.energies, prediction.probabilities)
         return self.runtime, prediction
 
     def add_feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
@@ -73,9 +73,9 @@ class ServedModel:
         return self.model.runtime.manifest
 
     @property
-    def drifted(self) -> bool:
-        """Whether inputs have left the bundle's reference."""
-        return self.model.drifted
+    def drift_kind(self) -> DriftKind | None:
+        """In which way recent samples differ from those that the bundle is for; None if they do not."""
+        return self.model.drift_kind
 
     async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
         """Answer a request.
@@ -99,9 +99,13 @@ class ServedModel:
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
             "engine": runtime.engine,
-            "drifted": self.model.drifted,
+            "drifted": (kind := self.model.drift_kind) is not None,
             "latency_ms": round(prediction.latency_ms, 3),
         }
+        if kind is not None:
+            parameters["drift_kind"] = str(kind)
+        if prediction.adapted:
+            parameters["adapted"] = True
         with self.statistics.written.measure():
             return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 

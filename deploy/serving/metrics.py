@@ -9,6 +9,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 
 from deploy.serving.endpoints import ServedModel
 from deploy.serving.statistics import OUTCOMES, SECONDS
+from fedge.wire.messages import DriftKind
 from fedge.wire.openmetrics import make_metric
 
 
@@ -41,9 +42,16 @@ def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away
     ):
         rows = [(labels, value) for (_, _, labels), value in zip(each, values, strict=True)]
         yield make_metric("counter", f"fedge_serve_{name}", about, ["model"], rows)
-    rows = [(labels, float(model.drifted)) for model, _, labels in each]
+    rows = [(labels, float(model.drift_kind is not None)) for model, _, labels in each]
     yield make_metric(
-        "gauge", "fedge_serve_drifted", "1 if inputs have drifted from the bundle's reference.", ["model"], rows
+        "gauge", "fedge_serve_drifted", "1 if recent samples differ from those of the bundle.", ["model"], rows
+    )
+    yield make_metric(
+        "gauge",
+        "fedge_serve_drift_kind",
+        "1 for the kind of drift: other class shares, other inputs, or labels that contradict.",
+        ["model", "kind"],
+        [([m.name, str(kind)], float(m.drift_kind is kind)) for m, _, _ in each for kind in DriftKind],
     )
     rows = [(labels, model.manifest.release) for model, _, labels in each]
     yield make_metric("gauge", "fedge_serve_release", "Release of the bundle in service.", ["model"], rows)

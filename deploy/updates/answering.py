@@ -12,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.inference.engines import EngineOptions
+from deploy.inference.prior import SharesEstimate
 from deploy.inference.runtime import Prediction, Runtime, load_update
+from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
-from deploy.updates.quality import MAX_COMPARED, Drift, PairedTest
+from deploy.updates.quality import MAX_COMPARED, PairedTest, measure_home
 from deploy.updates.slots import Slots
 from fedge.bundle.manifest import Reference, compute_bundle_digest
+from fedge.data.validation import FILE, load_validation
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
-from fedge.wire.messages import Outliers, Quality
+from fedge.system.files import get_version
+from fedge.wire.messages import DriftKind, Outliers, Quality
 
 log = logging.getLogger("fedge.deploy")
 
@@ -35,8 +39,13 @@ class ActiveBundle:
     switch fails no request.
     """
 
-    def __init__(self, slots: Slots, limits: Limits, how: EngineOptions = EngineOptions()) -> None:
+    def __init__(
+        self, slots: Slots, limits: Limits, how: EngineOptions = EngineOptions(), *, adapts_prior: bool = False
+    ) -> None:
         """Load the bundle that `slots.boot()` returns; `how.engine` runs every bundle that supports it.
+
+        If `adapts_prior`, probabilities follow the classes' shares while these are all that drifts
+        (`deploy.inference.prior`).
 
         Raises:
             ConfigError: nothing was ever installed.
@@ -45,6 +54,7 @@ class ActiveBundle:
         self._slots = slots
         self.limits: Final = limits
         self.how: Final = how
+        self._adapts_prior = adapts_prior
         self._lock = threading.RLock()
         self.n_predictions = self.n_failed = 0  # since the process began
         self._failed_in_a_row = 0
@@ -67,6 +77,10 @@ class ActiveBundle:
         """Why the slots' running bundle cannot be loaded, until the slots have recorded that; else ""."""
         self.no_way_back = ""
         """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
+        self._drift = Drift(None)
+        self._estimate: SharesEstimate | None = None
+        self._validation: object = None
+        """Version of the file of validation samples from which shares at home are known, or were sought in vain."""
         folder = slots.boot()
         if folder is None:
             raise ConfigError(
@@ -87,13 +101,44 @@ class ActiveBundle:
     def outliers(self) -> Outliers | None:
         """Counts of the samples seen and flagged by the bundle in service; None if the bundle has no reference."""
         with self._lock:
-            return None if self._drift is None else self._outliers
+            return self._outliers if isinstance(self._runtime.manifest.reference, Reference) else None
 
     @property
-    def drifted(self) -> bool:
-        """Whether the device's inputs have left the bundle's reference."""
+    def alarm(self) -> Alarm | None:
+        """In which way recent samples differ from those that the bundle is for; None if they do not."""
         with self._lock:
-            return self._drift is not None and self._drift.drifted
+            return self._drift.alarm
+
+    @property
+    def drift_kind(self) -> DriftKind | None:
+        """The kind of the alarm, or None."""
+        alarm = self.alarm
+        return None if alarm is None else alarm.kind
+
+    def raise_alarm(self, alarm: Alarm | None) -> None:
+        """Take over the alarm of a process before; it goes out when recent answers fit again."""
+        with self._lock:
+            self._drift.hold(alarm)
+
+    def learn_home(self, home: Path) -> None:
+        """Learn how the classes are shared at home from HOME/validation.npz, once for each bundle. Slow.
+
+        A file that is missing or damaged changes nothing; it is read as soon as there is another.
+        """
+        runtime, version = self._runtime, get_version(home / FILE)
+        with self._lock:
+            if self._drift.home is not None or self._validation == version:
+                return
+        try:
+            known = measure_home(runtime, load_validation(home, runtime.task))
+        except Exception as error:  # noqa: BLE001 - the bundle answers without it
+            log.warning("event=no_validation reason=%r", str(error))
+            known = None
+        with self._lock:
+            if runtime is self._runtime:
+                self._validation, self._drift.home = version, known
+                if known is not None and self._adapts_prior:
+                    self._estimate = SharesEstimate(known.shares)
 
     def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
         """Predict raw samples with `Runtime.predict`; also return the bundle used, since it may change meanwhile.
@@ -109,8 +154,7 @@ class ActiveBundle:
         except Exception as error:
             self._record_failure(runtime, error)
             raise
-        self._record(runtime, answer)
-        return runtime, answer
+        return runtime, self._record(runtime, answer)
 
     def add_feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
         """Compare the running and the previous bundle on raw samples (n, ...) with true class numbers (n,).
@@ -140,6 +184,13 @@ class ActiveBundle:
                     self._paired.observe(before, now)
                     if self._paired.n >= MAX_COMPARED and not self._explain_worse():
                         self._stop_comparing()
+
+    def record_labels(self, runtime: Runtime, answer: Prediction, y: NDArray[np.integer]) -> None:
+        """Record the true class numbers (n,) of samples that this bundle answered; they may contradict it."""
+        sure = answer.probabilities[np.arange(len(y)), answer.class_index]
+        with self._lock:
+            if runtime is self._runtime:
+                self._drift.observe_labels(answer.class_index == y, sure)
 
     @property
     def worse_reason(self) -> str:
@@ -274,7 +325,10 @@ class ActiveBundle:
         )
         with self._lock:
             self._runtime = runtime
-            self._drift = Drift(reference) if isinstance(reference, Reference) else None
+            self._drift = Drift(
+                reference if isinstance(reference, Reference) else None, runtime.manifest.release, self._drift.alarm
+            )
+            self._estimate, self._validation = None, None
             self._outliers = Outliers(seen=0, flagged=0)
             self._on_trial = False
             self.no_way_back = ""
@@ -283,23 +337,28 @@ class ActiveBundle:
             self._trial_began = time.monotonic()
             self._before, self._rival, self._paired = before, None, PairedTest()
 
-    def _record(self, runtime: Runtime, answer: Prediction) -> None:
-        complaint = ""
+    def _record(self, runtime: Runtime, answer: Prediction) -> Prediction:
+        """Count an answer, and return it as it goes to the caller."""
+        complaint, given = "", answer
         with self._lock:
             n = len(answer.class_index)
             self.n_predictions += n
             if runtime is not self._runtime:
-                return
+                return answer
             self._failed_in_a_row = 0
             seen, flagged = self._outliers.seen + n, self._outliers.flagged + int(answer.outlier.sum())
             self._outliers = Outliers(seen=seen, flagged=flagged)
-            if self._drift is not None:
-                self._drift.observe(answer.weights, answer.energies)
+            self._drift.observe(answer.weights, answer.energies, answer.probabilities)
+            if self._estimate is not None:
+                probabilities = self._estimate.observe(answer.probabilities)
+                if self._drift.kind is DriftKind.SHARES:
+                    given = runtime.adapt(answer, probabilities)
             if self._on_trial:
                 complaint = self._record_trial(n, answer.latency_ms)
                 self._on_trial = not complaint
         if complaint:
             self._revert(runtime, complaint)
+        return given
 
     def _record_trial(self, n: int, latency_ms: float) -> str:
         """Count work on trial; return why to give the bundle up, or "". The lock is held."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -39,20 +39,28 @@ from deploy.updates.decision import (
     explain_too_large,
     find_manifest_digest,
 )
+from deploy.updates.drift import Alarm
 from deploy.updates.examination import examine_bundle
-from deploy.updates.introduction import Introduction
 from deploy.updates.slots import Slots, find_inbox_bundle
-from fedge.bundle.campaign import read_campaign
 from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import make_speaker
-from fedge.privacy.egress import INTRODUCED, REVEALED_FIELDS, Revealed, Rules, WithheldError, without_figures
+from fedge.privacy.egress import Rules, WithheldError, without_figures
 from fedge.system.files import BlobFolder, compute_digest, get_versions, read_kept, write_atomically
 from fedge.system.hardware import measure_temperature_c
 from fedge.system.logs import Lines
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, decode_message, encode_message
+from fedge.wire.messages import (
+    Announcement,
+    BlobRef,
+    Health,
+    Phase,
+    Quality,
+    Rollout,
+    decode_message,
+    encode_message,
+)
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
@@ -62,6 +70,8 @@ if TYPE_CHECKING:
     from deploy.updates.trust import Trust
 
 log = logging.getLogger("fedge.deploy")
+
+K = TypeVar("K", bound=Struct)
 
 MAX_RELEASE_BYTES: Final = 4 << 30
 """Most bytes of parts that a device fetches for one release."""
@@ -81,6 +91,8 @@ MEND_S: Final = 24 * 3600.0
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
 
+DRIFT: Final = "drift.json"
+"""Name of the file in HOME that keeps an alarm, since a process that starts again has forgotten the samples."""
 REMEMBERED: Final = 8
 """Number of latest bundles from rollouts whose origin is remembered: those in the slots, and some refused ones."""
 
@@ -119,8 +131,7 @@ class Link:
 
     No peer can end it; what fails now is tried again later, while the device stays in service. Without a broker,
     `follow()` alone handles the inbox. The link may be attached to another transport later. `rules` are the owner's
-    rules on what may leave the device. `waits`: whether bundles of a campaign wait for its introduction, since a broker
-    announces it.
+    rules on what may leave the device.
     """
 
     device_id: str
@@ -129,23 +140,22 @@ class Link:
     slots: Slots
     answering: ActiveBundle
     rules: Rules = Rules()
-    waits: bool = False
 
     def __post_init__(self) -> None:
         self._topics = Topics(self.federation)
         self._rollout: Rollout | None = None
         self._distrusted = ""  # why the last announcement is ignored
-        self._outcome = _read_outcome(self.home)
-        self._introduction = Introduction(self.home, self.device_id, waits=self.waits)
-        self._introduced: Health | None = None  # as last published
+        self._outcome = _read_json(self.home / "outcome.json", Outcome) or Outcome()
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
+        self._alarm = _read_json(self.home / DRIFT, Alarm)
+        self.answering.raise_alarm(self._alarm)
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
         self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # an announcement's claim, and why it failed
         self._n_failures = 0  # consecutive failures of that announcement
         self._retry_at = 0.0
-        self._no_way_back: str | None = None  # id of the aborted rollout or introduction that could not be reverted
+        self._no_way_back: str | None = None  # id of the aborted rollout whose bundle could not be reverted
         self._fetching = False
         self._lines = Lines()
         self._news = asyncio.Event()
@@ -169,7 +179,6 @@ class Link:
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         await transport.subscribe(self._topics.rollout, self._on_rollout)
-        await transport.subscribe(self._topics.introduction, self._on_introduction)
         transport.on_connect(self._on_connect)
 
     # ------------------------------------------------------------------------------------------------- inwards
@@ -187,16 +196,6 @@ class Link:
         self._distrusted = ""
         if not inbound.retained:  # its sender is connected and may serve the files
             self._retry_at = 0.0
-        self._news.set()
-
-    async def _on_introduction(self, inbound: Inbound) -> None:
-        """Hear how far a campaign's bundles may go, from the coordinator that had them made."""
-        if not inbound.payload:
-            self._introduction.announced = None
-        else:
-            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
-            self._introduction.announced = decode_message(payload, Rollout)
-        self._unsaid.set()
         self._news.set()
 
     def _verify_announcement(self, payload: bytes) -> Rollout | None:
@@ -221,8 +220,7 @@ class Link:
             yield Trust(self.home)
 
     async def _on_connect(self) -> None:
-        self._introduced = None
-        self._unsaid.set()  # the broker may have lost the retained messages
+        self._unsaid.set()  # the broker may have lost the retained health
 
     # ------------------------------------------------------------------------------------------------- deciding
 
@@ -239,6 +237,7 @@ class Link:
                     mended_at = time.monotonic()
                     await asyncio.to_thread(self.slots.repair)
                 pause_s = await self._run_step()
+                await asyncio.to_thread(self._watch_drift)
             except (FedgeError, OSError) as error:  # may be repaired later; the bundle in memory stays in service
                 log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
                 pause_s = LOOK_S
@@ -249,18 +248,12 @@ class Link:
 
     async def _run_step(self) -> float:
         """Take the next step; return the seconds to wait until the following one, unless a rollout arrives earlier."""
-        running = self.answering.runtime
-        self._introduction.adopt_running(running.manifest.release, running.digest)
         rollout, inbox = self._rollout, self._find_inbox_bundle()
         situation = self._make_situation(rollout, inbox)
         match decide(situation):
             case Decision.GO_BACK:
                 assert rollout is not None
-                await self._revert(rollout.id, f"aborted: rollout {rollout.id}")
-            case Decision.RECALL:
-                assert self._introduction.announced is not None
-                recalled = self._introduction.announced.id
-                await self._revert(recalled, f"aborted: introduction {recalled}")
+                await self._revert(rollout)
             case Decision.SETTLE:
                 await asyncio.to_thread(self.answering.settle)
                 self._update_health()
@@ -279,6 +272,19 @@ class Link:
                 return min(max(left, 0.01), LOOK_S) if situation.waiting else LOOK_S
         return 0.0
 
+    def _watch_drift(self) -> None:
+        """Learn what is usual for the bundle in service, and keep the alarm for the next process."""
+        self.answering.learn_home(self.home)
+        alarm = self.answering.alarm
+        if alarm == self._alarm:
+            return
+        log.warning("event=drift kind=%s", "none" if alarm is None else alarm.kind)
+        if alarm is None:
+            (self.home / DRIFT).unlink(missing_ok=True)
+        else:
+            write_atomically(self.home / DRIFT, msgspec.json.encode(alarm))
+        self._alarm = alarm
+
     def _make_situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
         state = self.slots.state
         always = Situation(
@@ -286,7 +292,6 @@ class Link:
             on_trial=state.trial is not None,
             inbox=inbox is not None,
             worse=self.answering.worse_reason != "",
-            recalled=self._is_recalled(),
             stuck=self.answering.no_way_back,
         )
         if rollout is None:
@@ -317,14 +322,8 @@ class Link:
         """Return the newest inbox bundle above the one in service that was not refused, or None."""
         runtime = self.answering.runtime
         known = {*self.slots.state.refused, runtime.digest}
-        left = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
-        left |= self._introduction.list_held(runtime.manifest.release)
-        return find_inbox_bundle(self.home, runtime.manifest.release, known, left)
-
-    def _is_recalled(self) -> bool:
-        introduction = self._introduction
-        known = introduction.announced is not None and introduction.announced.id == self._no_way_back
-        return not known and introduction.is_recalled(self.answering.runtime.digest)
+        damaged = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
+        return find_inbox_bundle(self.home, runtime.manifest.release, known, damaged)
 
     def _is_wanted(self, rollout: Rollout) -> bool:
         """Return whether the work begun for this rollout is still wanted."""
@@ -339,12 +338,10 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------- doing
 
-    async def _revert(self, aborted: str, reason: str) -> None:
-        """Return to the previous bundle, because the rollout or introduction with the id `aborted` was aborted."""
-        before = self.answering.runtime.digest
-        await asyncio.to_thread(self.answering.revert, reason)
-        if self.answering.runtime.digest == before:
-            self._no_way_back = aborted
+    async def _revert(self, rollout: Rollout) -> None:
+        await asyncio.to_thread(self.answering.revert, f"aborted: rollout {rollout.id}")
+        if self.answering.runtime.digest == find_manifest_digest(rollout):
+            self._no_way_back = rollout.id
         self._update_health()
 
     async def _install(self, rollout: Rollout) -> None:
@@ -481,13 +478,9 @@ class Link:
         data = (folder / MANIFEST).read_bytes()
         try:
             if self._parse_manifest(data, bundle.digest) is not None:
-                self._introduction.examining = read_campaign(folder) > 0
-                self._update_health()
                 await self._examine_and_switch(data, None, folder)
         except UpdateRejected as error:
             self._record_refusal(bundle.digest, str(error))
-        finally:
-            self._introduction.examining = False
         self._update_health()
 
     async def _examine_and_switch(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
@@ -505,11 +498,8 @@ class Link:
         signed = self._outcome.signed
         if rollout is not None:
             signed = (digest, *(known for known in signed if known != digest))[:REMEMBERED]
-        campaign = 0 if folder is None else read_campaign(folder)
-        if fit and (self._introduction.is_held(campaign) or (rollout is not None and not self._is_wanted(rollout))):
+        if fit and rollout is not None and not self._is_wanted(rollout):
             return
-        if campaign:
-            self._introduction.record_examination(campaign, digest, found)
         self._save_outcome(
             Outcome(
                 rollout=None if rollout is None else rollout.id,
@@ -545,10 +535,6 @@ class Link:
         health = self._make_health()
         said = self._health
         self._health = health
-        if self._introduced is not None and _without_volatile(self._introduced) != _without_volatile(
-            self._make_introduced()
-        ):
-            self._unsaid.set()
         if said is None or _without_volatile(said) != _without_volatile(health):
             log.info("event=health phase=%s release=%d reason=%r", health.phase, health.release, health.reason)
             self._unsaid.set()
@@ -577,12 +563,15 @@ class Link:
             temperature_c=measure_temperature_c(),
             n_predictions=self.answering.n_predictions,
             n_failed=self.answering.n_failed,
-            drift=self.answering.drifted,
+            drift=(alarm := self.answering.alarm) is not None,
+            drift_kind=None if alarm is None else alarm.kind,
+            drift_release=0 if alarm is None else alarm.release,
             outliers=self.answering.outliers if by_rollout else None,
         )
 
     async def publish_health(self) -> None:
         """Publish the device's health when it changes and at least every `HEALTH_S` seconds, until cancelled."""
+        topic = self._topics.make_agent_topic(self.device_id, "health")
         while True:
             try:
                 async with asyncio.timeout(HEALTH_S):
@@ -591,33 +580,13 @@ class Link:
                 self._health = self._make_health()
             self._unsaid.clear()
             if self._health is not None:
-                await self._publish("health", self._health, REVEALED_FIELDS[Health])
-            introduced = self._make_introduced()
-            said = self._introduced
-            news = said is None or _without_volatile(said) != _without_volatile(introduced)
-            if self.waits and (news or self._introduction.is_under_way):
-                self._introduced = introduced
-                await self._publish("introduced", introduced, INTRODUCED)
-
-    def _make_introduced(self) -> Health:
-        runtime, state = self.answering.runtime, self.slots.state
-        return self._introduction.make_health(
-            runtime.manifest.release,
-            runtime.digest,
-            state.refused.get(self._introduction.digest),
-            on_trial=state.trial is not None,
-            at=time.time(),
-        )
-
-    async def _publish(self, leaf: str, health: Health, revealed: Revealed) -> None:
-        topic = self._topics.make_agent_topic(self.device_id, leaf)
-        try:
-            told = without_figures(self.rules, self.home).strip(health, revealed)
-            await self._transport.publish(topic, self._signed.seal(topic, encode_message(told)), retain=True)
-        except WithheldError:
-            log.info("event=withheld topic=%s", topic)
-        except (TransportError, StoreError) as error:
-            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+                try:
+                    health = without_figures(self.rules, self.home).strip(self._health)
+                    await self._transport.publish(topic, self._signed.seal(topic, encode_message(health)), retain=True)
+                except WithheldError:
+                    log.info("event=withheld topic=%s", topic)
+                except (TransportError, StoreError) as error:
+                    log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
 
 
 def _without_volatile(health: Health) -> Health:
@@ -625,7 +594,8 @@ def _without_volatile(health: Health) -> Health:
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
 
 
-def _read_outcome(home: Path) -> Outcome:
-    with contextlib.suppress(StoreError):  # the device answers even if its folder cannot be read or written
-        return read_kept(home / "outcome.json", msgspec.json.Decoder(Outcome).decode) or Outcome()
-    return Outcome()
+def _read_json(path: Path, kind: type[K]) -> K | None:
+    """Read a file of the home; the device answers even if its folder cannot be read or written."""
+    with contextlib.suppress(StoreError):
+        return read_kept(path, msgspec.json.Decoder(kind).decode)
+    return None

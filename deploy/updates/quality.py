@@ -1,4 +1,4 @@
-"""A bundle's quality on the device's validation samples, its comparison on samples labelled later, and input drift."""
+"""A bundle's quality on the device's validation samples, and its comparison on samples labelled later."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.inference.runtime import Runtime
+from deploy.updates.drift import HomeReference, compute_deviations, compute_home_reference
 from fedge.bundle.energies import compute_free_energy, compute_gate_entropy
 from fedge.bundle.manifest import Reference
 from fedge.data.validation import Validation
@@ -18,18 +19,16 @@ from fedge.wire.messages import Quality
 
 BATCH: Final = 64
 """Samples in one call; this bounds the memory."""
+HOME_BATCH: Final = 8
+"""Number of samples in one call while requests may wait for the processor."""
+MAX_HOME: Final = 500
+"""Most validation samples that are predicted to know the classes' shares at home."""
 TIMED: Final = 30
 """Number of single samples that are timed."""
 MAX_COMPARED: Final = 1000
 """Labelled samples after which the comparison with the previous bundle ends."""
 ERROR: Final = 0.01
 """Highest probability that a bundle as good as the previous one is ever judged worse."""
-WINDOW: Final = 200
-"""Number of samples in the window of the exponential mean that averages drift."""
-CERTAINTY: Final = 4.0
-"""Standard errors of the window's mean that a shift must exceed to count as drift, so that chance alone hardly does."""
-NEGLIGIBLE: Final = 0.5
-"""Largest shift, in deviations of single samples, that never counts as drift, however certain it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,20 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
     )
 
 
-def find_correct(runtime: Runtime, samples: Validation) -> NDArray[np.bool_]:
-    """Return whether a bundle is right on each labelled sample, (n,)."""
-    assert samples.y is not None
-    found = [runtime.predict_inputs(samples.x[i : i + BATCH]).class_index for i in range(0, len(samples.y), BATCH)]
-    correct: NDArray[np.bool_] = np.concatenate([*found, np.zeros(0, np.int64)]) == samples.y
-    return correct
+def measure_home(runtime: Runtime, validation: Validation) -> HomeReference | None:
+    """Predict up to `MAX_HOME` unmarked validation samples, in small batches beside the requests; None without any."""
+    (kept,) = np.nonzero(validation.reportable)
+    kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), MAX_HOME)).astype(int)] if len(kept) else kept
+    if not len(kept):
+        return None
+    answers = [runtime.predict_inputs(validation.x[kept[i : i + HOME_BATCH]]) for i in range(0, len(kept), HOME_BATCH)]
+    predicted = np.concatenate([answer.class_index for answer in answers])
+    return compute_home_reference(
+        np.concatenate([answer.probabilities for answer in answers]),
+        np.concatenate([answer.weights for answer in answers]),
+        np.concatenate([answer.energies for answer in answers]),
+        None if validation.y is None else predicted == validation.y[kept],
+    )
 
 
 def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
@@ -131,70 +138,3 @@ def _measure_median_ms(runtime: Runtime, x: NDArray[np.float32]) -> float:
         runtime.predict_inputs(x[i % len(x)][np.newaxis])
         times.append((time.perf_counter() - begin) * 1000)
     return float(np.median(times[len(times) // 5 :]))
-
-
-# ------------------------------------------------------------------------------------------------------------ drift
-
-
-@dataclass(slots=True)
-class _ExponentialMean:
-    """Exponential mean of a stream, with its effective number of samples."""
-
-    value: float = 0.0
-    weight: float = 0.0  # Σ of the samples' weights
-    square: float = 0.0  # Σ of their squares
-
-    def observe(self, x: float) -> None:
-        keep = 1 - 1 / WINDOW
-        self.weight = self.weight * keep + 1
-        self.square = self.square * keep**2 + 1
-        self.value += (x - self.value) / self.weight
-
-    @property
-    def n_effective(self) -> float:
-        return self.weight**2 / self.square if self.square else 0.0
-
-
-class Drift:
-    """Detects whether recent samples differ from those of the bundle's reference; `observe` all predictions.
-
-    Both the free energy and the gate's entropy are watched. A shift counts if it exceeds `NEGLIGIBLE` standard
-    deviations of single samples and also `CERTAINTY` standard errors, including the reference's own error.
-    """
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-        self._free, self._entropy = _ExponentialMean(), _ExponentialMean()
-        self._seen = 0
-
-    def observe(self, weights: NDArray[np.floating], energies: NDArray[np.floating]) -> None:
-        """Add the outputs of a prediction, (n, M) each; samples without a usable candidate are ignored."""
-        for free, entropy in zip(
-            compute_free_energy(weights, energies).tolist(), compute_gate_entropy(weights).tolist(), strict=True
-        ):
-            if math.isfinite(free):
-                self._free.observe(free)
-                self._entropy.observe(entropy)
-                self._seen += 1
-
-    @property
-    def shift(self) -> tuple[float, float]:
-        """Shift of free energy and gate entropy, in deviations of the reference's samples."""
-        r = self._reference
-        return (
-            compute_deviations(self._free.value - r.free_energy_mean, r.free_energy_std) if self._seen else 0.0,
-            compute_deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std) if self._seen else 0.0,
-        )
-
-    @property
-    def drifted(self) -> bool:
-        """Whether the shift is certain and large; False until a whole window of samples was seen."""
-        if self._seen < WINDOW:
-            return False
-        error = math.sqrt(1 / self._free.n_effective + 1 / self._reference.n)
-        return max(map(abs, self.shift)) > max(NEGLIGIBLE, CERTAINTY * error)
-
-
-def compute_deviations(shift: float, std: float) -> float:
-    """Return `shift` in units of `std`; `std` counts as at least 0.05, since few samples may be constant by chance."""
-    return shift / max(std, 0.05)

@@ -28,6 +28,7 @@ from fedge.settings import read_section, resolve
 from fedge.steps.contract import Action, Reveals, decode_result, encode_body, fields_of
 from fedge.system.text import Heading, suggest_nearest
 from fedge.wire.messages import (
+    AtWork,
     Capabilities,
     Context,
     Health,
@@ -69,8 +70,9 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
         "phase": Reveals.VERDICT,
         "reason": Reveals.TEXT,
         "temperature_c": Reveals.LOAD,
-        **dict.fromkeys(("n_predictions", "n_failed", "drift", "outliers"), Reveals.USE),
+        **dict.fromkeys(("n_predictions", "n_failed", "drift", "drift_kind", "drift_release", "outliers"), Reveals.USE),
     },
+    AtWork: dict.fromkeys(("right", "wrong", "recent"), Reveals.WORK),
     Quality: {
         "n": Reveals.COUNT,
         **dict.fromkeys(("accuracy", "gate_entropy", "free_energy"), Reveals.LOSS),
@@ -79,17 +81,11 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
 }
 """The kind that each field of a message reveals, results of steps aside; unlisted fields reveal nothing of the data."""
 
-INTRODUCED: Final[Revealed] = {
-    **REVEALED_FIELDS[Health],
-    **dict.fromkeys(("before", "now"), Reveals.PERSONAL),
-}
-"""The kinds of a Health about an introduction, whose figures are of bundles that have learned from all samples."""
-
 PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
     "strict": frozenset(
         {Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.ACCOUNTED, Reveals.MASKED, Reveals.VERDICT}
     ),
-    "default": frozenset(Reveals) - {Reveals.PRIVATE, Reveals.PERSONAL},
+    "default": frozenset(Reveals) - {Reveals.PRIVATE, Reveals.WORK},
 }
 
 MESSAGES: Final[Mapping[str, Any]] = {
@@ -99,7 +95,6 @@ MESSAGES: Final[Mapping[str, Any]] = {
     "wants": Want,
     "release-wants": Want,
     "health": Health,
-    "introduced": Health,
 }
 """A device's messages by the last level of the topic. Devices also send blobs, predictions and certificate requests."""
 
@@ -174,7 +169,7 @@ def without_figures(rules: Rules, home: Path) -> Rules:
     The outcome of a rollout, one bit (docs/privacy.md), may still leave if the owner allows it.
     """
     private = os.path.lexists(home / PRIVACY_LEDGER)
-    return Rules(rules.allowed - {Reveals.LOSS, Reveals.PERSONAL, Reveals.USE, Reveals.TEXT}) if private else rules
+    return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.WORK, Reveals.TEXT}) if private else rules
 
 
 def read_rules(home: Path | None, own: Path | None, config: Path | None) -> Rules:
@@ -288,8 +283,7 @@ class Door:
             _require_same(encode_message(message), data)
             if isinstance(message, Report):
                 return self._inspect_report(message)
-            kinds = iterate_kinds(message, INTRODUCED if leaf == "introduced" else None)
-            return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds))
+            return Seen(leaf, getattr(message, "order_id", ""), frozenset(iterate_kinds(message)))
         if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
             return Seen(leaf, "", frozenset())
         if leaf == "blobs" and rest and rest[0] in self._blobs:

@@ -286,18 +286,12 @@ class RolloutState(StrEnum):
     ABORTED = "aborted"  # devices with the new release return to the previous one
     DONE = "done"  # all stages completed
 
-    @classmethod
-    def _missing_(cls, value: object) -> RolloutState | None:
-        return cls.PAUSED if isinstance(value, str) else None  # the state is from a newer fedge: begin nothing
 
-
-class Rollout(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, tag="rollout"):
+class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
     """Which part of the fleet should run which release; the signed metadata prove the release genuine.
 
     A device takes part if it is one of `canaries`, or if its place (`fedge.wire.rollout.compute_place`, in [0, 1)) is
-    below `share`. `version` increases with every announcement, across rollouts. Unknown fields are ignored.
-
-    In the introduction of a campaign's personal bundles, `release` is the campaign's number, and nothing is signed.
+    below `share`. `version` increases with every announcement, across rollouts.
     """
 
     id: Id
@@ -334,12 +328,8 @@ class Phase(StrEnum):
     ROLLED_BACK = "rolled_back"  # activated, then reverted
     FAILED = "failed"  # not fetched or stored; will be retried
 
-    @classmethod
-    def _missing_(cls, value: object) -> Phase | None:
-        return cls.FAILED if isinstance(value, str) else None  # the phase is from a newer fedge: it is not waited for
 
-
-class Quality(Struct, frozen=True, kw_only=True):
+class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A bundle's quality on the device's own non-sensitive samples; None where nothing was measured."""
 
     n: Count  # non-sensitive validation samples
@@ -349,18 +339,31 @@ class Quality(Struct, frozen=True, kw_only=True):
     latency_ms: NonNegative | None = None  # median of single samples
 
 
-class Outliers(Struct, frozen=True, kw_only=True):
+class Outliers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Samples that the bundle in service has seen in this process, and how many of them it flagged as outliers."""
 
     seen: Count
     flagged: Count
 
 
-class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, omit_defaults=True, tag="health"):
-    """The health of a device's runtime; retained, published on change and from time to time.
+class DriftKind(StrEnum):
+    """In which way a device's recent samples differ from those that its bundle is for."""
 
-    Unknown fields are ignored. Earlier versions of fedge refuse them, so defaults are left out.
-    """
+    SHARES = "shares"  # the classes come in other shares
+    INPUTS = "inputs"  # the samples look different
+    LABELS = "labels"  # labelled samples contradict the bundle
+
+
+class AtWork(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Answers of the bundle in service that were labelled later, on the device's non-sensitive samples."""
+
+    right: Count
+    wrong: Count
+    recent: Share | None = None  # accuracy on the latest of them; None if there are few
+
+
+class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="health"):
+    """The health of a device's runtime; retained, published on change and from time to time."""
 
     device_id: Id
     at: NonNegative  # seconds since the epoch, device clock
@@ -374,8 +377,11 @@ class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, o
     temperature_c: float | None = None
     n_predictions: Count = 0  # since the process started
     n_failed: Count = 0
-    drift: bool = False  # energies or gate have left the bundle's reference
+    drift: bool = False  # recent samples differ from those that the bundle is for
     outliers: Outliers | None = None  # only for a bundle from a rollout, if it has a reference
+    drift_kind: DriftKind | None = None  # None without drift, and from a runtime that cannot tell
+    drift_release: Count = 0  # release of the bundle whose answers showed the drift; older than `release` if it is new
+    at_work: AtWork | None = None  # accuracy at work; only if the owner allows it
 
 
 Message = Status | Context | Order | Report | Ack | Beacon | Claim | Want | Rollout | Announcement | Health

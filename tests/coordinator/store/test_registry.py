@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+import msgspec
 import pytest
 
 from coordinator.store.records import Device
 from coordinator.store.registry import MAX_DEVICES, Registry
 from fedge.errors import ProtocolError
-from fedge.wire.messages import Capabilities, Context, Health, Phase, Presence, SiteDevice, Status
+from fedge.wire.messages import (
+    AtWork,
+    Capabilities,
+    Context,
+    DriftKind,
+    Health,
+    Phase,
+    Presence,
+    SiteDevice,
+    Status,
+)
 
 NOW = 1e9
 
@@ -207,6 +218,32 @@ def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> No
     calm, drifting, new = seen[0], seen[1], seen[5]
     assert seen == [calm, drifting, drifting, calm, drifting, new]
     assert len({calm, drifting, new}) == 3
+
+
+def test_an_alarm_that_a_new_bundle_took_over_is_no_reason_to_ask_again() -> None:
+    registry = here("a")
+    seen = []
+    for release, judged in ((1, 1), (2, 1), (2, 2)):
+        told = msgspec.structs.replace(health(drift=True, release=release), drift_release=judged)
+        registry.handle_health("a", told)
+        seen.append((registry.list_online()[0].incarnation, registry.describe_devices()["a"]["drift_held"]))
+    incarnations = [incarnation for incarnation, _ in seen]
+    assert incarnations[1] == incarnations[0] != incarnations[2]
+    assert [held for _, held in seen] == [False, True, False]
+
+
+def test_other_class_shares_alone_need_no_other_bundle() -> None:
+    registry = here("a")
+    calm = registry.list_online()
+    for kind, needs in ((DriftKind.SHARES, False), (DriftKind.INPUTS, True), (DriftKind.LABELS, True)):
+        registry.handle_health("a", msgspec.structs.replace(health(drift=True), drift_kind=kind))
+        assert registry.list_online()[0].drift is needs
+        assert (registry.list_online() == calm) is not needs
+        told = registry.describe_devices()["a"]
+        assert (told["drift"], told["drift_kind"], told["at_work"]) == (True, str(kind), None)
+    work = AtWork(right=3, wrong=1, recent=0.75)
+    registry.handle_health("a", msgspec.structs.replace(health(drift=False), at_work=work))
+    assert registry.describe_devices()["a"]["at_work"] == {"right": 3, "wrong": 1, "recent": 0.75}
 
 
 async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:

@@ -13,10 +13,11 @@ from deploy.inference.runtime import load
 from deploy.serving import protocol
 from deploy.serving.endpoints import FixedModel
 from deploy.updates.answering import ActiveBundle
+from deploy.updates.drift import WINDOW
 from deploy.updates.examination import Limits
-from deploy.updates.quality import WINDOW
 from deploy.updates.slots import Slots
 from fedge.errors import ConfigError
+from fedge.wire.messages import DriftKind
 
 from ..bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
 from ..served import binary, body, golden, outputs, served
@@ -120,9 +121,9 @@ REFERENCE = {
 def test_what_a_bundle_was_not_made_for_drifts_and_is_flagged(tmp_path):
     model = FixedModel(load(variant(tmp_path / "1", release=1, reference=REFERENCE)))
     noise = np.random.default_rng(0).uniform(0, 16, (WINDOW, 8, 8)).astype(np.float32)
-    assert not model.drifted
+    assert model.drift_kind is None
     _, prediction = model.answer(noise)
-    assert model.drifted
+    assert model.drift_kind is DriftKind.INPUTS
     assert prediction.outlier.any()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -11,13 +12,16 @@ import pytest
 
 from deploy.inference.engines import EngineOptions
 from deploy.updates.answering import LATENCY_WINDOW, MAX_FAILED, ActiveBundle
+from deploy.updates.drift import MIN_FITTING, WINDOW, Alarm
 from deploy.updates.examination import Limits
 from deploy.updates.slots import MAX_STARTS, Slots
 from fedge.bundle.manifest import read_bundle
+from fedge.data.preprocessing import preprocess
+from fedge.data.validation import Validation
 from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.wire.messages import Outliers
+from fedge.wire.messages import DriftKind, Outliers
 
-from ..bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
+from ..bundles import CLASSES, GOLDEN, digest, other_gate, poor_gate, source, variant
 from ..faults import no_room
 
 pytestmark = pytest.mark.torch_free
@@ -520,3 +524,117 @@ def test_a_bundle_that_lacks_the_engines_graph_runs_fused(slots, tmp_path, many,
     assert slots.state.refused == {}
     assert caplog.text.count(f"event=engine_missing bundle={answering.runtime.digest} engine={engine}") == 1
     answering.answer(many)
+
+
+# ------------------------------------------------------------------------------------------------------------ drift
+
+TIGHT = {
+    "n": 1000, "free_energy_mean": 0.0, "free_energy_std": 1e-3, "gate_entropy_mean": 0.0,
+    "gate_entropy_std": 1.0, "outlier_above": 1e-3,
+}  # fmt: skip
+"""A reference that no sample fits."""
+WIDE = TIGHT | {"free_energy_std": 1e6, "gate_entropy_std": 1e6}
+"""A reference that every sample fits."""
+
+
+def ask(answering, x, n):
+    for _ in range(n // 50):
+        answering.answer(np.tile(x, (50, *[1] * (x.ndim - 1))))
+
+
+def keep(home, answering, x, n, y=None):
+    """Validation samples, n times the same."""
+    inputs = preprocess(answering.runtime.task, x)
+    Validation(np.repeat(inputs, n, axis=0), y).save(home)
+
+
+@pytest.mark.parametrize("way", ["swap", "revert"])
+def test_no_switch_puts_an_alarm_out_but_a_window_of_answers_that_fit(way, tmp_path, x):
+    slots = Slots(tmp_path / "home")
+    put(slots, variant(tmp_path / "1", release=1, reference=WIDE if way == "revert" else TIGHT))
+    slots.confirm()
+    answering = ActiveBundle(slots, LIMITS)
+    if way == "revert":
+        put(slots, variant(tmp_path / "2", release=2, gate=other_gate, reference=TIGHT))
+        answering.swap()
+    ask(answering, x, 2 * WINDOW)
+    raised = Alarm(DriftKind.INPUTS, release(answering))
+    assert answering.alarm == raised
+
+    if way == "swap":
+        put(slots, variant(tmp_path / "2", release=2, gate=other_gate, reference=WIDE))
+        answering.swap()
+    else:
+        answering.revert("labelled samples said so")
+
+    assert release(answering) != raised.release
+    ask(answering, x, WINDOW - 50)
+    assert answering.alarm == raised
+    ask(answering, x, 50)
+    assert answering.alarm is None
+
+
+def test_what_is_usual_at_home_is_learnt_once_for_each_bundle_and_when_the_file_comes(slots, tmp_path, x):
+    answering = ActiveBundle(slots, LIMITS)
+    home = tmp_path / "home"
+    answering.learn_home(home)
+    assert answering._drift.home is None
+    (home / "validation.npz").write_bytes(b"nothing")
+    answering.learn_home(home)
+    assert answering._drift.home is None
+
+    keep(home, answering, x, 30)
+    answering.learn_home(home)
+    known = answering._drift.home
+    assert known.n == 30
+    answering.learn_home(home)
+    assert answering._drift.home is known
+
+    second(slots, tmp_path)
+    answering.swap()
+    assert answering._drift.home is None
+    answering.learn_home(home)
+    assert answering._drift.home.n == 30
+
+
+def test_labels_of_answers_contradict_or_clear(slots, tmp_path, x):
+    answering = ActiveBundle(slots, LIMITS)
+    _, prediction = answering.answer(x)
+    keep(tmp_path / "home", answering, x, 60, np.repeat(prediction.class_index, 60))
+    answering.learn_home(tmp_path / "home")
+    wrong = (prediction.class_index + 1) % CLASSES
+
+    for _ in range(12):
+        answering.record_labels(answering.runtime, prediction, wrong)
+    assert answering.drift_kind is DriftKind.LABELS
+
+    for _ in range(20 * MIN_FITTING):
+        answering.record_labels(answering.runtime, prediction, prediction.class_index)
+    assert answering.drift_kind is None
+
+
+def test_the_prior_follows_the_shares_only_if_asked_and_only_while_shares_drift(tmp_path, x):
+    slots = Slots(tmp_path / "home")
+    put(slots, variant(tmp_path / "1", release=1, reference=WIDE))
+    slots.confirm()
+    plain, adapting = (ActiveBundle(slots, LIMITS, adapts_prior=adapts) for adapts in (False, True))
+    keep(tmp_path / "home", plain, x, 60)
+    n_classes = plain.runtime.task.n_classes
+    for answering in (plain, adapting):
+        answering.learn_home(tmp_path / "home")
+        usual = answering._drift.home = replace(answering._drift.home, energies=None)  # all of its samples are the same
+        ask(answering, x, WINDOW)
+        _, answer = answering.answer(x)
+        assert (answering.alarm, answer.adapted) == (None, False)
+        answering._drift.home = replace(usual, n=1000, shares=np.eye(n_classes)[0] * 0.9 + 0.1 / n_classes)
+        assert answering.drift_kind is DriftKind.SHARES
+
+    assert np.array_equal(plain.answer(x)[1].probabilities, answer.probabilities)
+    _, adapted = adapting.answer(x)
+    assert adapted.adapted
+    assert adapted.probabilities.sum() == pytest.approx(1)
+    assert adapted.probabilities.max() > answer.probabilities.max()
+    assert adapted.class_name == (plain.runtime.task.classes[int(adapted.class_index[0])],)
+
+    adapting._drift.home = usual
+    assert not adapting.answer(x)[1].adapted

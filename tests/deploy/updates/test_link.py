@@ -27,6 +27,7 @@ from deploy.updates.decision import (
     explain_too_large,
     find_manifest_digest,
 )
+from deploy.updates.drift import Alarm
 from deploy.updates.examination import Limits
 from deploy.updates.link import MAX_RELEASE_BYTES, SPARE_DISK_BYTES, Link, Outcome
 from deploy.updates.slots import Slots
@@ -38,6 +39,7 @@ from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.packet_limits import SMALL_CHUNK
 from fedge.wire.messages import (
     Announcement,
+    DriftKind,
     FileRef,
     Health,
     Phase,
@@ -94,7 +96,6 @@ def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
         (situation(ABORTED, running=NEW, switched=True, no_way_back=True, stuck="disk: x"), Decision.SETTLE),
         (situation(stuck="disk: x"), Decision.INSTALL),  # a new bundle may be what helps
         (Situation(running=OLD, inbox=True, stuck="disk: x"), Decision.TAKE_IN),
-        (Situation(running=OLD, recalled=True, on_trial=True, inbox=True), Decision.RECALL),
     ],
 )
 def test_what_is_next(now, do):
@@ -110,9 +111,7 @@ def test_what_is_next(now, do):
         (situation(running=NEW, on_trial=True), (Phase.TRIAL, "")),
         (situation(running=NEW), (Phase.SERVING, "")),
         (situation(running=NEW, refused="accuracy: x", stuck="disk: x"), (Phase.FAILED, "disk: x")),
-        (situation(refused="accuracy: x"), (Phase.KEPT, "accuracy: x")),
-        (situation(refused="accuracy: x", switched=True), (Phase.ROLLED_BACK, "accuracy: x")),
-        (situation(refused="latency: x"), (Phase.REFUSED, "latency: x")),
+        (situation(refused="accuracy: x"), (Phase.REFUSED, "accuracy: x")),
         (situation(ABORTED, refused="aborted: x", switched=True), (Phase.ROLLED_BACK, "aborted: x")),
         (situation(judged="forged: x"), (Phase.REFUSED, "forged: x")),
         (situation(judged="forged: x", takes_part=False), (Phase.SERVING, "")),
@@ -454,6 +453,43 @@ async def test_it_tells_no_figures_from_the_first_training_with_differential_pri
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_alarm_is_told_with_its_kind_and_outlives_process_and_bundle(home, monkeypatch):
+    monkeypatch.setattr("deploy.updates.link.LOOK_S", 0.02)
+    raised = Alarm(DriftKind.INPUTS, 1)
+
+    async def run(until, begin=lambda answering: None):
+        """A process that runs until its Health says so; its last Health."""
+        slots, transport = Slots(home), Unheard()
+        answering = ActiveBundle(slots, Limits(probation_s=0, latency_slack_ms=1e6))
+        link = Link("pi", "test", home, slots, answering)
+        await link.attach(transport)
+        begin(answering)
+        running = asyncio.gather(link.follow(), link.publish_health())
+        try:
+            async with asyncio.timeout(300):
+                while not transport.published or not until(  # noqa: ASYNC110
+                    said := decode_message(transport.published[-1], Health)
+                ):
+                    await asyncio.sleep(0.02)
+                while (home / "drift.json").exists() is not said.drift:  # noqa: ASYNC110 - a thread does it
+                    await asyncio.sleep(0.02)
+            return said
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    said = await run(lambda health: health.drift, lambda answering: answering.raise_alarm(raised))
+    assert (said.drift_kind, said.drift_release) == (DriftKind.INPUTS, 1)
+    variant(home / "bundles" / "2", release=2, gate=other_gate)
+
+    said = await run(lambda health: (health.release, health.phase) == (2, Phase.SERVING))
+
+    assert (said.drift, said.drift_kind, said.drift_release) == (True, DriftKind.INPUTS, 1)
+    said = await run(lambda health: not health.drift, lambda answering: answering.raise_alarm(None))
+    assert (said.drift_kind, said.drift_release) == (None, 0)
+    assert ActiveBundle(Slots(home), Limits()).alarm is None
 
 
 async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):

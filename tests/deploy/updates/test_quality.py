@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from deploy import load
-from deploy.updates.quality import ERROR, WINDOW, Drift, PairedTest, _compute_indecision, measure_quality
-from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_reference
+from deploy.updates.quality import ERROR, MAX_HOME, PairedTest, _compute_indecision, measure_home, measure_quality
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy
 from fedge.data.validation import Validation
 
 from ..bundles import GOLDEN, broken_gate, variant
@@ -147,68 +147,22 @@ def test_an_equal_bundle_is_rarely_given_up_however_often_one_looks():
     assert given_up <= 2 * ERROR * 400
 
 
-NAN = math.nan
+def test_what_is_usual_at_home_is_known_from_unmarked_validation_samples(samples):
+    runtime = load(GOLDEN)
+    inputs = inputs_of(runtime, samples)
+    wanted = runtime.predict(samples)
+    marks = np.zeros(len(inputs), np.bool_)
+    marks[::2] = True
+    y = np.where(marks, (wanted.class_index + 1) % runtime.task.n_classes, wanted.class_index)
 
+    found = measure_home(runtime, Validation(inputs, y, marks))
 
-def yardstick(rng, n):
-    """What a bundle that was made with n such samples carries."""
-    found, _ = compute_reference(*outputs(rng, n))
-    return found
-
-
-def outputs(rng, n, *, shift=0.0):
-    """Weights and energies of n samples, two candidates."""
-    first = rng.beta(8, 2, n)
-    return np.stack([first, 1 - first], axis=1), rng.normal(-shift, 1, (n, 2))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_samples_like_those_before_are_no_drift(seed):
-    rng = np.random.default_rng(seed)
-    drift = Drift(yardstick(rng, 30))
-
-    for _ in range(30):
-        drift.observe(*outputs(rng, 50))
-        assert not drift.drifted
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_shift_is_flagged_after_a_window_and_cleared_when_it_is_over(seed):
-    rng = np.random.default_rng(seed)
-    drift = Drift(yardstick(rng, 60))
-    drift.observe(*outputs(rng, 1000))
-
-    drift.observe(*outputs(rng, 3 * WINDOW, shift=2.0))
-    assert drift.drifted is True  # Health knows no bool of numpy's
-    assert drift.shift[0] > 1
-
-    drift.observe(*outputs(rng, 10 * WINDOW))
-    assert not drift.drifted
-
-
-def test_a_gate_that_loses_its_mind_is_flagged_though_the_energies_are_as_before():
-    rng = np.random.default_rng(1)
-    drift = Drift(yardstick(rng, 60))
-    _, energies = outputs(rng, 3 * WINDOW)
-
-    drift.observe(np.full((3 * WINDOW, 2), 0.5), energies)
-
-    assert drift.drifted
-
-
-def test_nothing_is_said_before_a_whole_window():
-    rng = np.random.default_rng(2)
-    drift = Drift(yardstick(rng, 60))
-
-    drift.observe(*outputs(rng, WINDOW - 1, shift=9.0))
-
-    assert not drift.drifted
-
-
-def test_samples_without_a_usable_candidate_are_left_out():
-    drift = Drift(yardstick(np.random.default_rng(3), 60))
-
-    drift.observe(np.zeros((2 * WINDOW, 2)), np.full((2 * WINDOW, 2), NAN))
-
-    assert drift.shift == (0.0, 0.0)
-    assert not drift.drifted
+    assert found.n == (~marks).sum()
+    assert found.accuracy > 0.97
+    assert found.shares.sum() == pytest.approx(1)
+    assert found.shares == pytest.approx(wanted.probabilities[~marks].mean(axis=0), abs=0.01)
+    many = Validation(np.tile(inputs, (5, *[1] * (inputs.ndim - 1))), None)
+    assert len(many.x) > MAX_HOME
+    assert measure_home(runtime, many).n == MAX_HOME
+    assert measure_home(runtime, many).accuracy is None
+    assert measure_home(runtime, Validation(inputs, y, np.ones(len(inputs), np.bool_))) is None

@@ -12,7 +12,6 @@ from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.privacy.egress import (
     ALL,
     FILE,
-    INTRODUCED,
     MESSAGES,
     PRESETS,
     PRIVACY_LEDGER,
@@ -33,8 +32,10 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import SharePrivate
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.wire.messages import (
+    AtWork,
     Capabilities,
     Context,
+    DriftKind,
     Health,
     Outcome,
     Phase,
@@ -60,6 +61,9 @@ HEALTH = Health(
     reason="no file",
     now=Quality(n=4, accuracy=0.5),
     drift=True,
+    drift_kind=DriftKind.INPUTS,
+    drift_release=1,
+    at_work=AtWork(right=3, wrong=1, recent=0.75),
 )
 
 
@@ -71,9 +75,9 @@ def write(folder: Path, text: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- the owner's file
 
 
-def test_without_a_file_everything_but_what_learned_from_marked_samples_may_leave(tmp_path: Path) -> None:
+def test_without_a_file_everything_but_private_modules_and_accuracy_at_work_may_leave(tmp_path: Path) -> None:
     assert read_rules(tmp_path, None, None) == read_rules(None, None, None) == Rules()
-    assert Rules().withheld == (Reveals.PRIVATE, Reveals.PERSONAL)
+    assert Rules().withheld == (Reveals.PRIVATE, Reveals.WORK)
 
 
 def test_the_file_names_a_preset_and_kinds_beside_it(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_rules_in_the_configuration_of_the_process_are_refused_and_not_passed_ov
 def test_every_field_that_is_named_exists_and_the_rest_says_nothing_of_the_data() -> None:
     for kind, told in REVEALED_FIELDS.items():
         assert set(told) <= set(kind.__struct_fields__), kind
-    assert set(MESSAGES.values()) == set(REVEALED_FIELDS) - {Capabilities, Quality}
+    assert set(MESSAGES.values()) == set(REVEALED_FIELDS) - {AtWork, Capabilities, Quality}
 
 
 def test_strict_leaves_out_what_it_withholds() -> None:
@@ -325,28 +329,13 @@ def test_nothing_leaves_that_cannot_be_noted(tmp_path: Path) -> None:
         through(door(tmp_path), "context", Context(device_id="d"))
 
 
-def test_figures_of_the_devices_own_bundles_stay_unless_its_owner_lets_them_out(tmp_path: Path) -> None:
-    figures = {"before": Quality(n=31, accuracy=1.0), "now": Quality(n=31, accuracy=0.94)}
-    health = Health(device_id="d", at=1.0, phase=Phase.KEPT, release=2, **figures)
-    told = Rules().strip(health, INTRODUCED)
-    assert (told.phase, told.before, told.now) == (Phase.KEPT, None, None)
-    through(door(tmp_path, Rules()), "introduced", told)
-    through(door(tmp_path, Rules()), "health", health)
-    with pytest.raises(TransportError, match="how well its own bundles do"):
-        through(door(tmp_path, Rules()), "introduced", health)
-
-    open_ = Rules(Rules().allowed | {Reveals.PERSONAL})
-    assert open_.strip(health, INTRODUCED) == health
-    through(door(tmp_path, open_), "introduced", health)
-    (tmp_path / PRIVACY_LEDGER).write_text("{}")
-    assert without_figures(open_, tmp_path).strip(health, INTRODUCED).now is None
-
-
 def test_a_runtime_tells_no_figures_where_differential_privacy_was_promised(tmp_path: Path) -> None:
     quality = Quality(n=9, accuracy=0.9, free_energy=-1.0)
     health = Health(device_id="pi", at=1.0, phase=Phase.SERVING, release=2, now=quality, drift=True, n_predictions=7)
+    health = msgspec.structs.replace(health, drift_kind=DriftKind.LABELS, drift_release=2)
     assert without_figures(Rules(), tmp_path).strip(health) == health
     (tmp_path / PRIVACY_LEDGER).write_text("{}")
     told = without_figures(Rules(), tmp_path).strip(health)
-    assert (told.now, told.drift, told.n_predictions) == (Quality(n=9), False, 0)
+    assert (told.now, told.drift, told.drift_kind, told.drift_release) == (Quality(n=9), False, None, 0)
+    assert told.n_predictions == 0
     assert told.phase is Phase.SERVING

@@ -1,0 +1,305 @@
+"""Drift: whether a device's recent samples are still those that its bundle is for, and if not, in which way.
+
+Three kinds can be told apart:
+
+- shares: the classes come in other shares. The mean of the calibrated probabilities moves; free energies do not.
+- inputs: the samples look different. Free energies move, or the gate's entropy does though the shares do not.
+- labels: samples whose true class is known contradict the bundle although it is sure of its answers.
+
+An alarm goes out only when recent answers fit again. A new bundle takes over the alarm of the one before, since its own
+reference may be made of the samples of former times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_reference
+from fedge.bundle.manifest import Reference
+from fedge.wire.messages import Count, DriftKind
+
+Floats = NDArray[np.floating]
+
+WINDOW: Final = 200
+"""Number of samples in the window of the exponential mean that averages drift."""
+CERTAINTY: Final = 4.0
+"""Standard errors of the window's mean that a shift must exceed to count as drift, so that chance alone hardly does."""
+NEGLIGIBLE: Final = 0.5
+"""Largest shift, in deviations of single samples, that never counts as drift, however certain it is."""
+
+NEGLIGIBLE_AMONG_OTHERS: Final = 0.8
+"""As `NEGLIGIBLE`, while classes come in other shares: free energies by class are known from few samples."""
+SHARES_CERTAINTY: Final = 3.0
+"""As `CERTAINTY`, for the classes' shares: few validation samples tell little of them, and a false alarm costs less."""
+NEGLIGIBLE_SHARES: Final = 0.15
+"""Largest share of the samples with another class than at home that never counts as drift."""
+PSEUDO_SAMPLES: Final = 0.5
+"""Samples, of all classes equally, that are added to those at home, so that no class has a share of 0."""
+
+LABELS: Final = 60
+"""Number of latest labelled answers that are compared with what the bundle promises."""
+MIN_LABELS: Final = 10
+"""Fewest labelled answers that can contradict."""
+MIN_FITTING: Final = 30
+"""Fewest labelled answers among the last `WINDOW` ones that can clear an alarm."""
+FALSE_ALARM: Final = 1e-3
+"""Highest probability that labelled answers contradict a bundle that is as good as it promises."""
+PROMISE_MARGIN: Final = 0.05
+"""Accuracy by which a bundle may stay below what it promises."""
+
+
+class Alarm(Struct, frozen=True, forbid_unknown_fields=True):
+    """Drift of a kind, seen in the answers of the bundle with this release. Also the content of HOME/drift.json."""
+
+    kind: DriftKind
+    release: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HomeReference:
+    """What a bundle answers on the device's own validation samples.
+
+    Attributes:
+        n: the number of samples.
+        shares: the classes' shares by the calibrated probabilities, (C,), all above 0, sum 1.
+        accuracy: the share of right answers, drawn towards one half as by two more samples; None without labels.
+        energies: as in the manifest, for bundles whose manifest has no reference; None with fewer than 2 samples.
+        by_class: the mean free energy of each class, (C,), drawn towards the mean of all as by one more sample.
+        rest: the mean free energy that shares and `by_class` do not explain.
+    """
+
+    n: int
+    shares: NDArray[np.float64]
+    accuracy: float | None
+    energies: Reference | None
+    by_class: NDArray[np.float64]
+    rest: float
+
+
+def compute_home_reference(
+    probabilities: Floats, weights: Floats, energies: Floats, correct: NDArray[np.bool_] | None
+) -> HomeReference | None:
+    """Return the reference from answers (n, C), (n, M), (n, M) and whether they are right, (n,); None without any."""
+    n, n_classes = probabilities.shape
+    free = compute_free_energy(weights, energies)
+    kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
+    if not kept.any():
+        return None
+    free, p = free[kept], probabilities[kept].astype(np.float64)
+    total, found = p.sum(axis=0), compute_reference(weights, energies)
+    by_class = (p.T @ free + free.mean()) / (total + 1)
+    shares = total + PSEUDO_SAMPLES / n_classes
+    return HomeReference(
+        n=len(free),
+        shares=shares / shares.sum(),
+        accuracy=None if correct is None else float((correct.sum() + 1) / (n + 2)),
+        energies=None if found is None else found[0],
+        by_class=by_class,
+        rest=float((free - p @ by_class).mean()),
+    )
+
+
+@dataclass(slots=True)
+class _ExponentialMean:
+    """Exponential mean of a stream, with its effective number of samples."""
+
+    value: float = 0.0
+    weight: float = 0.0  # Σ of the samples' weights
+    square: float = 0.0  # Σ of their squares
+
+    def observe(self, x: float) -> None:
+        keep = 1 - 1 / WINDOW
+        self.weight = self.weight * keep + 1
+        self.square = self.square * keep**2 + 1
+        self.value += (x - self.value) / self.weight
+
+    @property
+    def n_effective(self) -> float:
+        return self.weight**2 / self.square if self.square else 0.0
+
+
+@dataclass(slots=True)
+class _MeanShares:
+    """Exponential mean of probabilities (C,), with its effective number of samples."""
+
+    value: NDArray[np.float64] | None = None
+    weight: float = 0.0
+    square: float = 0.0
+
+    def observe(self, probabilities: Floats) -> None:
+        """Add finite probabilities (n, C), oldest first."""
+        n, keep = len(probabilities), 1 - 1 / WINDOW
+        decay = keep ** np.arange(n - 1, -1, -1.0)
+        added = decay @ probabilities
+        before, lasting = self.weight, keep**n
+        self.weight = before * lasting + float(decay.sum())
+        self.square = self.square * lasting**2 + float((decay**2).sum())
+        self.value = (added if self.value is None else self.value * before * lasting + added) / self.weight
+
+    def differs(self, home: HomeReference) -> bool:
+        """Return whether the shares are others than at home, beyond chance and by more than is negligible.
+
+        Under equal shares Σ_c (p_c − h_c)² / (m_c (1/n + 1/n_home)), with the middle m of both, is at most about
+        chi-square with C − 1 degrees of freedom, as probabilities vary less than classes. Its quantile is that of
+        Wilson and Hilferty (1931).
+        """
+        if self.value is None:
+            return False
+        difference, middle = self.value - home.shares, (self.value + home.shares) / 2
+        if np.abs(difference).sum() / 2 <= NEGLIGIBLE_SHARES:
+            return False
+        error = self.square / self.weight**2 + 1 / home.n
+        chance = float((difference**2 / middle).sum()) / error
+        free = max(1, len(difference) - 1)
+        spread = 2 / (9 * free)
+        return chance > free * (1 - spread + SHARES_CERTAINTY * math.sqrt(spread)) ** 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    at: int  # number of answers before
+    right: bool
+    confidence: float
+
+
+class Drift:
+    """Detects whether recent samples differ from those of the bundle's reference; `observe` all predictions.
+
+    Both the free energy and the gate's entropy are watched. A shift counts if it exceeds `NEGLIGIBLE` standard
+    deviations of single samples and also `CERTAINTY` standard errors, including the reference's own error. `home` is
+    set later, when it is known. Labelled answers that fit overrule energies. `release` is the bundle's, and `held` is
+    the alarm of the bundle or process before.
+    """
+
+    def __init__(self, reference: Reference | None, release: int = 0, held: Alarm | None = None) -> None:
+        self._own = reference
+        self._release = release
+        self.home: HomeReference | None = None
+        self._held = held
+        self._free, self._entropy, self._shares = _ExponentialMean(), _ExponentialMean(), _MeanShares()
+        self._labelled: deque[_Labelled] = deque(maxlen=LABELS)
+        self._seen = 0
+
+    def observe(self, weights: Floats, energies: Floats, probabilities: Floats) -> None:
+        """Add the outputs of a prediction, (n, M), (n, M), (n, C); samples without a usable candidate are ignored."""
+        free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
+        kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
+        for free_energy, gate_entropy in zip(free[kept].tolist(), entropy[kept].tolist(), strict=True):
+            self._free.observe(free_energy)
+            self._entropy.observe(gate_entropy)
+        if kept.any():
+            self._shares.observe(probabilities[kept])
+        self._seen += int(kept.sum())
+        self._release_alarm()
+
+    def observe_labels(self, right: NDArray[np.bool_], confidence: Floats) -> None:
+        """Add whether answers (n,) of this bundle were right, and the probabilities of the classes that it named."""
+        for was_right, sure in zip(right.tolist(), confidence.tolist(), strict=True):
+            self._labelled.append(_Labelled(self._seen, bool(was_right), float(sure)))
+        self._release_alarm()
+
+    def hold(self, alarm: Alarm | None) -> None:
+        """Take over an alarm, such as that of a process before."""
+        self._held = alarm
+
+    @property
+    def shift(self) -> tuple[float, float]:
+        """Shift of free energy and gate entropy, in deviations of the reference's samples."""
+        r = self._reference
+        if r is None or not self._seen:
+            return 0.0, 0.0
+        return (
+            compute_deviations(self._free.value - r.free_energy_mean, r.free_energy_std),
+            compute_deviations(self._entropy.value - r.gate_entropy_mean, r.gate_entropy_std),
+        )
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """The alarm, or None; only labels count before a whole window of samples."""
+        kind = self._find_kind()
+        return self._held if kind is None else Alarm(kind, self._release)
+
+    @property
+    def kind(self) -> DriftKind | None:
+        """In which way recent samples differ, or None."""
+        alarm = self.alarm
+        return None if alarm is None else alarm.kind
+
+    @property
+    def _reference(self) -> Reference | None:
+        return self._own or (None if self.home is None else self.home.energies)
+
+    def _find_kind(self) -> DriftKind | None:
+        """Return the kind by this bundle's own answers."""
+        fits, whole = self._fits_labels(), self._seen >= WINDOW
+        others = whole and self.home is not None and self._shares.differs(self.home)
+        free, entropy = self._find_moved(NEGLIGIBLE_AMONG_OTHERS if others else NEGLIGIBLE) if whole else (False, False)
+        if (free or (entropy and not others)) and not fits:
+            return DriftKind.INPUTS
+        if self._is_contradicted():
+            return DriftKind.LABELS
+        return DriftKind.SHARES if others else None
+
+    def _find_moved(self, negligible: float) -> tuple[bool, bool]:
+        """Return whether free energy and gate entropy have moved, surely and by more than is negligible.
+
+        Where it is known what is usual at home, of the free energy only what the classes' shares do not explain counts.
+        """
+        if self._reference is None:
+            return False, False
+        n, (free, entropy) = self._reference.n, self.shift
+        if self.home is not None and self.home.energies is not None and self._shares.value is not None:
+            rest = self._free.value - float(self._shares.value @ self.home.by_class) - self.home.rest
+            n, free = self.home.n, compute_deviations(rest, self.home.energies.free_energy_std)
+        error = CERTAINTY * math.sqrt(1 / self._free.n_effective + 1 / n)
+        return abs(free) > max(negligible, error), abs(entropy) > max(NEGLIGIBLE, error)
+
+    def _compute_promise(self, labelled: list[_Labelled]) -> float:
+        """Return the accuracy that the bundle promises: as sure as it was, but no less than on the device's samples."""
+        sure = float(np.mean([one.confidence for one in labelled]))
+        known = 0.0 if self.home is None or self.home.accuracy is None else self.home.accuracy
+        return max(sure, known) - PROMISE_MARGIN
+
+    def _is_contradicted(self) -> bool:
+        """Return whether labelled answers are worse than promised, beyond chance.
+
+        With n answers of which a share a is right and the promise b > a, the probability of so few right answers is at
+        most exp(−n KL(a ‖ b)) (Chernoff 1952).
+        """
+        labelled = list(self._labelled)
+        if len(labelled) < MIN_LABELS:
+            return False
+        right, promised = float(np.mean([one.right for one in labelled])), self._compute_promise(labelled)
+        return right < promised and len(labelled) * _compute_divergence(right, promised) > -math.log(FALSE_ALARM)
+
+    def _fits_labels(self) -> bool:
+        """Return whether enough recent answers were labelled and are as good as promised."""
+        recent = [one for one in self._labelled if one.at > self._seen - WINDOW]
+        if len(recent) < MIN_FITTING:
+            return False
+        return float(np.mean([one.right for one in recent])) >= self._compute_promise(recent)
+
+    def _release_alarm(self) -> None:
+        """Drop the alarm of the bundle before once this one's answers fit."""
+        if self._held is None or self._find_kind() is not None:
+            return
+        whole = self._seen >= WINDOW and self._reference is not None and self._held.kind is not DriftKind.LABELS
+        if whole or self._fits_labels():
+            self._held = None
+
+
+def compute_deviations(shift: float, std: float) -> float:
+    """Return `shift` in units of `std`; `std` counts as at least 0.05, since few samples may be constant by chance."""
+    return shift / max(std, 0.05)
+
+
+def _compute_divergence(a: float, b: float) -> float:
+    """Return KL(a ‖ b) of two probabilities with 0 < b < 1."""
+    return sum(p * math.log(p / q) for p, q in ((a, b), (1 - a, 1 - b)) if p > 0)
