@@ -23,6 +23,26 @@ class Problem(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Streak(Struct, frozen=True, kw_only=True):
+    """Equal troubles in a row. `since`, `last`: when the first and the last came, in seconds since the epoch.
+
+    `reason`: of the last one. `name`: of a refusal.
+    """
+
+    count: int
+    since: float
+    last: float
+    reason: str
+    name: str = ""
+
+
+def prolong_streak(before: Streak | None, reason: str, now: float, name: str = "") -> Streak:
+    """Return the streak with one more; a refusal by another name begins anew."""
+    if before is None or before.name != name:
+        return Streak(count=1, since=now, last=now, reason=reason, name=name)
+    return Streak(count=before.count + 1, since=before.since, last=now, reason=reason, name=name)
+
+
 def select_reasons(problems: Mapping[str, Problem], since: int = 0) -> dict[str, str]:
     """Return the reasons by device id, those of rounds from `since` on."""
     return {i: problem.reason for i, problem in problems.items() if problem.round >= since}

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from coordinator.store.requests import request_action
 from coordinator.store.store import Store
+from coordinator.watch.attention import describe_attention
 from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, open_store
 from coordinator.watch.state import Watch, read_summary
 from coordinator.watch.words import format_age, make_event_values
@@ -71,7 +72,10 @@ def _format_share(value: float | None) -> str:
 @STORE
 @JSON
 def devices(home: Path, store: str | None, as_json: bool) -> int:
-    """List the devices of a federation: state, last message, bundle, accuracy, outliers, and why it takes no part.
+    """List the devices of a federation: state, bundle, accuracy, outliers, what is wrong, and why it takes no part.
+
+    The column *heard* says when a device was last known to be connected, *serve* whether its `fedge serve` runs. What
+    is wrong with the server comes before.
 
     Examples:
       fedge devices --home shop
@@ -83,16 +87,19 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     found = state["devices"]
     if text := state["coordinator"]["text"]:
         click.echo(text, err=True)
+    for line in describe_attention([item for item in state["attention"] if not item["device"]]):
+        click.echo(escape_controls(line), err=True)
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "device": itemgetter("id"),
         "state": lambda d: "in quarantine" if d["quarantine"] else d["presence"],
         "heard": lambda d: format_age(d["seen_at"]),
+        "serve": lambda d: "-" if d["serving"] == "none" else d["serving"],
         "release": lambda d: d["release"] or "-",
         "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
         "trained": itemgetter("trained"),
         "accuracy": lambda d: _format_share(d["accuracy"][-1][1] if d["accuracy"] else None),
         "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
-        "why": itemgetter("why"),
+        "why": lambda d: "; ".join([*d["attention"], *([d["why"]] if d["why"] else [])]),
     }
     return _print_table(found, as_json, columns)
 

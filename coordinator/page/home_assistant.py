@@ -1,6 +1,8 @@
 """The devices of a federation in Home Assistant, through its MQTT discovery.
 
-    homeassistant/device/fedge_FEDERATION_ID/config   the device's entities, retained
+    homeassistant/device/fedge_FEDERATION/config      the server's entities, retained
+    fedge-home/FEDERATION/server                      their values, as JSON, retained
+    homeassistant/device/fedge_FEDERATION_ID/config   a device's entities, retained
     fedge-home/FEDERATION/devices/ID                  their values, as JSON, retained
     fedge-home/FEDERATION/available                   online or offline, retained: offline is the last will
 
@@ -27,7 +29,7 @@ from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.ui")
 
-LOOK_S: Final = 10.0
+LOOK_S: Final = 2.0
 """Pause between two looks for what has changed."""
 GOODBYE_S: Final = 2.0
 MAX_TEXT: Final = 255
@@ -50,21 +52,28 @@ def parse_broker(url: str) -> BrokerSettings:
 
 
 def iterate_messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Iterate over the retained messages about the devices, by topic. `state`: from `Watch.get_state`."""
+    """Iterate over the retained messages about server and devices, by topic. `state`: from `Watch.get_state`."""
     federation = state["federation"]
+    server = f"fedge_{_encode_name(federation)}"
+    yield from _iterate_about(federation, server, f"fedge ({federation})", "server", _collect_server_figures(state))
     for device in state["devices"]:
-        topic = f"{_make_root(federation)}/devices/{device['id']}"
-        name = f"fedge_{_encode_name(federation)}_{_encode_name(device['id'])}"
-        figures = _collect_figures(device)
-        config = {
-            "device": {"identifiers": [name], "name": f"{device['id']} ({federation})", "manufacturer": "fedge"},
-            "origin": {"name": "fedge", "sw_version": fedge.__version__},
-            "components": {f"{name}_{key}": _make_entity(name, key) for key in figures},
-            "state_topic": topic,
-            "availability_topic": f"{_make_root(federation)}/available",
-        }
-        yield f"homeassistant/device/{name}/config", json.dumps(config).encode()
-        yield topic, json.dumps(figures).encode()
+        i, name = device["id"], f"{server}_{_encode_name(device['id'])}"
+        yield from _iterate_about(federation, name, f"{i} ({federation})", f"devices/{i}", _collect_figures(device))
+
+
+def _iterate_about(
+    federation: str, name: str, shown: str, topic: str, figures: Mapping[str, Any]
+) -> Iterator[tuple[str, bytes]]:
+    """Iterate over the messages about one machine: its entities, and their values."""
+    config = {
+        "device": {"identifiers": [name], "name": shown, "manufacturer": "fedge"},
+        "origin": {"name": "fedge", "sw_version": fedge.__version__},
+        "components": {f"{name}_{key}": _make_entity(name, key) for key in figures},
+        "state_topic": f"{_make_root(federation)}/{topic}",
+        "availability_topic": f"{_make_root(federation)}/available",
+    }
+    yield f"homeassistant/device/{name}/config", json.dumps(config).encode()
+    yield f"{_make_root(federation)}/{topic}", json.dumps(figures).encode()
 
 
 ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -80,17 +89,41 @@ ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
         "unit_of_measurement": "°C",
     },
     "failed": {"platform": "sensor", "name": "failed predictions", "state_class": "total_increasing"},
+    "serving": {"platform": "binary_sensor", "name": "fedge serve", "device_class": "running"},
+    "coordinator": {"platform": "binary_sensor", "name": "coordinator", "device_class": "running"},
+    "broker": {"platform": "binary_sensor", "name": "broker", "device_class": "connectivity"},
+    "attention": {"platform": "sensor", "name": "needs attention"},
+    "errors": {"platform": "sensor", "name": "errors"},
 }
+
+
+def _collect_server_figures(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the server's values by entity; the broker is unknown without a coordinator."""
+    running, items = state["coordinator"]["state"] == "running", state["attention"]
+    connected = (state.get("broker") or {"connected": True})["connected"]
+    texts = [f"{item['device']}: {item['text']}" if item["device"] else item["text"] for item in items]
+    return {
+        "coordinator": _format_switch(on=running),
+        "broker": _format_switch(on=connected) if running else None,
+        "attention": "; ".join(texts)[:MAX_TEXT] or "nothing",
+        "errors": sum(item["severity"] == "error" for item in items),
+    }
+
+
+def _format_switch(*, on: bool) -> str:
+    return "ON" if on else "OFF"
 
 
 def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
     """Collect a device's values by entity; None if unknown yet."""
     health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
     figures = {
-        "online": None if device["presence"] == UNKNOWN else "ON" if device["presence"] == "online" else "OFF",
-        "trouble": device["why"][:MAX_TEXT] or "none",
+        "online": None if device["presence"] == UNKNOWN else _format_switch(on=device["presence"] == "online"),
+        "trouble": ("; ".join(device["attention"]) or device["why"])[:MAX_TEXT] or "none",
         "release": device["release"],
     }
+    if (serving := device.get("serving", "none")) != "none":
+        figures["serving"] = None if serving == UNKNOWN else _format_switch(on=serving == "serving")
     by_kind = {
         "loss": {"accuracy": round(100 * accuracy[-1][1], 1) if accuracy else None},
         "load": {"temperature": context.get("temperature_c")},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -15,6 +15,7 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
     """Iterate over the metrics of one federation, whose name is a label of each."""
     name, devices = [state["federation"]], state["devices"]
     running = state["coordinator"]["state"] == "running"
+    broker = state.get("broker") or {"connected": True}
     for metric, about, value in (
         ("fedge_round", "Rounds that are done.", state["round"]),
         ("fedge_rounds", "Rounds of training in all.", state["rounds"]),
@@ -22,6 +23,7 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("fedge_paused", "1: no further round begins.", float(state["paused"])),
         ("fedge_validation_accuracy", "Of the last cohort, between 0 and 1.", state["accuracy"]),
         ("fedge_coordinator_up", "1: the coordinator gave a sign of life in the last seconds.", float(running)),
+        ("fedge_broker_up", "1: the coordinator runs and reaches the broker.", float(running and broker["connected"])),
         ("fedge_coordinator_age_seconds", "Since its last sign of life.", state["coordinator"]["age_s"]),
         ("fedge_summary_age_seconds", "Since the coordinator last wrote how it stands.", state["age_s"]),
         ("fedge_clusters", "Clusters with an expert of their own.", len(state["clusters"])),
@@ -36,6 +38,12 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
     states = Counter("quarantined" if d["quarantine"] else d["presence"] for d in devices)
     rows = [([*name, each], states[each]) for each in ("online", "sleeping", "offline", "quarantined", "unknown")]
     yield make_metric("gauge", "fedge_devices", "Devices by state.", ["federation", "state"], rows)
+    serving = Counter(d.get("serving", "none") for d in devices)
+    rows = [([*name, each], serving[each]) for each in ("serving", "down", "unknown", "none")]
+    yield make_metric(
+        "gauge", "fedge_runtimes", "Devices by the state of their fedge serve.", ["federation", "state"], rows
+    )
+    yield from iterate_attention(name, state["attention"])
     accuracy = [d["accuracy"][-1][1] if d["accuracy"] else None for d in devices]
     for kind, metric, about, values in (
         ("gauge", "fedge_device_accuracy", "The last one that it told, between 0 and 1.", accuracy),
@@ -51,3 +59,13 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         yield make_metric(
             "gauge", "fedge_round_orders", "Orders of the last round by outcome.", ["federation", "outcome"], rows
         )
+
+
+def iterate_attention(name: list[str], items: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Iterate over the metrics of what needs attention, one row for each item."""
+    labels = ["federation", "kind", "severity", "device"]
+    rows = [([*name, item["kind"], item["severity"], item["device"]], item) for item in items]
+    about = "1: a person should look at this device, or at the server if it names none."
+    yield make_metric("gauge", "fedge_attention", about, labels, [(row, 1.0) for row, _ in rows])
+    since = [(row, item["since"]) for row, item in rows]
+    yield make_metric("gauge", "fedge_attention_since_timestamp_seconds", "Since when, if known.", labels, since)

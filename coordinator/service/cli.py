@@ -22,6 +22,7 @@ from coordinator.page.cli import UiSettings, make_page
 from coordinator.service.service import Observer, make_event, serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
+from coordinator.watch.attention import Severity, describe_attention
 from coordinator.watch.liveness import show_life
 from coordinator.watch.options import HOME_HELP
 from coordinator.watch.state import read_summary
@@ -266,15 +267,16 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
 def status(config: Path | None, as_json: bool, **flags: object) -> int:
     """Show how a federation is doing: rounds, devices, accuracy, traffic, refusals.
 
-    With --home it shows what the coordinator wrote last, how long ago, and whether the coordinator still runs.
+    With --home it shows first what needs attention, since when, and what to do, then what the coordinator wrote last,
+    how long ago, and whether the coordinator still runs.
 
     Examples:
       fedge status --home shop
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
-    Exit codes: 0, 1 the coordinator is silent although its run has not ended, 2 wrong usage, no coordinator's folder or
-    no device of such a federation, 3 the broker refuses us or cannot be reached, 4 what the coordinator wrote cannot be
-    read.
+    Exit codes: 0, 1 something does not work (an error needs attention, such as a silent coordinator), 2 wrong usage, no
+    coordinator's folder or no device of such a federation, 3 the broker refuses us or cannot be reached, 4 what the
+    coordinator wrote cannot be read.
     """
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
@@ -296,7 +298,7 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
     click.echo(json.dumps(summary) if as_json else "\n".join(map(escape_controls, lines)))
-    return 1 if summary.get("coordinator", {}).get("state") == "silent" else 0
+    return int(any(item["severity"] == Severity.ERROR for item in summary.get("attention", ())))
 
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
@@ -311,6 +313,7 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
     ]
     if text := summary["coordinator"]["text"]:
         lines.insert(1, f"now         {text}")
+    lines[:0] = [f"attention   {text}" for text in describe_attention(summary["attention"])]
     if promise := summary.get("privacy"):
         lines.append(f"privacy     {promise}")
     last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}

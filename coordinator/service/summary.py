@@ -125,6 +125,10 @@ def write_summary(
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
         "last_refused": fleet.last_refused,
         "second": fleet.second,
+        "broker": fleet.describe_broker(),
+        "rollout": fleet.rollout,
+        "refusals": msgspec.to_builtins(fleet.refusals),
+        "failing": msgspec.to_builtins(fleet.failing),
         "ended": ended,
         "failed": failed,
     }

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from coordinator.store.changes import PRESENCE, Changes, compute_habit_s, record_change
 from coordinator.store.records import Device
 from fedge.errors import ProtocolError
 from fedge.settings import NAME
@@ -34,6 +35,7 @@ class LastMessages(Struct, frozen=True, kw_only=True):
     seen_at: float
     context: Context | None = None
     health: Health | None = None
+    changes: Changes = Changes()
 
 
 UNHEARD: Final = LastMessages(seen_at=0.0)
@@ -75,6 +77,7 @@ class Registry:
         self._known: dict[str, _KnownDevice] = {}
         self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
         self._health: dict[str, Health] = {}
+        self._changes: dict[str, Changes] = {}
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
@@ -117,14 +120,23 @@ class Registry:
             known.before_at = before.began_at if another else before.before_at
             known.began_at = now if another else before.began_at
             known.twice = status.incarnation == before.before or (before.twice and not another)
+        self._record_change(topic_id, PRESENCE, status.presence, now)
         self._changed.set()
         if before and before.status != status and _is_news_only(before.status, status):
             return False
         return status.presence is Presence.ONLINE
 
+    def _record_change(self, device_id: str, name: str, value: str, now: float) -> bool:
+        """Record a value of the device, whether it is known yet or not; return whether it is another than before."""
+        kept = self._kept.get(device_id, UNHEARD).changes
+        before = self._changes.get(device_id, kept)
+        self._changes[device_id] = record_change(before, name, value, now)
+        return self._changes[device_id] is not before
+
     def _recall(self, device_id: str, known: _KnownDevice) -> None:
         """Restore what the device said before our start."""
         kept = self._kept.pop(device_id, UNHEARD)
+        self._changes.setdefault(device_id, kept.changes)
         found = [context for context in (kept.context, self._contexts.get(device_id)) if context is not None]
         known.context = max(found, key=lambda context: context.at or 0.0, default=None)
         known.seen_at = kept.seen_at
@@ -134,7 +146,12 @@ class Registry:
     def export_messages(self) -> dict[str, LastMessages]:
         """Return what a later registry needs of each device."""
         own = {
-            i: LastMessages(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
+            i: LastMessages(
+                seen_at=known.seen_at,
+                context=known.context,
+                health=self._health.get(i),
+                changes=self._changes.get(i, Changes()),
+            )
             for i, known in self._known.items()
         }
         return dict(list((own | self._kept).items())[:MAX_DEVICES])
@@ -147,6 +164,7 @@ class Registry:
         gone = next((i for i in away if i not in self._contexts), None)
         if gone is not None:
             del self._known[gone]
+            self._changes.pop(gone, None)
         return gone is not None
 
     def handle_context(self, topic_id: str, context: Context, now: float) -> None:
@@ -166,8 +184,10 @@ class Registry:
         known.ahead_s = 0.0 if context.at is None else context.at - now
         self._changed.set()
 
-    def handle_health(self, topic_id: str, health: Health) -> None:
-        """Handle a device's health. Drift changes the device's incarnation.
+    def handle_health(self, topic_id: str, health: Health, now: float = 0.0) -> bool:
+        """Handle a device's health; return whether something for people changed. Drift changes its incarnation.
+
+        A runtime's last will says only that it is gone; the rest stays as it last was. `now`: as in `handle_status`.
 
         Raises:
             ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
@@ -176,9 +196,14 @@ class Registry:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {health.device_id}")
         if topic_id not in self._health and len(self._health) >= MAX_DEVICES and not self.knows(topic_id):
             raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+        if not health.serving and (known := self._health.get(topic_id)) is not None:
+            health = msgspec.structs.replace(known, serving=False)
         self._health[topic_id] = health
         if self._drifts(topic_id):
             self._changed.set()
+        values = {"serving": health.serving, "drift": health.drift, "phase": f"{health.phase} {health.reason}"}
+        changed = [self._record_change(topic_id, name, str(value), now) for name, value in values.items()]
+        return any(changed)
 
     def get_incarnation(self, device_id: str) -> str | None:
         """Return the incarnation of this device's agent; None if none was seen."""
@@ -207,7 +232,7 @@ class Registry:
 
     def forget(self, device_id: str) -> None:
         """Forget a device that no longer belongs to the federation."""
-        for known in (self._known, self._contexts, self._health, self._kept):
+        for known in (self._known, self._contexts, self._health, self._changes, self._kept):
             known.pop(device_id, None)
         self._changed.set()
 
@@ -250,6 +275,11 @@ class Registry:
             found[i] = seen | _describe(
                 known.context, status.release, status.n_samples, status.withholds, self._health.get(i)
             )
+            changes = self._changes.get(i, Changes())
+            found[i]["since"] = {name: change.at or None for name, change in changes.last.items()}
+            found[i]["habit_s"] = compute_habit_s(changes)
+            if known.twice:
+                found[i]["twins"] = self.get_twins(i)
         return found
 
     def find_wrong_clocks(self) -> dict[str, float]:
@@ -348,6 +378,7 @@ def _describe(
         "release": release,
         "n_samples": n_samples,
         "withholds": list(withholds),
+        "serving": "none" if health is None else "serving" if health.serving else "down",
         "health": None if health is None else {name: msgspec.to_builtins(getattr(health, name)) for name in SHOWN},
         "drift": health is not None and health.drift,
         "drift_held": health is not None and health.drift and _get_drift_release(health) != health.release,

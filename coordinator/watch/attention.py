@@ -7,7 +7,8 @@ silence of the source is an item itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from msgspec import Struct
 from coordinator.watch.words import format_duration
 from fedge.system.text import format_time
 
+NAMED: Final = 3
+"""Most devices of which the same is said in a text; further ones are only counted."""
 FAILURES: Final = 3
 """Orders in a row that a device has failed before somebody should look."""
 REFUSED_S: Final = 24 * 3600.0
@@ -83,6 +86,22 @@ def list_attention(summary: Mapping[str, Any], now: float) -> list[Attention]:
     """
     found = [item for check in CHECKS for item in check(summary, now)]
     return sorted(found, key=lambda item: (item.severity is not Severity.ERROR, RANK[item.kind], item.device))
+
+
+def describe_attention(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe items (as JSON values) in lines: what, since when, and what to do. Many of one kind become one."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for item in items:
+        kinds.setdefault(item["kind"], []).append(item)
+    lines = []
+    for found in kinds.values():
+        for item in found[: NAMED if len(found) > NAMED + 1 else None]:
+            since = "" if item["since"] is None else f" (since {format_duration(max(time.time() - item['since'], 0))})"
+            about = f"{item['device']}: " if item["device"] else ""
+            lines += [f"{item['severity']:<9} {about}{item['text']}{since}", f"{'':<9} {item['do']}"]
+        if len(found) > NAMED + 1:
+            lines.append(f"{found[0]['severity']:<9} {len(found) - NAMED} more devices: {found[0]['kind']}")
+    return lines
 
 
 def is_heard(summary: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 
 from coordinator.store.records import Event
 from coordinator.store.store import Store
-from coordinator.watch.attention import is_heard, list_attention
+from coordinator.watch.attention import describe_attention, is_heard, list_attention
 from coordinator.watch.liveness import describe_coordinator, forget_presence, refresh_presence
 from coordinator.watch.words import (
     describe_progress,
@@ -161,7 +161,7 @@ class Watch:
         }
 
     def _describe_device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
-        known = summary["fleet"].get(i) or NOBODY
+        known = {**NOBODY, **summary["fleet"].get(i, {})}
         why = explain_trouble(i, summary, self._answered.get(i, 0))
         if not why and self._now.get(i) == "not asked":
             why = self._passed.get(i, "")
@@ -178,6 +178,7 @@ class Watch:
             "accuracy": list(self._accuracy.get(i, ())),
             "now": self._now.get(i, ""),
             "why": why,
+            "attention": [item["text"] for item in summary["attention"] if item["device"] == i],
         }
 
     # ---------------------------------------------------------------------------------------------------------- why
@@ -250,6 +251,7 @@ class Watch:
         presence = known.get("was", known["presence"]) if known else "away"
         state = STATES[summary["coordinator"]["state"]].format(presence)
         explanation = [f"{i} {state}" + (f": {trouble}" if trouble else "")]
+        explanation += describe_attention([item for item in summary["attention"] if item["device"] == i])
         for r in [number] if number is not None else reversed(list(self._rounds)):
             if rows := list(self.iterate_orders(r, i)):
                 chosen = [rows[0]["chosen"]] if rows[0]["chosen"] else []
@@ -280,6 +282,7 @@ NOBODY: Final[Mapping[str, Any]] = {
     "n_samples": None,
     "withholds": [],
     "health": None,
+    "serving": "none",
 }
 
 

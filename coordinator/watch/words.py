@@ -165,6 +165,11 @@ def describe_event(event: Event) -> str:
             text = f"{len(f['ids'])} of {len(f['seconds'])} devices chosen{late}"
         case "closed":
             text = f"{f['label']}: {f['reason']}"
+        case "health":
+            drift = ", its inputs drift" if f["drift"] else ""
+            text = ("fedge serve is down" if f["serving"] == "down" else f"bundle {f['phase']}{drift}") + (
+                f": {f['reason']}" if f["reason"] else ""
+            )
         case "round_done":
             text = "" if f["accuracy"] is None else f"accuracy {100 * f['accuracy']:.1f} %"
         case _:

@@ -275,7 +275,8 @@ async def _serve_transport(
     assert settings.id is not None
     topics = Topics(settings.federation)
     client = topics.make_client_id("serve", f"{settings.id}:{token_hex(8)}")
-    transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S, door=door)
+    will = None if link is None else link.make_last_will(broker)
+    transport = Transport(broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
     sensor = SensorEndpoint(served, transport, settings.federation, settings.id)
     if Reveals.ANSWERS in door.rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)

@@ -45,12 +45,12 @@ from deploy.updates.slots import Slots, find_inbox_bundle
 from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
 from fedge.identity.names import Role, Subject
-from fedge.membership.signed_messages import make_speaker
+from fedge.membership.signed_messages import Plain, Signed, make_speaker, open_unverified
 from fedge.privacy.egress import Rules, WithheldError, without_figures
 from fedge.system.files import BlobFolder, compute_digest, get_versions, read_kept, write_atomically
 from fedge.system.hardware import measure_temperature_c
 from fedge.system.logs import Lines
-from fedge.wire.connection.broker import Inbound
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import (
     Announcement,
     BlobRef,
@@ -84,6 +84,8 @@ METADATA_S: Final = 30.0
 and the inbox must not wait."""
 HEALTH_S: Final = 60.0
 """Pause between two health reports while nothing changes."""
+GOODBYE_S: Final = 2.0
+"""Time limit for the last health, that of a runtime which ends."""
 LOOK_S: Final = 2.0
 """Pause between two looks at the inbox and at drift."""
 MEND_S: Final = 24 * 3600.0
@@ -171,15 +173,34 @@ class Link:
             StoreError: the folders for fetched files cannot be written.
         """
         self._transport = transport
-        subject = Subject(self.federation, Role.DEVICE, self.device_id)
-        self._signed = make_speaker(transport.settings, subject, self.home)
+        self._signed = self._make_speaker(transport.settings)
         seal = self._signed.seal
         with raise_as(StoreError, f"cannot write {self.home}"):
             self._received = BlobFolder(self.home / "received")  # metadata, until they are verified
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         await transport.subscribe(self._topics.rollout, self._on_rollout)
+        await transport.subscribe(self._health_topic, self._on_own_health, refused=self._on_health_refused)
         transport.on_connect(self._on_connect)
+
+    def make_last_will(self, broker: BrokerSettings) -> Will | None:
+        """Make the last will, by which the broker tells that this runtime has gone; None if the owner forbids it.
+
+        Raises:
+            ConfigError: the certificate is not this device's.
+        """
+        try:
+            gone = self._make_goodbye()
+        except WithheldError:
+            return None
+        return Will(self._health_topic, self._make_speaker(broker).seal(self._health_topic, gone, will=True), delay_s=0)
+
+    def _make_speaker(self, broker: BrokerSettings) -> Plain | Signed:
+        return make_speaker(broker, Subject(self.federation, Role.DEVICE, self.device_id), self.home)
+
+    @property
+    def _health_topic(self) -> str:
+        return self._topics.make_agent_topic(self.device_id, "health")
 
     # ------------------------------------------------------------------------------------------------- inwards
 
@@ -218,6 +239,15 @@ class Link:
 
         with self._trusting:
             yield Trust(self.home)
+
+    async def _on_own_health(self, inbound: Inbound) -> None:
+        """Speak up if the broker tells that we have gone: it means an earlier process, or a connection that we lost."""
+        with contextlib.suppress(ProtocolError):
+            if inbound.payload and not decode_message(open_unverified(inbound.payload), Health).serving:
+                self._unsaid.set()
+
+    def _on_health_refused(self, reason: str) -> None:
+        log.debug("event=cannot_overhear detail=%r", reason)
 
     async def _on_connect(self) -> None:
         self._unsaid.set()  # the broker may have lost the retained health
@@ -571,22 +601,36 @@ class Link:
 
     async def publish_health(self) -> None:
         """Publish the device's health when it changes and at least every `HEALTH_S` seconds, until cancelled."""
-        topic = self._topics.make_agent_topic(self.device_id, "health")
-        while True:
-            try:
-                async with asyncio.timeout(HEALTH_S):
-                    await self._unsaid.wait()
-            except TimeoutError:
-                self._health = self._make_health()
-            self._unsaid.clear()
-            if self._health is not None:
+        try:
+            while True:
                 try:
-                    health = without_figures(self.rules, self.home).strip(self._health)
-                    await self._transport.publish(topic, self._signed.seal(topic, encode_message(health)), retain=True)
-                except WithheldError:
-                    log.info("event=withheld topic=%s", topic)
-                except (TransportError, StoreError) as error:
-                    log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+                    async with asyncio.timeout(HEALTH_S):
+                        await self._unsaid.wait()
+                except TimeoutError:
+                    self._health = self._make_health()
+                self._unsaid.clear()
+                if self._health is not None:
+                    await self._publish_health(self._health)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await self._publish_health(msgspec.structs.replace(self._make_health(), serving=False))
+
+    async def _publish_health(self, health: Health) -> None:
+        topic = self._health_topic
+        try:
+            said = encode_message(without_figures(self.rules, self.home).strip(health))
+            await self._transport.publish(topic, self._signed.seal(topic, said), retain=True)
+        except WithheldError:
+            log.info("event=withheld topic=%s", topic)
+        except (TransportError, StoreError) as error:
+            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+
+    def _make_goodbye(self) -> bytes:
+        """Make the message of the last will, with what cannot have changed when the broker publishes it."""
+        told = self._make_health()
+        gone = Health(device_id=self.device_id, at=told.at, phase=told.phase, release=told.release, serving=False)
+        return encode_message(without_figures(self.rules, self.home).strip(gone))
 
 
 def _without_volatile(health: Health) -> Health:

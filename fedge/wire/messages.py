@@ -382,6 +382,7 @@ class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="healt
     drift_kind: DriftKind | None = None  # None without drift, and from a runtime that cannot tell
     drift_release: Count = 0  # release of the bundle whose answers showed the drift; older than `release` if it is new
     at_work: AtWork | None = None  # accuracy at work; only if the owner allows it
+    serving: bool = True  # False: the runtime has ended; in its last will or its goodbye, whose other fields are older
 
 
 Message = Status | Context | Order | Report | Ack | Beacon | Claim | Want | Rollout | Announcement | Health

@@ -72,10 +72,13 @@ class MqttFleet(Following, Fleet):
         self._connected = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._transport.adopt_protocol(await self._sole.require_sole(self._transport.settings))
-        await self._sole.attach(self._transport)
-        await self._subscribe()
         async with contextlib.AsyncExitStack() as stack:
+            watching = self._background.spawn(self._watch_broker())  # it may be away from the beginning
+            stack.callback(watching.cancel)
+            self._endless.append(watching)
+            self._transport.adopt_protocol(await self._sole.require_sole(self._transport.settings))
+            await self._sole.attach(self._transport)
+            await self._subscribe()
             stack.callback(self._uploads.close)
             if isinstance(self._signed, Signed):
                 self._transport.on_connect(self._publish_revocations)

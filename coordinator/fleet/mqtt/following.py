@@ -17,6 +17,7 @@ from coordinator.fleet.fleet import Answer
 from coordinator.fleet.mqtt.intake import MAX_UNDER_WAY, Assignment, require_own
 from coordinator.fleet.mqtt.orders import OrderBook
 from coordinator.fleet.mqtt.presence import Presence
+from coordinator.fleet.problems import prolong_streak
 from coordinator.store.records import Entry, OrderStatus
 from coordinator.store.store import EXPIRED, OFFERED, Store
 from fedge.membership.signed_messages import Signed
@@ -126,6 +127,11 @@ class Following(Presence):
         else:
             event, reason = f"order_{entry.report.outcome}", explain_failure(entry.report)
             self._observe("answer", fields | self._summarise_report(entry.report, self._actions[order.id]))
+        if not reason:
+            self.failing.pop(order.device_id, None)
+        elif not self.registry.is_away(order.device_id):
+            before = self.failing.get(order.device_id)
+            self.failing[order.device_id] = prolong_streak(before, reason, time.time())
         if reason:
             log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
             self._record_problem(order.device_id, reason)

@@ -15,7 +15,7 @@ import msgspec
 from coordinator.fleet.mqtt.intake import CHECK_LOST, Assignment, Intake
 from coordinator.fleet.mqtt.process import SAYS_NOTHING
 from coordinator.fleet.mqtt.sole import FederationClaim, describe_claim
-from coordinator.fleet.problems import Problem
+from coordinator.fleet.problems import Problem, Streak, prolong_streak
 from coordinator.store.registry import LastMessages, Registry
 from coordinator.store.store import DEVICES, Store
 from fedge import __version__
@@ -23,15 +23,17 @@ from fedge.errors import MALFORMED, ProtocolError
 from fedge.identity.authority import MAX_REVOCATIONS_BYTES
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Signed
-from fedge.system.text import format_time
+from fedge.system.text import format_address, format_time
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import (
     BEACON_S,
+    Announcement,
     Beacon,
     Claim,
     Context,
     Health,
     Report,
+    Rollout,
     Status,
     decode_message,
     encode_message,
@@ -50,17 +52,32 @@ KEEP_S: Final = 60.0
 """Pause between two writes of the devices' statuses, which change far more often than a restart needs them."""
 NEEDED: Final = "0.2 or later"
 """Versions of fedge that an agent may have."""
+LOOK_S: Final = 1.0
+"""Pause between two looks whether the broker is there."""
+AWAY_S: Final = 3.0
+"""Time without the broker after which it counts as unreachable; a connection that is made anew takes less."""
+TROUBLES: Final = "troubles"
+"""Name of a value in the store: `Troubles`, as JSON."""
 TWICE: Final = (
     "two processes speak as this device and take turns: a second one of its --id, a copy of its card or container, or "
     "a stolen identity; end one of them"
 )
 
 
+class Troubles(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restart must not forget: refusals and failures in a row by device, and the last rollout."""
+
+    refusals: dict[str, Streak] = {}
+    failing: dict[str, Streak] = {}
+    rollout: dict[str, Any] | None = None
+
+
 class Presence(Intake):
     """An intake that knows the devices: statuses, contexts, health, problems, certificates.
 
     `problems`: the latest refusal, failure or missed deadline by device id. `second`: the last other coordinator of the
-    federation that came to the broker.
+    federation that came to the broker. `refusals`, `failing`: what is refused of devices, and orders that they failed,
+    in a row. `rollout`: the last one announced, unverified.
 
     Args:
         broker: how to reach the broker.
@@ -78,6 +95,9 @@ class Presence(Intake):
         self.problems: dict[str, Problem] = {}
         self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
         self.second: dict[str, object] | None = None
+        troubles = _read_troubles(store)
+        self.refusals, self.failing, self.rollout = dict(troubles.refusals), dict(troubles.failing), troubles.rollout
+        self._away_since: float | None = None  # since when the broker is unreachable
         self._observe = observe
         self._round = 0
         self._strangers: set[str] = set()  # among the problems
@@ -90,6 +110,7 @@ class Presence(Intake):
     async def _subscribe(self) -> None:
         for kind, handle in (("status", self._on_status), ("context", self._on_context), ("health", self._on_health)):
             await self._transport.subscribe(self._topics.make_agent_topic("+", kind), self._make_handler(handle))
+        await self._transport.subscribe(self._topics.rollout, self._on_rollout)
         await super()._subscribe()
 
     # -------------------------------------------------------------------------------------------------- from devices
@@ -102,6 +123,7 @@ class Presence(Intake):
             raise ProtocolError("certificate", f"{device} says that it is a relay, but its certificate is a device's")
         before = self.registry.get_presence(device)
         appeared = self.registry.handle_status(device, status, time.time())
+        self.refusals.pop(device, None)
         if self.registry.is_twice(device):
             since = [f"{i} since {format_time(at)}" for i, at in self.registry.get_twins(device).items()]
             self._record_problem(device, f"{TWICE}. Incarnations: {', before it '.join(since)}")
@@ -114,7 +136,22 @@ class Presence(Intake):
         self.registry.handle_context(device, decode_message(inbound.payload, Context), time.time())
 
     def _on_health(self, device: str, inbound: Inbound) -> None:
-        self.registry.handle_health(device, decode_message(inbound.payload, Health))
+        health = decode_message(inbound.payload, Health)
+        if self.registry.handle_health(device, health, time.time()):
+            serving = "serving" if health.serving else "down"
+            fields = {"serving": serving, "phase": health.phase, "drift": health.drift, "reason": health.reason}
+            self._observe("health", {"device": device, **fields})
+
+    async def _on_rollout(self, inbound: Inbound) -> None:
+        """Note the announced rollout for people; devices alone judge whether it is genuine."""
+        if not inbound.payload:
+            self.rollout = None
+            return
+        said = decode_message(decode_message(inbound.payload, Announcement).rollout, Rollout)
+        found = {"id": said.id, "state": str(said.state), "release": said.release, "target": said.target}
+        if self.rollout is None or any(self.rollout.get(name) != value for name, value in found.items()):
+            self.rollout = found | {"since": time.time()}
+            self._observe("rollout", {"reason": f"release {said.release} is {said.state}"})
 
     def _record_message(self, device: str, inbound: Inbound) -> None:
         if not (inbound.retained and self.registry.is_away(device)):
@@ -147,6 +184,9 @@ class Presence(Intake):
         self.last_refused[error.name] = f"{device}: {error}"
         if error.name not in SAYS_NOTHING:
             self._record_problem(device, str(error))
+            if device in self.problems:
+                before = self.refusals.get(device)
+                self.refusals[device] = prolong_streak(before, str(error), time.time(), error.name)
 
     def _record_problem(self, device: str, reason: str) -> None:
         """Report a problem, at once as an event, and after the round in the status."""
@@ -194,6 +234,33 @@ class Presence(Intake):
         self.second = {"where": claim.where, "incarnation": claim.incarnation, "since": claim.since, "at": time.time()}
         self._observe("second_coordinator", self.second)
 
+    # -------------------------------------------------------------------------------------------------------- broker
+
+    def describe_broker(self) -> dict[str, object]:
+        """Describe for people whether the broker is there, and since when not."""
+        at = self._transport.settings
+        return {
+            "address": format_address(at.host, at.port),
+            "connected": self._away_since is None,
+            "since": self._away_since,
+        }
+
+    async def _watch_broker(self) -> None:
+        """Tell people when the broker goes away and when it is back."""
+        last = time.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.time()
+            if self._transport.connected:
+                last = now
+                if self._away_since is not None:
+                    self._away_since = None
+                    self._observe("broker_back", {})
+            elif self._away_since is None and now - last > AWAY_S:
+                self._away_since = last
+                log.error("event=broker_lost broker=%s", self.describe_broker()["address"])
+                self._observe("broker_lost", {})
+
     async def _publish_time(self) -> None:
         """Publish our time and version while connected, so that devices can compare theirs (`fedge doctor`)."""
         topic = self._topics.beacon
@@ -212,7 +279,9 @@ class Presence(Intake):
 
     async def _store_devices(self) -> None:
         kept = self.registry.export_messages()
-        await asyncio.to_thread(lambda: self._store.put_value(DEVICES, msgspec.json.encode(kept).decode()))
+        troubles = Troubles(refusals=self.refusals, failing=self.failing, rollout=self.rollout)
+        for name, value in ((DEVICES, kept), (TROUBLES, troubles)):
+            await asyncio.to_thread(self._store.put_value, name, msgspec.json.encode(value).decode())
 
     async def sleep(self, seconds: float) -> None:
         """Wait for this time, or until a background task fails, which is raised."""
@@ -243,6 +312,13 @@ def _read_devices(store: Store) -> dict[str, LastMessages]:
     with contextlib.suppress(*MALFORMED):
         return msgspec.json.decode(store.find_value(DEVICES) or "{}", type=dict[str, LastMessages])
     return {}
+
+
+def _read_troubles(store: Store) -> Troubles:
+    """Read the troubles as last stored; none if another version of fedge wrote them."""
+    with contextlib.suppress(*MALFORMED):
+        return msgspec.json.decode(store.find_value(TROUBLES) or "{}", type=Troubles)
+    return Troubles()
 
 
 def explain_outdated(device: str) -> str:

@@ -37,7 +37,8 @@ def test_a_device_has_an_entity_for_all_that_its_owner_tells(tmp_path: Path) -> 
     assert all({"platform", "unique_id", "value_template"} <= entity.keys() for entity in entities.values())
     assert {"device", "origin"} < config.keys()
     assert found[config["state_topic"]] == {
-        "online": "ON", "trouble": "none", "release": 1, "accuracy": 66.0, "temperature": 51.0, "drift": "ON",
+        "online": "ON", "trouble": "its inputs are unlike those that its bundle learned",
+        "release": 1, "accuracy": 66.0, "temperature": 51.0, "drift": "ON",
         "failed": 3,
     }  # fmt: skip
     assert [*found["fedge-home/shop/devices/cam2"]] == ["online", "trouble", "release"]
@@ -50,7 +51,7 @@ def test_names_and_reasons_of_devices_make_no_other_topic_and_no_template(tmp_pa
     with contextlib.closing(make_shop(tmp_path, fleet=fleet, problems=problems, selection={})) as store:
         found = dict(iterate_messages(Watch(tmp_path, store).get_state()))
     configs = [topic for topic in found if topic.startswith("homeassistant/")]
-    assert len(configs) == len(set(configs)) == 5
+    assert len(configs) == len(set(configs)) == 6  # the server has one, too
     assert all(re.fullmatch(r"homeassistant/device/[a-zA-Z0-9_-]+/config", topic) for topic in configs)
     assert all(b"states" not in found[topic] for topic in configs)
     assert len(json.loads(found["fedge-home/shop/devices/a"])["trouble"]) == 255
@@ -92,7 +93,7 @@ async def test_it_is_told_at_once_when_something_changes_and_when_the_page_ends(
             async with another:
                 await until(lambda: caplog.text.count("event=connected client=fedge-home:shop") == 2)
             assert "event=disconnected" not in caplog.text  # neither throws the other off
-            await until(lambda: len(retained) == 25)  # twelve devices, and whether all that still holds
+            await until(lambda: len(retained) == 27)  # twelve devices, the server, and whether all that still holds
             await until(lambda: retained["fedge-home/shop/available"] == b"online")
             whole = (home / "summary.json").read_bytes()
             (home / "summary.json").write_bytes(b"{")

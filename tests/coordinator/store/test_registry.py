@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -246,6 +247,32 @@ def test_other_class_shares_alone_need_no_other_bundle() -> None:
     assert registry.describe_devices()["a"]["at_work"] == {"right": 3, "wrong": 1, "recent": 0.75}
 
 
+def test_a_runtime_that_has_gone_stands_where_it_stood() -> None:
+    registry = here("a")
+    assert registry.describe_devices()["a"]["serving"] == "none"
+    assert registry.handle_health("a", health(drift=True, release=4), 5.0)
+    assert not registry.handle_health("a", health(drift=True, release=4), 6.0)
+    gone = Health(device_id="a", at=1.0, phase=Phase.SERVING, release=1, serving=False)
+    assert registry.handle_health("a", gone, 7.0)
+    told: Any = registry.describe_devices()["a"]
+    assert (told["serving"], told["health"]["release"], told["health"]["drift"]) == ("down", 4, True)
+    assert (told["since"]["serving"], told["since"]["drift"]) == (7.0, 5.0)
+
+
+def test_since_when_and_how_long_usually_outlive_a_restart() -> None:
+    registry = here("a")
+    for presence, at in ((Presence.OFFLINE, 10_000.0), (Presence.ONLINE, 12_000.0), (Presence.OFFLINE, 20_000.0)):
+        registry.handle_status("a", status("a", presence=presence), at)
+    registry.handle_health("a", health(drift=True), 21_000.0)
+    before: Any = registry.describe_devices()["a"]
+    assert (before["since"]["presence"], before["habit_s"]) == (20_000.0, 3000.0)
+    later = Registry("t", kept=registry.export_messages())
+    later.handle_health("a", health(drift=True), 30_000.0)
+    later.handle_status("a", status("a", presence=Presence.OFFLINE), 30_000.0)
+    after: Any = later.describe_devices()["a"]
+    assert (after["since"], after["habit_s"]) == (before["since"], 3000.0)
+
+
 async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:
     registry = here("a")
     waiting = asyncio.create_task(registry.wait_for_late_joiner({"a": "1"}, {"a"}))
@@ -274,7 +301,9 @@ def test_two_agents_of_one_id_are_noticed_and_any_of_their_wills_counts() -> Non
     registry = here("a")
     registry.handle_status("a", status("a", incarnation="2"))
     assert not registry.is_twice("a")  # it was started again
+    assert "twins" not in registry.describe_devices()["a"]
     registry.handle_status("a", status("a", incarnation="1"))
+    assert list(registry.describe_devices()["a"]["twins"]) == ["1", "2"]
     assert registry.is_twice("a")
     registry.handle_status("a", status("a", incarnation="2"), 30.0)
     registry.handle_status("a", status("a", incarnation="1"), 60.0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from coordinator.watch.attention import HABIT_S, REFUSED_S, Kind, list_attention
+from coordinator.watch.attention import HABIT_S, REFUSED_S, Kind, describe_attention, list_attention
 from coordinator.watch.state import Watch, read_summary
 from tests.support.shop import NOW, device, make_shop, set_last_sign
 
@@ -120,6 +121,18 @@ def test_errors_come_before_warnings_and_devices_by_name() -> None:
     fleet = {i: device(health={"drift": True}) for i in ("b", "a")}
     fleet["a"] |= {"serving": "down"}
     assert kinds(fleet=fleet) == [("serve-down", "a"), ("drifting", "a"), ("drifting", "b")]
+
+
+def test_a_text_names_few_devices_and_counts_the_others() -> None:
+    fleet = {f"cam{k}": device(health={"drift": True}, since={"drift": time.time() - 3600}) for k in range(9)}
+    items = msgspec.to_builtins(list_attention(FINE | {"fleet": fleet}, NOW))
+    lines = describe_attention(items)
+    assert len(lines) == 7
+    assert lines[0] == "warning   cam0: its inputs are unlike those that its bundle learned (since 1 h)"
+    assert lines[1].strip().startswith("look at what the device sees")
+    assert lines[-1] == "warning   6 more devices: drifting"
+    assert len(describe_attention(items[:4])) == 8
+    assert describe_attention([]) == []
 
 
 def test_page_and_commands_read_the_same_items(tmp_path: Path) -> None:

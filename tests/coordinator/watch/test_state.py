@@ -206,9 +206,10 @@ def test_what_devices_say_commands_no_terminal_and_forges_no_line(tmp_path: Path
 def test_status_says_why_something_was_refused_and_how_old_all_that_is(tmp_path: Path) -> None:
     make_shop(tmp_path).close()
     lines = CliRunner().invoke(cli.status, ["--home", str(tmp_path)]).output.splitlines()
-    assert lines[0].startswith("federation  shop (fedge), as it was ")
-    assert lines[5].startswith("refused     forged, 2 times; the last: cam12: <img src=x")
-    assert lines[6] == "refused     replayed, 7 times"
+    assert lines[0] == "attention   warning   cam4: its inputs are unlike those that its bundle learned"
+    assert lines[2].startswith("federation  shop (fedge), as it was ")
+    assert lines[7].startswith("refused     forged, 2 times; the last: cam12: <img src=x")
+    assert lines[8] == "refused     replayed, 7 times"
     assert next(line for line in lines if line.startswith("  cam1: online, heard ")).endswith("ago, trained 3 times")
 
 

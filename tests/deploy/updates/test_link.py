@@ -33,7 +33,8 @@ from deploy.updates.link import MAX_RELEASE_BYTES, SPARE_DISK_BYTES, Link, Outco
 from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
 from fedge.errors import StoreError, UpdateRejected
-from fedge.privacy.egress import PRIVACY_LEDGER
+from fedge.privacy.egress import PRIVACY_LEDGER, Rules
+from fedge.steps.contract import Reveals
 from fedge.system.files import compute_digest
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.packet_limits import SMALL_CHUNK
@@ -180,7 +181,7 @@ class Unheard:
     def on_connect(self, callback):
         pass
 
-    async def subscribe(self, topic_filter, handler):
+    async def subscribe(self, topic_filter, handler, refused=None):
         pass
 
     async def unsubscribe(self, topic_filter):
@@ -429,6 +430,41 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     said = decode_message(transport.published[-1], Health)
     assert (said.phase, said.release) == (Phase.SERVING, 1)
     assert said.reason.startswith("announcement refused: forged")
+
+
+async def test_when_it_ends_it_says_so_and_the_broker_would_say_so_for_it(home):
+    slots, transport = Slots(home), Unheard()
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
+    will = link.make_last_will(BrokerSettings("nobody"))
+    await link.attach(transport)
+    running = asyncio.create_task(link.publish_health())
+    link._update_health()
+    async with asyncio.timeout(300):
+        while not transport.published:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    first, last = (decode_message(said, Health) for said in transport.published)
+    dead = decode_message(will.payload, Health)
+    assert (first.serving, last.serving, dead.serving) == (True, False, False)
+    assert (dead.device_id, dead.phase, dead.release, dead.n_predictions) == ("pi", Phase.SERVING, 1, 0)
+    assert (will.topic, will.delay_s) == ("fedge/1/test/agents/pi/health", 0)
+
+
+async def test_it_speaks_up_when_an_earlier_process_is_said_to_have_gone(home):
+    slots, transport = Slots(home), Unheard()
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()))
+    await link.attach(transport)
+    for serving in (True, False):
+        said = encode_message(Health(device_id="pi", at=1.0, phase=Phase.SERVING, release=1, serving=serving))
+        await link._on_own_health(Inbound(topic="", payload=said, retained=False))
+        assert link._unsaid.is_set() == (not serving)
+
+
+def test_an_owner_who_forbids_verdicts_leaves_no_last_will(home):
+    slots = Slots(home)
+    link = Link("pi", "test", home, slots, ActiveBundle(slots, Limits()), Rules(frozenset({Reveals.NOTHING})))
+    assert link.make_last_will(BrokerSettings("nobody")) is None
 
 
 async def test_it_tells_no_figures_from_the_first_training_with_differential_privacy_on(home, monkeypatch):

@@ -39,7 +39,23 @@ from fedge.steps.training.train_rod import TrainRod
 from fedge.system.files import compute_digest
 from fedge.tensors import codecs
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo, to_bytes
-from fedge.wire.messages import MAX_LEFT_S, Capabilities, Context, Outcome, Presence, Report, Status, Want, Why
+from fedge.wire.messages import (
+    MAX_LEFT_S,
+    Announcement,
+    Capabilities,
+    Context,
+    Health,
+    Outcome,
+    Phase,
+    Presence,
+    Report,
+    Rollout,
+    RolloutState,
+    Status,
+    Want,
+    Why,
+    encode_message,
+)
 from tests.chaos.network import Network
 from tests.support.broker import settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice, tensors, trained
@@ -700,6 +716,13 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     for device, reason in {**reasons, "declines": declined}.items():
         assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
         assert events.count({"device": device, "round": 1, "reason": reason}) == 1
+    assert {i: (streak.count, streak.reason) for i, streak in fleet.failing.items()} == {
+        device: (1, reason) for device, reason in {**reasons, "declines": declined}.items()
+    }
+    assert {i: streak.name for i, streak in fleet.refusals.items()} == {
+        "declines": "task-mismatch",
+        "rejected": "malformed",
+    }
     again = make_fleet(one_broker, store)
     await again._set_devices(2, fleet.get_devices())
     assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": declined}
@@ -804,6 +827,57 @@ async def test_a_device_with_another_task_is_not_asked(
     fleet, _ = await federation(stack, one_broker, store, "a")
     assert [d.id for d in fleet.get_devices()] == ["a"]
     assert fleet.take_counts()["refused.task-mismatch"] == 1
+
+
+async def test_failures_in_a_row_and_refusals_are_counted_until_they_end_also_over_a_restart(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    async with AsyncExitStack() as first:
+        fleet, (a,) = await federation(first, one_broker, store, "a")
+        for label in ("train", "again"):
+            running = asyncio.create_task(fleet.run(label, {"a": train(fleet)}))
+            await a.report(await a.order(label), Declined(why=Why.HOT))
+            await running
+        await a.say("context", b"?")
+        await until(lambda: "a" in fleet.refusals)
+        assert fleet.failing["a"].count == 2
+    later, (a,) = await federation(stack, one_broker, store, "a")
+    assert (later.failing, later.refusals) == (fleet.failing, {})  # its new status was accepted
+    await a.say("context", b"?")
+    await a.say("context", b"?")
+    await until(lambda: later._counted["refused.malformed"] == 2)
+    assert (later.refusals["a"].name, later.refusals["a"].count) == ("malformed", 2)
+
+
+async def test_when_the_broker_goes_and_comes_people_are_told(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "LOOK_S", 0.01)
+    monkeypatch.setattr(presence, "AWAY_S", 0.05)
+    fleet, _ = await federation(stack, one_broker, store, "a")
+    events: list[str] = []
+    fleet._observe = lambda event, _: events.append(event)
+    assert (fleet.describe_broker()["connected"], fleet.describe_broker()["since"]) == (True, None)
+    fleet._transport._online.clear()
+    await until(lambda: events == ["broker_lost"])
+    assert fleet.describe_broker()["connected"] is False
+    assert time.time() - float(str(fleet.describe_broker()["since"])) < DEADLINE_S
+    fleet._transport._online.set()
+    await until(lambda: events == ["broker_lost", "broker_back"])
+    assert fleet.describe_broker()["connected"] is True
+
+
+async def test_the_fleets_rollout_and_a_runtime_that_ends_are_noted(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    said = Rollout(id="r4", state=RolloutState.ABORTED, target="4/m", release=4, share=1.0, metadata={})
+    announced = encode_message(Announcement(rollout=encode_message(said), signatures={}))
+    await a.transport.publish("fedge/1/f/rollout", announced, retain=True)
+    await until(lambda: fleet.rollout is not None)
+    assert {n: fleet.rollout[n] for n in ("id", "state", "release")} == {"id": "r4", "state": "aborted", "release": 4}
+    await a.say("health", Health(device_id="a", at=1.0, phase=Phase.SERVING, release=1, serving=False))
+    await until(lambda: fleet.registry.describe_devices()["a"]["serving"] == "down")
 
 
 async def test_an_agent_of_fedge_0_1_is_told_of_with_its_name_and_what_to_do_until_it_was_updated(
