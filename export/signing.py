@@ -166,7 +166,7 @@ class Repository:
         """
         targets = self._load_current(Targets)
         if target not in targets.targets:
-            known = ", ".join(sorted(targets.targets)) or "none"
+            known = ", ".join(self.list_targets()) or "none"
             raise ConfigError(f"no target {target}: there are {known}")
         metadata = self._folder / "metadata"
         digest = targets.targets[target].hashes["sha256"]
@@ -177,12 +177,12 @@ class Repository:
         return files | {path.relative_to(self._folder / "targets").as_posix(): path}
 
     def list_targets(self) -> list[str]:
-        """Return the paths of all releases."""
-        return sorted(self._load_current(Targets).targets)
+        """Return the paths of all releases, by ascending number."""
+        return sorted(self._load_current(Targets).targets, key=lambda path: (_parse_number(path), path))
 
     def list_releases(self) -> list[int]:
         """Return the numbers of all releases."""
-        return [int(path.partition("/")[0]) for path in self.list_targets()]
+        return [_parse_number(path) for path in self.list_targets()]
 
     def get_expiries(self) -> dict[str, datetime]:
         """Return the expiry of each role's newest signature."""
@@ -239,6 +239,10 @@ class Repository:
     def _get_target_path(self, path: str, digest: str) -> Path:
         folder, _, name = path.rpartition("/")
         return self._folder / "targets" / folder / f"{digest}.{name}"
+
+
+def _parse_number(target: str) -> int:
+    return int(target.partition("/")[0])
 
 
 def _compute_expiry(role: str) -> datetime:

@@ -329,7 +329,9 @@ def make_page(settings: UiSettings, federation: str, config: Path | None) -> Pag
         port=settings.port,
         token=read_token(settings.home, settings.token),
         tls=tls,
-        rollouts=Overview([Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config),
+        rollouts=Overview(
+            [Path(repo.strip()) for repo in settings.rollouts.split(",") if repo.strip()], config, settings.home
+        ),
         certificates=None if members is None else Certificates(members, federation),
         home_assistant=settings.home_assistant,
     )

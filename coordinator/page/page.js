@@ -259,12 +259,12 @@ function change(id, d, name, words, unit = "", kind = "loss") {  // a figure of 
 function starter(r) {
   if (!r.targets.length) return h("p", { class: "hint" }, "Nothing is released in this repository yet: fedge release add.");
   const kept = (name, value) => ({ "data-key": `${name}:${r.rollout}`, "data-field": name, value: drafts[`${name}:${r.rollout}`] ?? value, oninput: (e) => { drafts[`${name}:${r.rollout}`] = e.target.value; } });
-  const chosen = drafts[`target:${r.rollout}`] ?? r.targets.at(-1);
+  const chosen = drafts[`target:${r.rollout}`] ?? r.targets[0];
   return h("form", { class: "bar start", onsubmit: (e) => {
     e.preventDefault();
     const body = Object.fromEntries([...e.target.querySelectorAll("[data-field]")].map((field) => [field.dataset.field, field.value.trim()]));
     ask("Start the rollout", "rollout-start", { rollout: r.rollout, ...body });
-  } }, h("label", {}, "release ", h("select", kept("target", null), r.targets.map((value) => h("option", { value, selected: value === chosen }, value)))),
+  } }, h("label", {}, "release ", h("select", kept("target", null), r.targets.map((value) => h("option", { value, selected: value === chosen }, r.aborted.includes(value) ? `${value}, which was aborted` : value)))),
   h("label", {}, "shares ", h("input", { placeholder: "as configured", size: 12, ...kept("stages", "") })),
   h("label", {}, "first ", h("input", { placeholder: "devices", size: 12, ...kept("canary", "") })),
   h("button", { "data-key": `a:rollout-start:${r.rollout}` }, "Start a rollout"));

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.rollout.course import Observer, describe_event
+from coordinator.rollout.course import Observer, describe_event, explain_misfit
 from coordinator.rollout.decision import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.making import make_release
@@ -62,7 +62,8 @@ def rollout() -> None:
     """Bring a release to a fleet, stage by stage; it stops by itself if the devices do worse.
 
     REPO is a repository of `fedge release`; the state of its rollout is in REPO/rollout. Each device tests the bundle
-    on its own samples before it switches, and reverts by itself.
+    on its own samples before it switches, and reverts by itself. For `status`, `pause`, `resume` and `abort` it may
+    also be a coordinator's home, whose introduction of personal bundles is then meant.
 
     Examples:
       fedge rollout make releases --home shop
@@ -70,6 +71,7 @@ def rollout() -> None:
       fedge rollout status releases
       fedge rollout pause releases
       fedge rollout abort releases
+      fedge rollout pause shop
 
     Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
     us, 4 the disk is full or broken, 130 stopped.
@@ -188,6 +190,8 @@ def _add_request_command(request: Request, about: str) -> None:
     def send_request(repo: Path, *, as_json: bool) -> None:
         folder = Folder(repo)
         record = _read_record(folder, repo)
+        if why := explain_misfit(request, record):
+            raise ConfigError(why)
         folder.write_request(request)
         supervised = folder.is_supervised()
         if as_json:
@@ -195,9 +199,10 @@ def _add_request_command(request: Request, about: str) -> None:
         elif supervised:
             click.echo(f"{record.plan.id}: asked to {request}")
         else:
-            click.echo(f"{record.plan.id}: nobody supervises it; `fedge rollout start`, as before, will {request} it")
+            program = "fedge coordinator" if record.members else "fedge rollout start"
+            click.echo(f"{record.plan.id}: nobody supervises it; `{program}`, as before, will {request} it")
 
-    codes = "Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken."
+    codes = "Exit codes: 0 asked for, 2 there is no rollout, or it has ended, 4 the disk is full or broken."
     text = f"{about}\n\nExamples:\n  fedge rollout {request} releases\n\n{codes}"
     rollout.command(str(request), help=text)(_repo(_json(send_request)))
 
@@ -229,6 +234,8 @@ def status(repo: Path, *, as_json: bool) -> None:
 
 def _read_record(folder: Folder, repo: Path) -> Record:
     record = folder.read()
+    if record is None and (repo / "summary.json").exists():
+        raise ConfigError(f"the coordinator of {repo} has introduced nothing yet: it begins at the end of a campaign")
     if record is None:
         raise ConfigError(f"no rollout in {repo}: begin one with `fedge rollout start {repo} TARGET`")
     return record

@@ -197,6 +197,17 @@ def apply_request(progress: Progress, request: Request | None, now: float) -> Pr
             return progress
 
 
+def explain_misfit(request: Request, record: Record) -> str:
+    """Explain why a request to a rollout would change nothing; empty if it fits."""
+    plan, progress = record.plan, record.progress
+    if progress.state is RolloutState.ABORTED:
+        why = f" ({'; '.join(progress.reasons)})" if progress.reasons else ""
+        return f"{plan.id} cannot be asked to {request}: it was aborted{why}"
+    if progress.state is RolloutState.DONE and request is not Request.ABORT:
+        return f"{plan.id} cannot be asked to {request}: it is done"
+    return ""
+
+
 def _make_line(seen: DeviceHealth, *, takes_part: bool) -> DeviceLine:
     fields = {
         name: getattr(seen.health, name)

@@ -91,6 +91,11 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     events: tuple[RolloutEvent, ...] = ()
     earlier: tuple[EarlierRollout, ...] = ()
 
+    def list_aborted(self) -> list[str]:
+        """List the targets whose last rollout was aborted, so that devices may refuse them."""
+        last = {each.target: each.state for each in (*self.earlier, self.to_earlier())}
+        return [target for target, state in last.items() if state is RolloutState.ABORTED]
+
     def to_earlier(self) -> EarlierRollout:
         """Return the part that is kept once another rollout begins."""
         plan, progress = self.plan, self.progress

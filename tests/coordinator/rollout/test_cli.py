@@ -104,8 +104,32 @@ def test_status_as_json(repo):
     assert record["supervised"] is False
 
 
+def set_state(repo, state):
+    record = Folder(repo).read()
+    Folder(repo).write(msgspec.structs.replace(record, progress=msgspec.structs.replace(record.progress, state=state)))
+
+
+def test_a_rollout_that_has_ended_says_so_when_it_is_asked(repo):
+    for request in Request:
+        with pytest.raises(ConfigError, match=rf"{request}: it was aborted \(cam1 refused: accuracy: x\)"):
+            run(request, repo)
+    set_state(repo, RolloutState.DONE)
+    for request in (Request.PAUSE, Request.RESUME):
+        with pytest.raises(ConfigError, match="it is done"):
+            run(request, repo)
+    assert Folder(repo).take_request() is None
+    assert run(Request.ABORT, repo)[0] == 0
+
+
+def test_a_coordinators_home_that_has_introduced_nothing_says_when_it_will(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="at the end of a campaign"):
+        run("status", tmp_path)
+
+
 @pytest.mark.parametrize("request_", Request)
 def test_requests(repo, request_):
+    set_state(repo, RolloutState.RUNNING)
     code, out = run(request_, repo)
     assert (code, Folder(repo).take_request()) == (0, request_)
     assert "nobody supervises it" in out

@@ -37,13 +37,50 @@ def test_what_may_be_asked_depends_on_where_it_stands(overview: Overview, repo: 
         return list(overview.list_states()[0]["actions"])
 
     assert overview.list_states() == [
-        {"rollout": "repo", "targets": ["2/manifest.json"], "supervised": False, "actions": ["start"]}
+        {"rollout": "repo", "targets": ["2/manifest.json"], "aborted": [], "supervised": False, "actions": ["start"]}
     ]
     assert [actions(state) for state in RolloutState] == [["go-on"], ["go-on"], ["start"], ["start"]]
     with Folder(repo).supervise():
         supervised = [actions(state) for state in RolloutState]
     assert supervised == [["pause", "abort"], ["resume", "abort"], [], ["abort"]]
     assert Overview([repo], None).list_states()[0]["actions"] == []
+
+
+def test_the_newest_release_that_was_not_aborted_is_offered_first(
+    overview: Overview, repo: Path, tmp_path: Path
+) -> None:
+    for number in (9, 10):
+        Repository(repo).add(variant(tmp_path / str(number), release=number))
+    assert Repository(repo).list_targets() == ["2/manifest.json", "9/manifest.json", "10/manifest.json"]
+    (found,) = overview.list_states()
+    assert found["targets"] == ["10/manifest.json", "9/manifest.json", "2/manifest.json"]
+
+    aborted = replace(RECORD.progress, state=RolloutState.ABORTED)
+    Folder(repo).write(replace(RECORD, plan=replace(RECORD.plan, target="10/manifest.json"), progress=aborted))
+    (found,) = overview.list_states()
+    assert (found["aborted"], found["targets"][0], found["targets"][-1]) == (
+        ["10/manifest.json"], "9/manifest.json", "10/manifest.json",
+    )  # fmt: skip
+
+
+def test_an_introduction_is_shown_and_steered_like_a_rollout(tmp_path: Path) -> None:
+    overview = Overview([], None, tmp_path)
+    assert overview.list_states() == []
+    with pytest.raises(ConfigError, match="no introduction can be asked to pause"):
+        overview.request_action("introduction", "pause")
+    Folder(tmp_path).write(RECORD)
+    (found,) = overview.list_states()
+    assert (found["rollout"], found["supervised"], found["actions"]) == ("introduction", False, [])
+    with pytest.raises(ConfigError, match="no coordinator runs"):
+        overview.request_action("introduction", "pause")
+    with Folder(tmp_path).supervise():
+        assert overview.list_states()[0]["actions"] == ["pause", "abort"]
+        assert overview.request_action("introduction", "pause") == "No further device begins with its new bundle."
+        assert Folder(tmp_path).take_request() is Request.PAUSE
+        ended = replace(RECORD.progress, state=RolloutState.ABORTED, reasons=("cam1 refused: latency: x",))
+        Folder(tmp_path).write(replace(RECORD, progress=ended))
+        with pytest.raises(ConfigError, match=r"it was aborted \(cam1 refused: latency: x\)"):
+            overview.request_action("introduction", "pause")
 
 
 def test_what_is_asked_is_left_for_the_supervisor(overview: Overview, repo: Path) -> None:
