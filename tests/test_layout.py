@@ -35,6 +35,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "edge_agent/agent/speech/ears.py": "tests/edge_agent/agent/test_loop.py",
     "edge_agent/agent/speech/voice.py": "tests/edge_agent/agent/test_loop.py",
     "edge_agent/device/files.py": "tests/edge_agent/device/test_device.py",
+    "edge_agent/samples/reading.py": "tests/edge_agent/samples/test_collecting.py",
     "fedge/steps/public.py": "tests/edge_agent/steps/test_public.py",
     "edge_agent/agent/settings.py": "tests/edge_agent/agent/test_cli.py",
     "fedge/identity/tls.py": "tests/deploy/commands/test_serve.py",

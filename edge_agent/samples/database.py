@@ -66,11 +66,13 @@ CREATE TABLE IF NOT EXISTS answers (
     release INTEGER NOT NULL, at REAL NOT NULL, nth INTEGER NOT NULL, PRIMARY KEY (digest, sensitive, label, release)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS answers_by_time ON answers (sensitive, nth);
+CREATE TABLE IF NOT EXISTS taken (path TEXT PRIMARY KEY, version TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
 PRAGMA user_version = 1;
 """
 """`places`: of the samples in the device's source, the nth of a digest. `decisions`: what the owner deleted or marked,
-so that it does not come back. `facts`: the task, the counters, and what the source was when it was read last."""
+so that it does not come back. `taken`: watched files whose samples came already. `facts`: the task, the counters, and
+what the source was when it was read last."""
 
 
 class Database:

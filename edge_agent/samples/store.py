@@ -156,7 +156,7 @@ class SampleStore:
         """
         if label is None and not self.keeps_unlabelled:
             return None
-        task = self._require_task()
+        task = self.require_task()
         if label is not None and not 0 <= label < task.n_classes:
             raise ConfigError(f"the label {label} is not one of the {task.n_classes} classes")
         shaped, digest = self._prepare(task, x)
@@ -233,7 +233,12 @@ class SampleStore:
             kept = kept.astype(choose_input_precision(task))
         return np.ascontiguousarray(kept), digest
 
-    def _require_task(self) -> TaskSpec:
+    def require_task(self) -> TaskSpec:
+        """Return the task of the samples.
+
+        Raises:
+            ConfigError: the store was never opened with one.
+        """
         if self.task is None:
             raise ConfigError(
                 "the store does not know the task yet: start `fedge agent` or `fedge serve` with this --home once"
@@ -282,7 +287,7 @@ class SampleStore:
             ConfigError: there is no such sample or class, or the owner's predicate fails.
             StoreError: it cannot be written.
         """
-        task = self._require_task()
+        task = self.require_task()
         if not 0 <= label < task.n_classes:
             raise ConfigError(f"there is no class {label}")
         sample, x = self.read_sample(number), self.read_input(number)
@@ -428,7 +433,7 @@ class SampleStore:
             ConfigError: there is no such sample.
             StoreError: it cannot be read.
         """
-        shape = self._require_task().input_shape
+        shape = self.require_task().input_shape
         with self.database.read() as db:
             row = db.execute("SELECT dtype, x FROM samples WHERE number = ?", (number,)).fetchone()
         if row is None:
@@ -466,7 +471,7 @@ class SampleStore:
             ConfigError: the owner's predicate fails.
             StoreError: it cannot be written.
         """
-        task, marked, before = self._require_task(), 0, None
+        task, marked, before = self.require_task(), 0, None
         while page := self.list_samples(before=before, limit=200):
             before = page[-1].number
             numbers = [
