@@ -209,7 +209,8 @@ def _load_device(
     if slots.running is None and (first := find_inbox_bundle(home, 0, slots.state.refused)) is not None:
         install_bundle(home, slots, read_bundle(first))
     answering = ActiveBundle(slots, Limits(), _make_options(settings), adapts_prior=settings.adapt_prior)
-    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules)
+    waits = settings.broker is not None and home == settings.home
+    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules, waits=waits)
     return _Model(name or answering.runtime.task.name, answering, link)
 
 

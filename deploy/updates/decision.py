@@ -26,6 +26,7 @@ class Decision(Enum):
     """The next thing that a device does."""
 
     NOTHING = auto()
+    RECALL = auto()  # the introduction that put the bundle in service was aborted
     SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
     GO_BACK = auto()  # the rollout was aborted, but its bundle is in service here
     INSTALL = auto()  # fetch the rollout's bundle and try it
@@ -48,6 +49,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     no_way_back: bool = False  # whether the rollout's bundle could not be reverted
     inbox: bool = False  # whether the inbox has a new bundle
     worse: bool = False  # whether labelled samples favour the previous bundle
+    recalled: bool = False  # whether the introduction of the bundle in service was aborted
     stuck: str = ""  # why a bundle that was given up is still in service
 
 
@@ -56,6 +58,8 @@ def decide(now: Situation) -> Decision:
     there = now.state is not None and now.announced == now.running
     if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
         return Decision.GO_BACK
+    if now.recalled:
+        return Decision.RECALL
     if now.on_trial or now.worse:
         return Decision.SETTLE
     wanted = now.state in INSTALLING and now.takes_part and not there
@@ -72,12 +76,19 @@ def compute_phase(now: Situation) -> tuple[Phase, str]:
         return Phase.FAILED, now.stuck
     if now.state is not None and now.takes_part and now.announced != now.running:
         if now.refused is not None:
-            return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
+            return compute_verdict(now.refused, switched=now.switched), now.refused
         if now.judged is not None:
             return Phase.REFUSED, now.judged
         if now.failed:
             return Phase.FAILED, now.failed
     return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
+
+
+def compute_verdict(refused: str, *, switched: bool) -> Phase:
+    """Return the phase of a device that does not run a bundle; `refused` says why, `switched` whether it has run it."""
+    if switched:
+        return Phase.ROLLED_BACK
+    return Phase.KEPT if refused.startswith("accuracy:") else Phase.REFUSED
 
 
 def find_manifest_digest(rollout: Rollout) -> str | None:

@@ -12,19 +12,26 @@ from typing import Annotated, Final
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from deploy.inference.engines import EngineOptions
 from deploy.inference.runtime import load_update
-from deploy.updates.quality import Measurement, measure_quality
-from fedge.data.task import TaskSpec
+from deploy.updates.quality import Measurement, find_correct, measure_quality
+from edge_agent.samples import SampleStore
+from edge_agent.samples.database import FOLDER
+from fedge.data.preprocessing import preprocess
+from fedge.data.task import TRAIN, TaskSpec
 from fedge.data.validation import Validation, load_validation
-from fedge.errors import ConfigError, FedgeError
+from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.system import child
 from fedge.wire.messages import NonNegative, Quality
 
 log = logging.getLogger("fedge.deploy")
 
 TIMEOUT_S: Final = 300.0
+NEWEST: Final = 200
+"""Most of the newest labelled samples on which bundles are compared, beside the validation samples."""
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,12 +58,16 @@ class Examination(Struct, frozen=True, kw_only=True):
     warning: str = ""
 
 
-def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits) -> str:
+Correct = tuple[NDArray[np.bool_], NDArray[np.bool_]]
+"""Whether the running and the new bundle are right on each of some samples, (n,) each."""
+
+
+def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits, newest: Correct | None = None) -> str:
     """Return why the new bundle must not serve, or "".
 
-    The accuracy may fall by `accuracy_drop` or, if that is more, by one standard error of the mean difference (paired
-    by sample); a single sample decides nothing. All samples count, including sensitive ones, from which the running
-    bundle may have learned. Since the verdict is reported, it contains no figure.
+    Accuracies are compared as `compare_accuracies` says. If the newest samples favour one bundle, they decide, since
+    they show what the device sees now; otherwise the validation samples do. All samples count, including sensitive
+    ones, from which the running bundle may have learned. Since the verdict is reported, it contains no figure.
     """
     if not now.finite:
         return "not-finite: the bundle gives numbers that are not finite on this device's samples"
@@ -64,14 +75,27 @@ def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits
     allowed = compute_allowed_ms(None if before is None else before.quality, limits)
     if allowed is not None and latency > allowed:
         return "latency: the bundle takes longer for a sample than this device allows"
-    if before is None:
+    if newest is not None and (favoured := compare_accuracies(*newest, limits)):
+        return "" if favoured > 0 else "accuracy: the running bundle is more accurate on this device's newest samples"
+    if before is None or before.correct is None or now.correct is None:
         return ""
-    if before.correct is not None and now.correct is not None and len(now.correct):
-        difference = before.correct.astype(np.float64) - now.correct
-        error = float(difference.std() / np.sqrt(len(difference)))
-        if difference.sum() > 1 and difference.mean() > max(limits.accuracy_drop, error):
-            return "accuracy: the running bundle is more accurate on this device's samples"
+    if compare_accuracies(before.correct, now.correct, limits) < 0:
+        return "accuracy: the running bundle is more accurate on this device's samples"
     return ""
+
+
+def compare_accuracies(before: NDArray[np.bool_], now: NDArray[np.bool_], limits: Limits) -> int:
+    """Return -1 if the running bundle is more accurate, 1 if the new one is, 0 if neither clearly is.
+
+    The accuracies may differ by `accuracy_drop` or, if that is more, by one standard error of the mean difference
+    (paired by sample); a single sample decides nothing.
+    """
+    if not len(now):
+        return 0
+    difference = now.astype(np.float64) - before
+    error = float(difference.std() / np.sqrt(len(difference)))
+    clear = abs(difference.sum()) > 1 and abs(difference.mean()) > max(limits.accuracy_drop, error)
+    return int(np.sign(difference.sum())) if clear else 0
 
 
 def compute_allowed_ms(before: Quality | None, limits: Limits) -> float | None:
@@ -103,6 +127,9 @@ def examine_bundle(
         return Examination(reason=f"smoke-test: it cannot be run on this device ({error})"[:500])
     if found.warning:
         log.warning("event=no_validation reason=%r", found.warning)
+    was, accuracy = (None if quality is None else quality.accuracy for quality in (found.before, found.now))
+    n = 0 if found.now is None else found.now.n
+    log.info("event=examined accuracy=%s before=%s of=%d reason=%r", accuracy, was, n, found.reason)
     return found
 
 
@@ -116,18 +143,42 @@ def examine_in_process(
         now = measure_quality(new, validation)
     except (FedgeError, OSError) as error:
         return Examination(reason=f"smoke-test: {error}"[:500])
-    before = None
+    before, newest = None, None
+    fresh, lost = _load_newest(home, new.task)
     if running is not None:
         try:
-            before = measure_quality(load_update(running, how, again=True), validation)
+            old = load_update(running, how, again=True)
+            before = measure_quality(old, validation)
+            newest = find_correct(old, fresh), find_correct(new, fresh)
         except (FedgeError, OSError):  # a broken running bundle is not a reference
-            before = None
-    return Examination(
-        reason=explain_refusal(before, now, limits),
-        before=None if before is None else before.quality,
-        now=now.quality,
-        warning=warning,
-    )
+            before = newest = None
+    was, is_now = None if before is None else before.quality, now.quality
+    if was is not None and newest is not None and compare_accuracies(*newest, limits):
+        was, is_now = (_replace_accuracy(*each, fresh) for each in zip((was, is_now), newest, strict=True))
+    reason = explain_refusal(before, now, limits, newest)
+    return Examination(reason=reason, before=was, now=is_now, warning=warning or lost)
+
+
+def _replace_accuracy(quality: Quality, correct: NDArray[np.bool_], newest: Validation) -> Quality:
+    """Return the figures with the accuracy on the newest samples, which were decisive; only unmarked ones count."""
+    told = correct[newest.reportable]
+    return replace(quality, n=len(told), accuracy=float(told.mean())) if len(told) else quality
+
+
+def _load_newest(home: Path, task: TaskSpec) -> tuple[Validation, str]:
+    """Load the newest labelled samples on which nothing has trained, as model inputs, and why there are none."""
+    nothing = Validation(np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64))
+    if not (home / FOLDER).is_dir():
+        return nothing, ""
+    try:
+        with SampleStore(home, task) as store:
+            found = store.read_newest(NEWEST)
+    except (ConfigError, StoreError) as error:
+        return nothing, str(error)
+    held_out = found.place != TRAIN
+    if not held_out.any():
+        return nothing, ""
+    return Validation(preprocess(task, found.x[held_out]), found.y[held_out], found.sensitive[held_out]), ""
 
 
 def _load_samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:

@@ -41,12 +41,14 @@ from deploy.updates.decision import (
 )
 from deploy.updates.drift import Alarm
 from deploy.updates.examination import examine_bundle
+from deploy.updates.introduction import Introduction
 from deploy.updates.slots import Slots, find_inbox_bundle
+from fedge.bundle.campaign import read_campaign
 from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import Plain, Signed, make_speaker, open_unverified
-from fedge.privacy.egress import Rules, WithheldError, without_figures
+from fedge.privacy.egress import INTRODUCED, REVEALED_FIELDS, Revealed, Rules, WithheldError, without_figures
 from fedge.system.files import BlobFolder, compute_digest, get_versions, read_kept, write_atomically
 from fedge.system.hardware import measure_temperature_c
 from fedge.system.logs import Lines
@@ -133,7 +135,8 @@ class Link:
 
     No peer can end it; what fails now is tried again later, while the device stays in service. Without a broker,
     `follow()` alone handles the inbox. The link may be attached to another transport later. `rules` are the owner's
-    rules on what may leave the device.
+    rules on what may leave the device. `waits`: whether bundles of a campaign wait for its introduction, since a broker
+    announces it.
     """
 
     device_id: str
@@ -142,12 +145,15 @@ class Link:
     slots: Slots
     answering: ActiveBundle
     rules: Rules = Rules()
+    waits: bool = False
 
     def __post_init__(self) -> None:
         self._topics = Topics(self.federation)
         self._rollout: Rollout | None = None
         self._distrusted = ""  # why the last announcement is ignored
         self._outcome = _read_json(self.home / "outcome.json", Outcome) or Outcome()
+        self._introduction = Introduction(self.home, self.device_id, waits=self.waits)
+        self._introduced: Health | None = None  # as last published
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
         self._alarm = _read_json(self.home / DRIFT, Alarm)
@@ -157,7 +163,7 @@ class Link:
         self._failed: tuple[str, str] | None = None  # an announcement's claim, and why it failed
         self._n_failures = 0  # consecutive failures of that announcement
         self._retry_at = 0.0
-        self._no_way_back: str | None = None  # id of the aborted rollout whose bundle could not be reverted
+        self._no_way_back: str | None = None  # id of the aborted rollout or introduction that could not be reverted
         self._fetching = False
         self._lines = Lines()
         self._news = asyncio.Event()
@@ -180,6 +186,7 @@ class Link:
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         await transport.subscribe(self._topics.rollout, self._on_rollout)
+        await transport.subscribe(self._topics.introduction, self._on_introduction)
         await transport.subscribe(self._health_topic, self._on_own_health, refused=self._on_health_refused)
         transport.on_connect(self._on_connect)
 
@@ -219,6 +226,16 @@ class Link:
             self._retry_at = 0.0
         self._news.set()
 
+    async def _on_introduction(self, inbound: Inbound) -> None:
+        """Hear how far a campaign's bundles may go, from the coordinator that had them made."""
+        if not inbound.payload:
+            self._introduction.announced = None
+        else:
+            payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
+            self._introduction.announced = decode_message(payload, Rollout)
+        self._unsaid.set()
+        self._news.set()
+
     def _verify_announcement(self, payload: bytes) -> Rollout | None:
         """Verify an announcement and return its rollout.
 
@@ -250,7 +267,8 @@ class Link:
         log.debug("event=cannot_overhear detail=%r", reason)
 
     async def _on_connect(self) -> None:
-        self._unsaid.set()  # the broker may have lost the retained health
+        self._introduced = None
+        self._unsaid.set()  # the broker may have lost the retained messages
 
     # ------------------------------------------------------------------------------------------------- deciding
 
@@ -278,12 +296,18 @@ class Link:
 
     async def _run_step(self) -> float:
         """Take the next step; return the seconds to wait until the following one, unless a rollout arrives earlier."""
+        running = self.answering.runtime
+        self._introduction.adopt_running(running.manifest.release, running.digest)
         rollout, inbox = self._rollout, self._find_inbox_bundle()
         situation = self._make_situation(rollout, inbox)
         match decide(situation):
             case Decision.GO_BACK:
                 assert rollout is not None
-                await self._revert(rollout)
+                await self._revert(rollout.id, f"aborted: rollout {rollout.id}")
+            case Decision.RECALL:
+                assert self._introduction.announced is not None
+                recalled = self._introduction.announced.id
+                await self._revert(recalled, f"aborted: introduction {recalled}")
             case Decision.SETTLE:
                 await asyncio.to_thread(self.answering.settle)
                 self._update_health()
@@ -322,6 +346,7 @@ class Link:
             on_trial=state.trial is not None,
             inbox=inbox is not None,
             worse=self.answering.worse_reason != "",
+            recalled=self._is_recalled(),
             stuck=self.answering.no_way_back,
         )
         if rollout is None:
@@ -352,8 +377,14 @@ class Link:
         """Return the newest inbox bundle above the one in service that was not refused, or None."""
         runtime = self.answering.runtime
         known = {*self.slots.state.refused, runtime.digest}
-        damaged = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
-        return find_inbox_bundle(self.home, runtime.manifest.release, known, damaged)
+        left = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
+        left |= self._introduction.list_held(runtime.manifest.release)
+        return find_inbox_bundle(self.home, runtime.manifest.release, known, left)
+
+    def _is_recalled(self) -> bool:
+        introduction = self._introduction
+        known = introduction.announced is not None and introduction.announced.id == self._no_way_back
+        return not known and introduction.is_recalled(self.answering.runtime.digest)
 
     def _is_wanted(self, rollout: Rollout) -> bool:
         """Return whether the work begun for this rollout is still wanted."""
@@ -368,10 +399,12 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------- doing
 
-    async def _revert(self, rollout: Rollout) -> None:
-        await asyncio.to_thread(self.answering.revert, f"aborted: rollout {rollout.id}")
-        if self.answering.runtime.digest == find_manifest_digest(rollout):
-            self._no_way_back = rollout.id
+    async def _revert(self, aborted: str, reason: str) -> None:
+        """Return to the previous bundle, because the rollout or introduction with the id `aborted` was aborted."""
+        before = self.answering.runtime.digest
+        await asyncio.to_thread(self.answering.revert, reason)
+        if self.answering.runtime.digest == before:
+            self._no_way_back = aborted
         self._update_health()
 
     async def _install(self, rollout: Rollout) -> None:
@@ -508,9 +541,13 @@ class Link:
         data = (folder / MANIFEST).read_bytes()
         try:
             if self._parse_manifest(data, bundle.digest) is not None:
+                self._introduction.examining = read_campaign(folder) > 0
+                self._update_health()
                 await self._examine_and_switch(data, None, folder)
         except UpdateRejected as error:
             self._record_refusal(bundle.digest, str(error))
+        finally:
+            self._introduction.examining = False
         self._update_health()
 
     async def _examine_and_switch(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
@@ -528,8 +565,11 @@ class Link:
         signed = self._outcome.signed
         if rollout is not None:
             signed = (digest, *(known for known in signed if known != digest))[:REMEMBERED]
-        if fit and rollout is not None and not self._is_wanted(rollout):
+        campaign = 0 if folder is None else read_campaign(folder)
+        if fit and (self._introduction.is_held(campaign) or (rollout is not None and not self._is_wanted(rollout))):
             return
+        if campaign:
+            self._introduction.record_examination(campaign, digest, found)
         self._save_outcome(
             Outcome(
                 rollout=None if rollout is None else rollout.id,
@@ -565,6 +605,10 @@ class Link:
         health = self._make_health()
         said = self._health
         self._health = health
+        if self._introduced is not None and _without_volatile(self._introduced) != _without_volatile(
+            self._make_introduced()
+        ):
+            self._unsaid.set()
         if said is None or _without_volatile(said) != _without_volatile(health):
             log.info("event=health phase=%s release=%d reason=%r", health.phase, health.release, health.reason)
             self._unsaid.set()
@@ -610,17 +654,35 @@ class Link:
                     self._health = self._make_health()
                 self._unsaid.clear()
                 if self._health is not None:
-                    await self._publish_health(self._health)
+                    await self._publish(self._health_topic, self._health, REVEALED_FIELDS[Health])
+                await self._publish_introduced()
         finally:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
-                    await self._publish_health(msgspec.structs.replace(self._make_health(), serving=False))
+                    gone = msgspec.structs.replace(self._make_health(), serving=False)
+                    await self._publish(self._health_topic, gone, REVEALED_FIELDS[Health])
 
-    async def _publish_health(self, health: Health) -> None:
-        topic = self._health_topic
+    async def _publish_introduced(self) -> None:
+        introduced, said = self._make_introduced(), self._introduced
+        news = said is None or _without_volatile(said) != _without_volatile(introduced)
+        if self.waits and (news or self._introduction.is_under_way):
+            self._introduced = introduced
+            await self._publish(self._topics.make_agent_topic(self.device_id, "introduced"), introduced, INTRODUCED)
+
+    def _make_introduced(self) -> Health:
+        runtime, state = self.answering.runtime, self.slots.state
+        return self._introduction.make_health(
+            runtime.manifest.release,
+            runtime.digest,
+            state.refused.get(self._introduction.digest),
+            on_trial=state.trial is not None,
+            at=time.time(),
+        )
+
+    async def _publish(self, topic: str, health: Health, revealed: Revealed) -> None:
         try:
-            said = encode_message(without_figures(self.rules, self.home).strip(health))
-            await self._transport.publish(topic, self._signed.seal(topic, said), retain=True)
+            told = without_figures(self.rules, self.home).strip(health, revealed)
+            await self._transport.publish(topic, self._signed.seal(topic, encode_message(told)), retain=True)
         except WithheldError:
             log.info("event=withheld topic=%s", topic)
         except (TransportError, StoreError) as error:

@@ -118,6 +118,14 @@ def measure_home(runtime: Runtime, validation: Validation) -> HomeReference | No
     )
 
 
+def find_correct(runtime: Runtime, samples: Validation) -> NDArray[np.bool_]:
+    """Return whether a bundle is right on each labelled sample, (n,)."""
+    assert samples.y is not None
+    found = [runtime.predict_inputs(samples.x[i : i + BATCH]).class_index for i in range(0, len(samples.y), BATCH)]
+    correct: NDArray[np.bool_] = np.concatenate([*found, np.zeros(0, np.int64)]) == samples.y
+    return correct
+
+
 def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
     """Return the shift of the samples' mean free energy from the reference, in deviations, or None if unknown."""
     reference, usable = runtime.manifest.reference, free[np.isfinite(free)]

@@ -99,6 +99,7 @@ def group_fields() -> Iterator[tuple[Reveals, list[str]]]:
         for field in kind.__struct_fields__
         if not (kind is Report and field in {"body", "blobs"})
     ]
+    places += [("Health of an introduction", field, Reveals.PERSONAL) for field in ("before", "now")]
     results: dict[type[Result], list[type[Action]]] = {}
     for _, step in sorted(load_installed_steps().items()):
         results.setdefault(step.RESULT, []).append(step)

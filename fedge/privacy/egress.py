@@ -72,7 +72,7 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
         "temperature_c": Reveals.LOAD,
         **dict.fromkeys(("n_predictions", "n_failed", "drift", "drift_kind", "drift_release", "outliers"), Reveals.USE),
     },
-    AtWork: dict.fromkeys(("right", "wrong", "recent"), Reveals.WORK),
+    AtWork: dict.fromkeys(("right", "wrong", "recent"), Reveals.PERSONAL),
     Quality: {
         "n": Reveals.COUNT,
         **dict.fromkeys(("accuracy", "gate_entropy", "free_energy"), Reveals.LOSS),
@@ -81,11 +81,17 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
 }
 """The kind that each field of a message reveals, results of steps aside; unlisted fields reveal nothing of the data."""
 
+INTRODUCED: Final[Revealed] = {
+    **REVEALED_FIELDS[Health],
+    **dict.fromkeys(("before", "now"), Reveals.PERSONAL),
+}
+"""The kinds of a Health about an introduction, whose figures are of bundles that have learned from all samples."""
+
 PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
     "strict": frozenset(
         {Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.ACCOUNTED, Reveals.MASKED, Reveals.VERDICT}
     ),
-    "default": frozenset(Reveals) - {Reveals.PRIVATE, Reveals.WORK},
+    "default": frozenset(Reveals) - {Reveals.PRIVATE, Reveals.PERSONAL},
 }
 
 MESSAGES: Final[Mapping[str, Any]] = {
@@ -95,6 +101,7 @@ MESSAGES: Final[Mapping[str, Any]] = {
     "wants": Want,
     "release-wants": Want,
     "health": Health,
+    "introduced": Health,
 }
 """A device's messages by the last level of the topic. Devices also send blobs, predictions and certificate requests."""
 
@@ -169,7 +176,7 @@ def without_figures(rules: Rules, home: Path) -> Rules:
     The outcome of a rollout, one bit (docs/privacy.md), may still leave if the owner allows it.
     """
     private = os.path.lexists(home / PRIVACY_LEDGER)
-    return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.WORK, Reveals.TEXT}) if private else rules
+    return Rules(rules.allowed - {Reveals.LOSS, Reveals.PERSONAL, Reveals.USE, Reveals.TEXT}) if private else rules
 
 
 def read_rules(home: Path | None, own: Path | None, config: Path | None) -> Rules:
@@ -283,7 +290,8 @@ class Door:
             _require_same(encode_message(message), data)
             if isinstance(message, Report):
                 return self._inspect_report(message)
-            return Seen(leaf, getattr(message, "order_id", ""), frozenset(iterate_kinds(message)))
+            kinds = iterate_kinds(message, INTRODUCED if leaf == "introduced" else None)
+            return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds))
         if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
             return Seen(leaf, "", frozenset())
         if leaf == "blobs" and rest and rest[0] in self._blobs:

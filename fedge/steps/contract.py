@@ -60,12 +60,12 @@ class Reveals(Worded):
     LABELS = "labels", "what labels it has"
     FEATURES = "features", "mean features"
     PRIVATE = "private", "a module that was private"
+    PERSONAL = "personal", "how well its own bundles do"
     VERDICT = "verdict", "whether a new bundle suits it"
     ANSWERS = "answers", "predictions for samples that sensors sent"
     MACHINE = "machine", "what machine it is"
     LOAD = "load", "how busy it is, and how fast"
     USE = "use", "how its bundle is used, and whether its inputs have changed"
-    WORK = "work", "how often its bundle is right at work"
     TEXT = "text", "the text of an error"
 
 

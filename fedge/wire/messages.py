@@ -286,12 +286,18 @@ class RolloutState(StrEnum):
     ABORTED = "aborted"  # devices with the new release return to the previous one
     DONE = "done"  # all stages completed
 
+    @classmethod
+    def _missing_(cls, value: object) -> RolloutState | None:
+        return cls.PAUSED if isinstance(value, str) else None  # the state is from a newer fedge: begin nothing
 
-class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
+
+class Rollout(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, tag="rollout"):
     """Which part of the fleet should run which release; the signed metadata prove the release genuine.
 
     A device takes part if it is one of `canaries`, or if its place (`fedge.wire.rollout.compute_place`, in [0, 1)) is
-    below `share`. `version` increases with every announcement, across rollouts.
+    below `share`. `version` increases with every announcement, across rollouts. Unknown fields are ignored.
+
+    In the introduction of a campaign's personal bundles, `release` is the campaign's number, and nothing is signed.
     """
 
     id: Id
@@ -328,8 +334,12 @@ class Phase(StrEnum):
     ROLLED_BACK = "rolled_back"  # activated, then reverted
     FAILED = "failed"  # not fetched or stored; will be retried
 
+    @classmethod
+    def _missing_(cls, value: object) -> Phase | None:
+        return cls.FAILED if isinstance(value, str) else None  # the phase is from a newer fedge: it is not waited for
 
-class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class Quality(Struct, frozen=True, kw_only=True):
     """A bundle's quality on the device's own non-sensitive samples; None where nothing was measured."""
 
     n: Count  # non-sensitive validation samples
@@ -339,7 +349,7 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     latency_ms: NonNegative | None = None  # median of single samples
 
 
-class Outliers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Outliers(Struct, frozen=True, kw_only=True):
     """Samples that the bundle in service has seen in this process, and how many of them it flagged as outliers."""
 
     seen: Count
@@ -354,7 +364,7 @@ class DriftKind(StrEnum):
     LABELS = "labels"  # labelled samples contradict the bundle
 
 
-class AtWork(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AtWork(Struct, frozen=True, kw_only=True):
     """Answers of the bundle in service that were labelled later, on the device's non-sensitive samples."""
 
     right: Count
@@ -362,8 +372,11 @@ class AtWork(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     recent: Share | None = None  # accuracy on the latest of them; None if there are few
 
 
-class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="health"):
-    """The health of a device's runtime; retained, published on change and from time to time."""
+class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, omit_defaults=True, tag="health"):
+    """The health of a device's runtime; retained, published on change and from time to time.
+
+    Unknown fields are ignored. Earlier versions of fedge refuse them, so defaults are left out.
+    """
 
     device_id: Id
     at: NonNegative  # seconds since the epoch, device clock

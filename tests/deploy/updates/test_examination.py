@@ -5,6 +5,7 @@ from deploy import load
 from deploy.inference.engines import EngineOptions
 from deploy.updates.examination import Limits, examine_bundle, explain_refusal
 from deploy.updates.quality import Measurement
+from edge_agent.samples import SampleStore
 from fedge.data.preprocessing import preprocess
 from fedge.data.validation import FILE, Validation
 from fedge.wire.messages import Quality
@@ -38,6 +39,26 @@ def measured(n_correct, n=100, *, latency=1.0, finite=True):
 )
 def test_verdict(before, now, reason):
     assert explain_refusal(before, now, Limits()).split(":")[0] == reason
+
+
+def right(n_correct, n=50):
+    return np.arange(n) < n_correct
+
+
+@pytest.mark.parametrize(
+    ("validation", "newest", "reason"),
+    [
+        ((90, 90), (50, 30), "accuracy: the running bundle is more accurate on this device's newest samples"),
+        ((90, 99), (50, 30), "accuracy: the running bundle is more accurate on this device's newest samples"),
+        ((90, 60), (30, 50), ""),  # the camera was turned: what it sees now decides
+        ((90, 60), (30, 30), "accuracy: the running bundle is more accurate on this device's samples"),
+        ((90, 60), (30, 31), "accuracy: the running bundle is more accurate on this device's samples"),
+        ((90, 90), (30, 29), ""),
+    ],
+)
+def test_the_newest_samples_decide_if_they_favour_one(validation, newest, reason):
+    before, now = (measured(n) for n in validation)
+    assert explain_refusal(before, now, Limits(), tuple(map(right, newest))) == reason
 
 
 def test_the_reason_that_is_told_names_no_figure():
@@ -85,6 +106,39 @@ def test_one_that_is_worse_may_not(home, gate, reason):
     found = examine_bundle(GOLDEN, variant(home / "new", release=2, gate=gate), home, LENIENT)
 
     assert found.reason.split(":")[0] == reason
+
+
+def collect(home, labels_of, n=40):
+    """Samples that came later, half of them marked; labelled as the bundle says."""
+    runtime = load(labels_of)
+    rng = np.random.default_rng(3)
+    with SampleStore(home, runtime.task) as store:
+        for i in range(8 * n):
+            x = rng.normal(size=runtime.task.input_shape).astype(np.float32)
+            store.add(x, int(runtime.predict(x).class_index[0]), origin="python", sensitive=i % 2 == 1)
+
+
+def test_what_came_last_decides_and_gives_the_figures(home):
+    worse = variant(home / "new", release=2, gate=poor_gate)
+    assert examine_bundle(GOLDEN, worse, home, LENIENT).reason.startswith("accuracy: ")
+    collect(home, worse)
+    found = examine_bundle(GOLDEN, worse, home, LENIENT)
+    assert found.reason == ""
+    assert found.now.accuracy == 1.0
+    assert found.before.accuracy < 1.0
+    assert found.now.n == found.before.n
+    assert 0 < found.now.n < 200  # unmarked, and held out
+
+    back = examine_bundle(worse, GOLDEN, home, LENIENT)
+    assert back.reason == "accuracy: the running bundle is more accurate on this device's newest samples"
+
+
+def test_a_store_that_cannot_be_read_holds_nothing_up(home, caplog):
+    (home / "samples").mkdir()
+    (home / "samples" / "samples.db").write_bytes(b"junk" * 1000)
+    found = examine_bundle(GOLDEN, variant(home / "new", release=2, gate=other_gate), home, LENIENT)
+    assert found.reason == ""
+    assert "event=no_validation" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["junk", "other task", "not finite"])

@@ -97,6 +97,7 @@ def situation(state=RUNNING, *, running=OLD, takes_part=True, **others):
         (situation(ABORTED, running=NEW, switched=True, no_way_back=True, stuck="disk: x"), Decision.SETTLE),
         (situation(stuck="disk: x"), Decision.INSTALL),  # a new bundle may be what helps
         (Situation(running=OLD, inbox=True, stuck="disk: x"), Decision.TAKE_IN),
+        (Situation(running=OLD, recalled=True, on_trial=True, inbox=True), Decision.RECALL),
     ],
 )
 def test_what_is_next(now, do):
@@ -112,7 +113,9 @@ def test_what_is_next(now, do):
         (situation(running=NEW, on_trial=True), (Phase.TRIAL, "")),
         (situation(running=NEW), (Phase.SERVING, "")),
         (situation(running=NEW, refused="accuracy: x", stuck="disk: x"), (Phase.FAILED, "disk: x")),
-        (situation(refused="accuracy: x"), (Phase.REFUSED, "accuracy: x")),
+        (situation(refused="accuracy: x"), (Phase.KEPT, "accuracy: x")),
+        (situation(refused="accuracy: x", switched=True), (Phase.ROLLED_BACK, "accuracy: x")),
+        (situation(refused="latency: x"), (Phase.REFUSED, "latency: x")),
         (situation(ABORTED, refused="aborted: x", switched=True), (Phase.ROLLED_BACK, "aborted: x")),
         (situation(judged="forged: x"), (Phase.REFUSED, "forged: x")),
         (situation(judged="forged: x", takes_part=False), (Phase.SERVING, "")),

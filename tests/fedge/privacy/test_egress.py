@@ -12,6 +12,7 @@ from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.privacy.egress import (
     ALL,
     FILE,
+    INTRODUCED,
     MESSAGES,
     PRESETS,
     PRIVACY_LEDGER,
@@ -75,9 +76,9 @@ def write(folder: Path, text: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- the owner's file
 
 
-def test_without_a_file_everything_but_private_modules_and_accuracy_at_work_may_leave(tmp_path: Path) -> None:
+def test_without_a_file_everything_but_what_learned_from_marked_samples_may_leave(tmp_path: Path) -> None:
     assert read_rules(tmp_path, None, None) == read_rules(None, None, None) == Rules()
-    assert Rules().withheld == (Reveals.PRIVATE, Reveals.WORK)
+    assert Rules().withheld == (Reveals.PRIVATE, Reveals.PERSONAL)
 
 
 def test_the_file_names_a_preset_and_kinds_beside_it(tmp_path: Path) -> None:
@@ -327,6 +328,23 @@ def test_nothing_leaves_that_cannot_be_noted(tmp_path: Path) -> None:
     (tmp_path / "egress.db").mkdir()
     with pytest.raises(StoreError):
         through(door(tmp_path), "context", Context(device_id="d"))
+
+
+def test_figures_of_the_devices_own_bundles_stay_unless_its_owner_lets_them_out(tmp_path: Path) -> None:
+    figures = {"before": Quality(n=31, accuracy=1.0), "now": Quality(n=31, accuracy=0.94)}
+    health = Health(device_id="d", at=1.0, phase=Phase.KEPT, release=2, **figures)
+    told = Rules().strip(health, INTRODUCED)
+    assert (told.phase, told.before, told.now) == (Phase.KEPT, None, None)
+    through(door(tmp_path, Rules()), "introduced", told)
+    through(door(tmp_path, Rules()), "health", health)
+    with pytest.raises(TransportError, match="how well its own bundles do"):
+        through(door(tmp_path, Rules()), "introduced", health)
+
+    open_ = Rules(Rules().allowed | {Reveals.PERSONAL})
+    assert open_.strip(health, INTRODUCED) == health
+    through(door(tmp_path, open_), "introduced", health)
+    (tmp_path / PRIVACY_LEDGER).write_text("{}")
+    assert without_figures(open_, tmp_path).strip(health, INTRODUCED).now is None
 
 
 def test_a_runtime_tells_no_figures_where_differential_privacy_was_promised(tmp_path: Path) -> None:
