@@ -363,6 +363,10 @@ class DriftKind(StrEnum):
     INPUTS = "inputs"  # the samples look different
     LABELS = "labels"  # labelled samples contradict the bundle
 
+    @classmethod
+    def _missing_(cls, value: object) -> DriftKind | None:
+        return cls.INPUTS if isinstance(value, str) else None  # the kind is from a newer fedge: it needs another bundle
+
 
 class AtWork(Struct, frozen=True, kw_only=True):
     """Answers of the bundle in service that were labelled later, on the device's non-sensitive samples."""
