@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,10 +37,10 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "doctor", "egress", "enrol"),
-    *("events", "export", "finish", "infer", "install", "introduction", "method", "methods", "new", "pause"),
-    *("provision", "readmit", "relay", "release", "report", "restore", "resume", "retire", "rollout", "rounds"),
-    *("sample", "samples", "serve", "simulate", "status", "tune", "ui", "why"),
+    *("agent", "backup", "broker", "campaign", "check", "compare", "coordinator", "demo", "devices", "doctor"),
+    *("egress", "enrol", "events", "export", "finish", "infer", "install", "introduction", "method", "methods", "new"),
+    *("pause", "provision", "readmit", "relay", "release", "report", "restore", "resume", "retire", "rollout"),
+    *("rounds", "sample", "samples", "serve", "simulate", "status", "tune", "ui", "why"),
 )
 """Names of the sections that a TOML file may have; one file can serve all roles."""
 
@@ -116,7 +116,7 @@ class Setting:
     name: str  # "deadline_s": field, and key in TOML
     section: str
     type: Any  # the annotation, with its range
-    base: type  # bool, int, float, str, Path, Secret or an Enum
+    base: type  # bool, int, float, str, Path, Secret, an Enum, or tuple for a flag that may be repeated
     help: str
     heading: Heading
     unit: str
@@ -269,6 +269,8 @@ def _get_base_type(hint: Any) -> type:
             return _get_base_type(inner[0])
     if get_origin(hint) is Literal:
         return cast(type, Enum("Literal", {value: value for value in get_args(hint)}))
+    if get_origin(hint) is tuple and get_args(hint) == (str, ...):
+        return tuple
     if isinstance(hint, type) and issubclass(hint, bool | int | float | str | Path | Enum):
         return hint
     raise TypeError(f"a setting cannot have the type {hint}")
@@ -283,9 +285,16 @@ def _make_option(setting: Setting) -> Callable[[F], F]:
         heading=setting.heading,
         setting=True,
         type=_get_click_type(setting.base),
+        multiple=setting.base is tuple,
         default=None,
+        callback=_drop_empty if setting.base is tuple else None,
         help=_format_help(setting),
     )
+
+
+def _drop_empty(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> Sequence[str] | None:
+    """Return None for a flag that may be repeated and was not given, as for all other flags."""
+    return values or None
 
 
 def _get_click_type(base: type) -> click.ParamType[Any]:
@@ -301,7 +310,7 @@ def _format_help(setting: Setting) -> str:
     notes = [f"unit: {setting.unit}"] if setting.unit else []
     if setting.default is msgspec.NODEFAULT:
         notes.append("required")
-    elif setting.default is not None and setting.base is not Secret:
+    elif setting.default not in (None, ()) and setting.base is not Secret:
         value = setting.default.value if isinstance(setting.default, Enum) else setting.default
         notes.append(f"default: {value}")
     return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
@@ -328,6 +337,8 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> N
 
 
 def _convert(setting: Setting, value: object, source: str, *, strict: bool = True) -> object:
+    if setting.base is tuple and isinstance(value, str):  # of the environment
+        value = [each.strip() for each in value.split(",") if each.strip()]
     try:
         found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_convert_custom)
     except (msgspec.ValidationError, TypeError, ValueError) as error:

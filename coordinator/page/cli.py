@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from operator import itemgetter
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import click
 from msgspec import Struct
 
+from coordinator.page.tables import print_table
 from coordinator.store.requests import request_action
 from coordinator.store.store import Store
 from coordinator.watch.attention import describe_attention
@@ -46,21 +47,6 @@ LOOK_S: Final = 0.5
 def _open_watch(home: Path, store: str | None) -> Iterator[Watch]:
     with contextlib.closing(open_store(home, store)) as found:
         yield Watch(home, found)
-
-
-def _print_table(
-    found: list[dict[str, Any]], as_json: bool, columns: Mapping[str, Callable[[dict[str, Any]], object]]
-) -> int:
-    """Print a table with these columns, or everything as JSON; the last column has no limit."""
-    if as_json:
-        click.echo(json.dumps(found))
-        return 0
-    rows = [[*columns], *([escape_controls(str(of(row))) for of in columns.values()] for row in found)]
-    widths = [max(map(len, column)) for column in [*zip(*rows, strict=True)][:-1]]
-    for *cells, last in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        click.echo("  ".join([*padded, last]).rstrip())
-    return 0
 
 
 def _format_share(value: float | None) -> str:
@@ -101,7 +87,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
         "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
         "why": lambda d: "; ".join([*d["attention"], *([d["why"]] if d["why"] else [])]),
     }
-    return _print_table(found, as_json, columns)
+    return print_table(found, as_json, columns)
 
 
 @click.command(cls=Command)
@@ -127,7 +113,7 @@ def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
         **{name: itemgetter(name) for name in ("asked", "answered", "late", "failed")},
         "accuracy": lambda r: _format_share(r["accuracy"]),
     }
-    return _print_table(found, as_json, columns)
+    return print_table(found, as_json, columns)
 
 
 def _format_clock(at: float) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -12,11 +15,12 @@ from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.method import Method, Server
 from coordinator.methods.settings import Option
 from coordinator.methods.state import State, decode_state
+from coordinator.service.campaigns import Campaign, Campaigns
 from coordinator.service.checks import explain_no_profile, make_first_model
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.store.store import Store, explain_unreadable
-from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError
+from fedge.data.task import TaskSpec, list_differences
+from fedge.errors import MALFORMED, ConfigError
 from fedge.models import weights
 from fedge.models.weights import find_device_weights
 from fedge.system.hardware import Processor
@@ -27,6 +31,11 @@ from fedge.wire.messages import BlobRef
 
 IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
 """Settings that identify a federation; `rounds` is the number with which it began."""
+TASK: Final = IDENTITY.index("task")
+LENGTH: Final = "length"
+"""Name of a value (`Store.find_value`): the `RunLength`, as JSON."""
+CAMPAIGNS: Final = "campaigns"
+"""Name of a value: the record of the campaigns, as JSON."""
 
 
 def start(
@@ -48,8 +57,11 @@ def start(
     identity = json.dumps(values, sort_keys=True)
     if (kept := store.put_value_once("identity", identity)) != identity:
         before = zip(IDENTITY, json.loads(kept), json.loads(identity), strict=True)
-        differences = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
-        raise ConfigError(f"{settings.home} holds another federation ({differences}): use another --home")
+        differences = [
+            *(f"{name} was {old}, is {new}" for name, old, new in before if old != new and name != "task"),
+            *(_list_task_differences(settings.home, task) if json.loads(kept)[TASK] != values[TASK] else ()),
+        ]
+        raise ConfigError(f"{settings.home} holds another federation ({'; '.join(differences)}): use another --home")
     if store.find_value("start") is None:
         store.put_value_once("blobs", settings.blobs or "")
     store.require_blobs(settings.blobs)
@@ -69,6 +81,14 @@ def start(
     return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
 
 
+def _list_task_differences(home: Path, task: TaskSpec) -> list[str]:
+    """List in words how a task differs from the federation's own, which HOME/task.json describes."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        kept = msgspec.json.decode((home / "task.json").read_bytes(), type=TaskSpec)
+        return [f"the task is one {text}" for text in list_differences(kept, task)]
+    return ["the task is another one"]
+
+
 class RunLength(msgspec.Struct, frozen=True, kw_only=True):
     """The length of a run that was continued after its end.
 
@@ -79,14 +99,19 @@ class RunLength(msgspec.Struct, frozen=True, kw_only=True):
     last: int
 
 
+def read_first_rounds(settings: CoordinatorSettings, store: Store) -> int:
+    """Read the number of rounds with which the federation began; that of the settings if it has not begun."""
+    identity = store.find_value("identity")
+    return settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
+
+
 def read_length(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorSettings, RunLength]:
     """Return the settings with the original number of rounds, and the run's present length.
 
     Raises:
         ConfigError: the run is longer than the settings say.
     """
-    kept, identity = store.find_value("length"), store.find_value("identity")
-    first = settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
+    kept, first = store.find_value(LENGTH), read_first_rounds(settings, store)
     length = RunLength(total=first, last=first) if kept is None else msgspec.json.decode(kept, type=RunLength)
     if settings.rounds < length.total:
         raise ConfigError(
@@ -126,6 +151,7 @@ def resume(
     """
     with explain_unreadable(store):
         settings, length = read_length(wanted, store)
+        campaigns = read_campaigns(store)
     method = make_settings_method(settings, task, options, length.last)
     with explain_unreadable(store):
         layout, model = start(settings, task, store, options)
@@ -133,10 +159,47 @@ def resume(
     first = method.make_first_state(layout, model)
     with explain_unreadable(store):
         state = first if saved is None else decode_state(saved, type(first))
+    method = enter_campaign(method, campaigns.now, length.last)
+    if state.campaign < campaigns.now.number:  # we were killed before its first round was done
+        state = method.begin_campaign(state, campaigns.now.changed)
     if (longer := prolong(wanted, length, method, state, store)) != length:
-        store.put_value("length", msgspec.json.encode(longer).decode())
-        method = make_settings_method(settings, task, options, longer.last)
+        store.put_value(LENGTH, msgspec.json.encode(longer).decode())
+        method = enter_campaign(method, campaigns.now, longer.last)
     return method, layout, model, state
+
+
+def read_campaigns(store: Store) -> Campaigns:
+    """Read the record of the campaigns; before its first round a federation is in its first."""
+    kept = store.find_value(CAMPAIGNS)
+    if kept is None:
+        return Campaigns(now=Campaign(began_at=store.get_round_beginning(1) or time.time()))
+    return msgspec.json.decode(kept, type=Campaigns)
+
+
+def write_campaigns(store: Store, campaigns: Campaigns) -> None:
+    """Write the record of the campaigns."""
+    store.put_value(CAMPAIGNS, msgspec.json.encode(campaigns).decode())
+
+
+def enter_campaign(method: Method[Any], campaign: Campaign, last: int) -> Method[Any]:
+    """Return the method with the settings of a campaign, whose last round of training is `last`."""
+    settings = msgspec.structs.replace(method.settings, first=campaign.first, last=last)
+    if campaign.number > 1:
+        settings = msgspec.structs.replace(settings, rounds=campaign.planned)
+    return type(method)(settings, method.server)
+
+
+def begin_campaign(method: Method[Any], state: State, store: Store, campaigns: Campaigns) -> tuple[Method[Any], State]:
+    """Begin the campaign that the record names as the present one, durably.
+
+    Returns: the method of this campaign, and the state before its first round.
+    """
+    now = campaigns.now
+    length = RunLength(total=read_stored_length(method, store).total, last=now.first + now.planned)
+    encoded = {name: msgspec.json.encode(each).decode() for name, each in ((CAMPAIGNS, campaigns), (LENGTH, length))}
+    store.put_values(encoded)
+    method = enter_campaign(method, now, length.last)
+    return method, method.begin_campaign(state, now.changed)
 
 
 def make_settings_method(
@@ -158,14 +221,17 @@ def make_settings_method(
     return make_method(settings.method, settings.make_method_settings(options, last), Server(task, server_data))
 
 
+def read_stored_length(method: Method[Any], store: Store) -> RunLength:
+    """Read the present length of the run that this method does."""
+    kept = store.find_value(LENGTH)
+    if kept is None:
+        return RunLength(total=method.settings.rounds, last=method.last)
+    return msgspec.json.decode(kept, type=RunLength)
+
+
 def end_after(number: int, method: Method[Any], store: Store) -> Method[Any]:
     """Make round `number` the last one of training, durably; return the method that knows it."""
-    kept = store.find_value("length")
-    length = (
-        RunLength(total=method.settings.rounds, last=method.last)
-        if kept is None
-        else msgspec.json.decode(kept, type=RunLength)
-    )
+    length = read_stored_length(method, store)
     shorter = msgspec.structs.replace(length, last=min(length.last, number))
-    store.put_value("length", msgspec.json.encode(shorter).decode())
+    store.put_value(LENGTH, msgspec.json.encode(shorter).decode())
     return type(method)(msgspec.structs.replace(method.settings, last=shorter.last), method.server)

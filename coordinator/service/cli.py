@@ -10,6 +10,7 @@ import statistics
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -19,6 +20,7 @@ from coordinator.fleet.mqtt.presence import explain_outdated
 from coordinator.fleet.problems import Problem, describe_reasons, select_reasons
 from coordinator.methods.options import method_options, require_method_options, resolve_options
 from coordinator.page.cli import UiSettings, make_page
+from coordinator.rollout.settings import IntroductionSettings
 from coordinator.service.service import Observer, make_event, serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
@@ -27,7 +29,14 @@ from coordinator.watch.liveness import show_life
 from coordinator.watch.options import HOME_HELP
 from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import open_tracking
-from coordinator.watch.words import describe_progress, explain_no_bundle, format_age, format_devices, format_duration
+from coordinator.watch.words import (
+    describe_campaign,
+    describe_progress,
+    explain_no_bundle,
+    format_age,
+    format_devices,
+    format_duration,
+)
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials
@@ -64,13 +73,15 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
 
     You may kill it at any time: started again with the same --home, it continues where it was. It writes the task to
     HOME/task.json, for devices that cannot tell it from their own data. It does not train on the samples of --data.
-    After the last round it stays, until Ctrl-C; with --once it ends.
+    After the last round it stays, and does the campaigns that --every, --when or people ask for, until Ctrl-C; with
+    --once it ends.
 
     Examples:
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
       fedge coordinator --config edge_server.toml --rounds 50 --once --json
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
+      fedge coordinator --config edge_server.toml --every 1d --when new-samples=500 --when drift=0.1
       fedge coordinator --config edge_server.toml --role intake
 
     Exit codes: 0 done (with --once), 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or
@@ -97,9 +108,9 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         _track_rounds(settings, store, show) as observe,
         show_life(settings.home),
     ):
-        summary = asyncio.run(
-            run_until_stopped(_run_with_page(settings, config, lambda: serve(settings, task, store, observe, own)))
-        )
+        staged = resolve(IntroductionSettings, "introduction", config, {})
+        work = partial(serve, settings, task, store, observe, own, staged)
+        summary = asyncio.run(run_until_stopped(_run_with_page(settings, config, work)))
     return INTERRUPTED if summary is None else 0
 
 
@@ -182,8 +193,13 @@ class Progress:
             more = "start it with more --rounds to go on, or with another --home to begin anew"
             self._print_line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
         elif event == "resting":
-            self._text = "watching the devices, until Ctrl-C"
+            self._text = "watching the devices, until Ctrl-C; `fedge campaign run` begins the next campaign"
             self._print_line(self._text)
+        elif event == "campaign_begun":
+            self._told = 0
+            self._print_line(f"campaign {fields['number']} begins: {fields['reason']}")
+        elif event in {"campaign_skipped", "campaign_refused"}:
+            self._print_line(f"no campaign: {fields['reason']}")
         elif event == "waiting":
             self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
             self._print_line(self._text)
@@ -311,6 +327,8 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
+    if campaign := summary.get("campaign"):
+        lines.append(f"campaign    {describe_campaign(campaign)}")
     if text := summary["coordinator"]["text"]:
         lines.insert(1, f"now         {text}")
     lines[:0] = [f"attention   {text}" for text in describe_attention(summary["attention"])]

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.fleet import SETTLE_S, MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment, Intake
 from coordinator.fleet.mqtt.roles import BlobServer, load_layout, lock_own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
@@ -25,8 +25,29 @@ from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.method import Method
 from coordinator.methods.settings import Option
 from coordinator.methods.state import State, encode_state
-from coordinator.service.beginning import end_after, resume
+from coordinator.rollout.introduction import Introducer
+from coordinator.rollout.settings import IntroductionSettings
+from coordinator.service.beginning import (
+    begin_campaign,
+    end_after,
+    read_campaigns,
+    read_first_rounds,
+    resume,
+    write_campaigns,
+)
+from coordinator.service.campaigns import (
+    Campaigns,
+    Conditions,
+    begin_next,
+    decide,
+    describe_campaigns,
+    end_campaign,
+    parse_conditions,
+    record_participants,
+    record_rest,
+)
 from coordinator.service.proof import PROVEN, reload
+from coordinator.service.running import Throttle, repeat, run_beside
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.service.summary import (
     find_finished,
@@ -37,10 +58,18 @@ from coordinator.service.summary import (
     write_summary,
 )
 from coordinator.store.records import Event
-from coordinator.store.requests import StandingRequests, clear_finish, read_requests, take_requests
+from coordinator.store.requests import (
+    StandingRequests,
+    clear_campaign,
+    clear_finish,
+    read_requests,
+    take_campaign,
+    take_requests,
+)
 from coordinator.store.store import ISSUE, Store
 from coordinator.watch import runs
 from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
 from fedge.system.logs import bind
 from fedge.system.malloc import tune_malloc
 from fedge.system.systemd import notify_ready
@@ -58,45 +87,14 @@ NOTE_S: Final = 0.2
 SPARE_S: Final = 60.0
 """Age below which tensors are not deleted while streamed orders are open, since an intake may hold an update of these
 orders that the store does not know yet."""
-RARELY: Final = 50
-"""Shortest time between two writes, in multiples of the time that one write takes."""
 LOOK_S: Final = 0.5
 """Pause between two looks for requests, while a run is paused and after its last round."""
 REFRESH_S: Final = 5.0
 """Longest time between two summaries, since what devices say of themselves is no event."""
+ASKED: Final = "somebody asked for it"
+NO_MORE_NOISE: Final = "--dp-epsilon is what all rounds may spend together, so there is one campaign only"
+"""Why there are no further campaigns under differential privacy."""
 NOT_ANEW: Final = "the method has no clusters that it could remake now"
-
-
-class Throttle:
-    """A throttle, which runs a task immediately on request, then at most once per interval."""
-
-    def __init__(self, act: Callable[[], object], every_s: float) -> None:
-        self._act = act
-        self._every_s = every_s
-        self._next = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def trigger(self) -> None:
-        """Run the task now, or as soon as permitted."""
-        if self._timer is not None:
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._next:
-            self._run()
-        else:
-            self._timer = loop.call_at(self._next, self._run)
-
-    def _run(self) -> None:
-        self._timer = None
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._act()
-        self._next = loop.time() + max(self._every_s, RARELY * (loop.time() - began))
-
-    async def aclose(self) -> None:
-        """Stop the throttle."""
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 async def serve(
@@ -105,19 +103,24 @@ async def serve(
     store: Store,
     observe: Observer,
     options: Mapping[str, Option] = NO_OPTIONS,
+    introduction: IntroductionSettings | None = None,
 ) -> dict[str, Any]:
-    """Run a federation from its present state on, and watch it after its last round, until we are stopped.
+    """Run a federation from its present state on, and its further campaigns, until we are stopped.
 
-    With `settings.once` return after the last round the summary, which is also in HOME/summary.json.
+    With `settings.once` return after the last round the summary, which is also in HOME/summary.json. Otherwise bundles
+    enter service in stages, as `introduction` says; at once if None.
 
     Raises:
-        ConfigError: the folder belongs to another federation.
+        ConfigError: the folder belongs to another federation, or the conditions of campaigns make no sense.
         StoreError: durable state cannot be written; nothing accepted is lost.
         TransportError: the broker refused us for good.
         FruitlessError: training came to its end and nothing was learned, or with `once` no device has a bundle.
     """
     tune_malloc(large=True)
     raise_open_files()
+    conditions = parse_conditions(settings.every, settings.when)
+    if conditions != Conditions() and settings.dp_epsilon is not None:
+        raise ConfigError(f"{NO_MORE_NOISE}: leave out --every and --when")
     if store.find_value("start") is None:
         observe("beginning", {})
     began = time.monotonic()
@@ -126,7 +129,7 @@ async def serve(
         observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
         require_bundles(ended)
         return ended
-    service = Service(settings, task, store, observe, method, layout, first, state, began)
+    service = Service(settings, task, store, observe, method, layout, first, state, conditions, introduction, began)
     runs.record_run(settings.home, "coordinator", settings, options)
     return await service.run()
 
@@ -142,7 +145,9 @@ class Service:
         method: the method, which knows the last round.
         layout: the layout of its initial model.
         first: that model.
-        state: the last committed state.
+        state: the last committed state, or that before the first round of a campaign.
+        conditions: what begins a campaign.
+        introduction: how bundles enter service; at once if None.
         began: when the work on the next round began, by the monotonic clock.
     """
 
@@ -156,11 +161,15 @@ class Service:
         layout: Layout,
         first: BlobRef,
         state: State,
+        conditions: Conditions,
+        introduction: IntroductionSettings | None,
         began: float,
     ) -> None:
         self._settings, self._store, self._observe = settings, store, observe
         self._method, self._first, self._state = method, first, state
+        self._conditions, self._campaigns = conditions, read_campaigns(store)
         self._began = began
+        self._settled_at = time.monotonic() + SETTLE_S  # until then devices may only be on their way
         self._slowly = Throttle(self._write_summary, TELL_S)
         self._noting = Throttle(self._record_news, NOTE_S)
         self._news: list[Event] = []
@@ -175,7 +184,13 @@ class Service:
             deadline_s=settings.deadline_s,
             no_relays=method.explain_no_relays(),
         )
-        self._fleet = MqttFleet(settings.make_broker_settings(settings.broker), store, about, self._record_event)
+        broker = settings.make_broker_settings(settings.broker)
+        self._fleet = MqttFleet(broker, store, about, self._record_event)
+        self._introducer = (
+            None
+            if introduction is None or settings.once
+            else Introducer(settings.home, broker, settings.federation, introduction, self._record_event)
+        )
         under_way = set() if method.is_done(state) else self._fleet.find_accepted_blobs(state.round + 1)
         store.require_tensors({ref.digest for ref in iterate_blobs(state)} | under_way)
 
@@ -191,9 +206,10 @@ class Service:
             repeat(self._slowly.trigger, REFRESH_S),
         ):
             notify_ready()
-            await self._train()
-            if not self._settings.once:
-                await self._rest()
+            if self._introducer is None:
+                await self._run_campaigns()
+            else:
+                await run_beside(self._run_campaigns(), self._introducer.run())
         self._record_news()
         self._store.add_counts(self._fleet.take_counts())
         summary = self._write_summary(ended=True)
@@ -202,25 +218,53 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------------ training
 
+    async def _run_campaigns(self) -> None:
+        """Do the rounds that are left; unless we are to end then, rest and do one campaign after the other."""
+        self._introduce()
+        await self._train()
+        while not self._settings.once:
+            await self._rest()
+            await self._train()
+
     async def _train(self) -> None:
         """Do the rounds that are left, and the last one, in which devices get bundles."""
         while not self._method.is_done(self._state):
             bind(round=(number := self._state.round + 1))
-            require_fruitful(self._settings, self._method, self._state, self._first, self._store, self._fleet)
+            if self._campaigns.now.number == 1:  # later ones at least leave what is known already
+                require_fruitful(self._settings, self._method, self._state, self._first, self._store, self._fleet)
             wishes = await wait_for_permission(number, self._store, self._fleet, self._record_event)
             if wishes.finish and self._end_early():
                 continue
             if wishes.recluster == number:
                 self._state = restart_clustering(self._method, self._state, self._record_event)
             await self._fleet.start_round(number, self._settings.devices if number == 1 else 1)
+            await self._record_participants()
             await self._commit(await self._method.advance(self._state, self._wrap_relays()))
         self._fleet.expire_streams()
         clear_finish(self._store)
+        if self._campaigns.now.ended_at is None:
+            await self._write_campaigns(end_campaign(self._campaigns, self._method.summarise(self._state), time.time()))
+            now = self._campaigns.now
+            self._record_event("campaign_ended", {"number": now.number, "rounds": now.rounds, "accuracy": now.accuracy})
+
+    async def _record_participants(self) -> None:
+        """Record what the devices of the round said of their samples, if it is their first in this campaign."""
+        fleet = self._fleet
+        ids = {device.id for device in (*fleet.get_devices(), *fleet.get_inference_devices())}
+        facts = (device for device in fleet.registry.list_facts() if device.id in ids)
+        await self._write_campaigns(record_participants(self._campaigns, facts))
+
+    async def _write_campaigns(self, campaigns: Campaigns) -> None:
+        """Write the record of the campaigns, unless it is the present one."""
+        if campaigns is not self._campaigns:
+            await asyncio.to_thread(write_campaigns, self._store, campaigns)
+            self._campaigns = campaigns
 
     def _end_early(self) -> bool:
         """Make the last round that was done the last one of training; False if it is, or if nothing was learned yet."""
         number = self._state.round
-        if not number or number >= self._method.last or self._store.get_round_devices(number + 1) is not None:
+        known = number <= self._campaigns.now.first or number >= self._method.last
+        if known or self._store.get_round_devices(number + 1) is not None:
             return False
         self._method = end_after(number, self._method, self._store)
         clear_finish(self._store)
@@ -232,20 +276,60 @@ class Service:
         seconds = time.monotonic() - self._began
         await commit(self._store, self._fleet, state.round, state, seconds, self._settings.keep_rounds)
         self._state, self._began = state, time.monotonic()
+        self._introduce()
         self._record_event("round_done", self._write_summary())
+
+    def _introduce(self) -> None:
+        """Let the bundles that the devices have enter service in stages."""
+        if self._introducer is not None and self._method.is_done(self._state):
+            self._introducer.introduce(self._state.campaign, self._state.installed)
 
     # ------------------------------------------------------------------------------------------------- after training
 
     async def _rest(self) -> None:
-        """Watch the devices after the last round; give late joiners a bundle if the method can. Never returns."""
+        """Watch the devices until a campaign begins; give late joiners a bundle if the method can."""
         log_missing_bundles(self._write_summary())
         self._record_event("resting", {"round": self._state.round})
         tried: dict[str, str] = {}
         while True:
             async with self._watch_for_late_joiner(tried) as has_come:
-                while (await self._apply_requests()).paused or not has_come():
+                while (wishes := await self._apply_requests()).paused or not has_come():
+                    if not wishes.paused and (why := await self._find_reason(wishes)):
+                        return self._begin_campaign(why)
                     await self._fleet.sleep(LOOK_S)
             await self._serve_late_joiners(tried)
+
+    async def _find_reason(self, wishes: StandingRequests) -> str:
+        """Return why a campaign begins now; empty if none does."""
+        number = self._campaigns.now.number + 1
+        if wishes.campaign in {0, number} and take_campaign(self._store, number):
+            if self._settings.dp_epsilon is None:
+                return ASKED
+            clear_campaign(self._store)
+            self._record_event("campaign_refused", {"reason": NO_MORE_NOISE})
+        if self._conditions == Conditions() or time.monotonic() < self._settled_at:
+            return ""
+        facts = self._fleet.registry.list_facts()
+        await self._write_campaigns(record_rest(self._campaigns, facts))
+        found = decide(self._conditions, self._campaigns, facts, time.time())
+        if found is not None and not found.begins:
+            await self._write_campaigns(msgspec.structs.replace(self._campaigns, skipped_at=time.time()))
+            self._record_event("campaign_skipped", {"reason": found.why})
+        return found.why if found is not None and found.begins else ""
+
+    def _begin_campaign(self, why: str) -> None:
+        """Begin the next campaign: record it, and go on from what the last one has learned."""
+        self._campaigns = begin_next(
+            self._campaigns,
+            why,
+            self._fleet.registry.list_facts(),
+            first=self._state.round,
+            planned=self._settings.campaign_rounds or read_first_rounds(self._settings, self._store),
+            now=time.time(),
+        )
+        self._method, self._state = begin_campaign(self._method, self._state, self._store, self._campaigns)
+        self._began = time.monotonic()
+        self._record_event("campaign_begun", {"number": self._campaigns.now.number, "reason": why})
 
     async def _apply_requests(self) -> StandingRequests:
         """Do at rest what people ask for between rounds."""
@@ -289,10 +373,17 @@ class Service:
     def _wrap_relays(self) -> RelayFleet:
         """Return the fleet as a method sees it in the next round."""
         state = self._state
+        self._fleet.campaign = 0 if self._introducer is None else state.campaign
         return RelayFleet(self._fleet, layout=state.layout, seed=self._settings.seed, named=iterate_blobs(state))
 
     def _write_summary(self, *, ended: bool = False) -> dict[str, Any]:
-        return write_summary(self._settings, self._method, self._state, self._store, self._fleet, ended=ended)
+        done, paused = self._method.is_done(self._state), read_requests(self._store).paused
+        more = {
+            "campaign": describe_campaigns(self._campaigns, self._conditions, done=done, paused=paused),
+            "introduction": None if self._introducer is None else self._introducer.describe(),
+        }
+        what = self._settings, self._method, self._state, self._store, self._fleet
+        return write_summary(*what, more=more, ended=ended)
 
     def _record_event(self, event: str, fields: dict[str, Any]) -> None:
         """Pass an event to the caller and the store, and soon update HOME/summary.json."""
@@ -306,22 +397,6 @@ class Service:
         if self._news:
             self._store.record_events(*self._news)
             self._news.clear()
-
-
-@contextlib.asynccontextmanager
-async def repeat(act: Callable[[], object], every_s: float) -> AsyncIterator[None]:
-    """Run a task again and again while the context is open."""
-
-    async def repeat_endlessly() -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            act()
-
-    running = asyncio.create_task(repeat_endlessly())
-    try:
-        yield
-    finally:
-        running.cancel()
 
 
 def make_event(event: str, fields: Mapping[str, Any], number: int) -> Event:

@@ -17,7 +17,7 @@ from coordinator.store.store import RECALLED_ROUNDS
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.membership.credentials import Broker, Credentials, FederationName
 from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
-from fedge.settings import Duration, Secret
+from fedge.settings import AtLeastOne, Duration, Secret
 from fedge.system.hardware import Processor
 from fedge.system.text import Heading
 
@@ -67,6 +67,22 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         "gives devices that come later a bundle (fedge, fedcoe), until Ctrl-C.",
     ] = False
     rounds: methods.Rounds = DEFAULT.rounds
+    campaign_rounds: Annotated[
+        AtLeastOne | None,
+        Heading.CAMPAIGNS,
+        "A campaign after the first takes this many rounds; by default as many as the first began with.",
+    ] = None
+    every: Annotated[
+        str | None,
+        Heading.CAMPAIGNS,
+        "A campaign begins this long after the last one began, such as 6h or 1d, if samples came or a bundle drifts.",
+    ] = None
+    when: Annotated[
+        tuple[str, ...],
+        Heading.CAMPAIGNS,
+        "A campaign begins under this condition: new-samples=500, drift=0.1 (this share of the devices) or "
+        "accuracy-at-work=-0.05 (a fall). It may be repeated; in the environment the conditions are comma-separated.",
+    ] = ()
     devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "Round 1 waits for this many devices."] = 1
     participation: methods.Participation = DEFAULT.participation
     deadline_s: Annotated[

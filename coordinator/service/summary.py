@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -31,6 +32,9 @@ log = logging.getLogger("fedge.coordinator")
 
 WARN_S: Final = 24 * 3600.0
 """Pause between two warnings of a certificate that will expire."""
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+ROUNDS_TIMED: Final = 1000
+"""Last rounds whose times are in the summary."""
 
 
 def require_fruitful(
@@ -94,12 +98,14 @@ def write_summary(
     store: Store,
     fleet: MqttFleet,
     *,
+    more: Mapping[str, Any] = NOTHING,
     ended: bool = False,
     failed: str = "",
 ) -> dict[str, Any]:
     """Write HOME/summary.json: the method's summary, and the counters of transport and store.
 
-    `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
+    `more`: further entries. `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get
+    bundles.
     """
     counters, wishes = store.get_counters(), read_requests(store)
     summary = {
@@ -110,7 +116,7 @@ def write_summary(
         "bytes_up": counters.get("bytes_up", 0),
         "bytes_down": counters.get("bytes_down", 0),
         "wall_s": counters.get("milliseconds", 0) / 1000,
-        "round_s": [round(seconds, 3) for seconds in store.get_round_seconds().values()],
+        "round_s": [round(seconds, 3) for seconds in store.get_round_seconds(ROUNDS_TIMED).values()],
         "devices": dict(sorted((fleet.registry.list_presence() | fleet.registry.list_behind_relays()).items())),
         "without_bundle": list_without_bundle(method, state, store),
         "clocks": fleet.registry.find_wrong_clocks(),
@@ -131,6 +137,7 @@ def write_summary(
         "failing": msgspec.to_builtins(fleet.failing),
         "ended": ended,
         "failed": failed,
+        **more,
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary

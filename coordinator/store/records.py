@@ -56,6 +56,24 @@ class Device:
         return spared
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a device last said of its samples and its bundle.
+
+    data_version: rises when its non-sensitive samples change. n_arrived: its non-sensitive labelled samples that ever
+    came. drift: whether its bundle drifts. at_work: share of right answers among its latest ones that were labelled
+    later, n_answers in all; None if it does not tell.
+    """
+
+    id: str
+    online: bool = True
+    data_version: int = 0
+    n_arrived: int = 0
+    drift: bool = False
+    at_work: float | None = None
+    n_answers: int = 0
+
+
 class OrderStatus(StrEnum):
     """The status of an order in the store; it changes from OPEN once."""
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.store.changes import PRESENCE, Changes, compute_habit_s, record_change
-from coordinator.store.records import Device
+from coordinator.store.records import Device, DeviceFacts
 from fedge.errors import ProtocolError
 from fedge.settings import NAME
 from fedge.wire.messages import Context, DriftKind, Health, Presence, Status
@@ -280,6 +280,27 @@ class Registry:
             found[i]["habit_s"] = compute_habit_s(changes)
             if known.twice:
                 found[i]["twins"] = self.get_twins(i)
+        return found
+
+    def list_facts(self) -> list[DeviceFacts]:
+        """List what the known devices last said of their samples and bundles, without those left out."""
+        found = []
+        for i, known in sorted(self._known.items()):
+            if i in self._left_out:
+                continue
+            status, health = known.status, self._health.get(i)
+            at_work = None if health is None else health.at_work
+            found.append(
+                DeviceFacts(
+                    id=i,
+                    online=status.presence is Presence.ONLINE,
+                    data_version=status.data_version,
+                    n_arrived=status.n_arrived,
+                    drift=health is not None and health.drift,
+                    at_work=None if at_work is None else at_work.recent,
+                    n_answers=0 if at_work is None else at_work.right + at_work.wrong,
+                )
+            )
         return found
 
     def find_wrong_clocks(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Final
 
 import msgspec
@@ -21,7 +22,8 @@ class StandingRequests(Struct, frozen=True, kw_only=True):
 
     paused: whether no further round begins. steps: rounds that may begin all the same. recluster: the round before
     which clusters are made anew, 0 for the next round; None if they are not. retired: devices that get no more orders.
-    finish: whether training ends with the present round.
+    finish: whether training ends with the present round. campaign: number of the campaign that was asked for last, 0
+    for the next one; None before the first such request.
     """
 
     paused: bool = False
@@ -29,6 +31,7 @@ class StandingRequests(Struct, frozen=True, kw_only=True):
     recluster: Annotated[int, Meta(ge=0)] | None = None
     retired: tuple[str, ...] = ()
     finish: bool = False
+    campaign: Annotated[int, Meta(ge=0)] | None = None
 
 
 ACTIONS: Final = {
@@ -36,6 +39,7 @@ ACTIONS: Final = {
     "resume": "The rounds go on.",
     "run-now": "One round begins.",
     "recluster": "The clusters are made anew before the next round.",
+    "campaign-run": "A campaign begins as soon as none is running.",
     "finish": "Training ends with the round under way, and devices get bundles of what was learned.",
     "retire": "{device} gets no more orders.",
     "readmit": "{device} gets orders again.",
@@ -58,11 +62,7 @@ def request_action(store: Store, name: str, device: str = "") -> str:
     if name in {"retire", "readmit"}:
         require_device(store, name, device)
 
-    def apply_request(kept: str | None) -> str:
-        before = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
-        return msgspec.json.encode(add_request(before, name, device)).decode()
-
-    store.change_value(KEY, apply_request)
+    _change_requests(store, lambda wishes: add_request(wishes, name, device))
     return ACTIONS[name].format(device=device)
 
 
@@ -100,8 +100,8 @@ def add_request(wishes: StandingRequests, name: str, device: str = "") -> Standi
             return change(wishes, retired=tuple(sorted({*wishes.retired, device})))
         case "readmit":
             return change(wishes, retired=tuple(i for i in wishes.retired if i != device))
-        case "finish":
-            return change(wishes, finish=True)
+        case "finish" | "campaign-run":
+            return change(wishes, finish=True) if name == "finish" else change(wishes, campaign=0)
         case _:
             raise ConfigError(f"there is no action {name!r}; there are {', '.join(ACTIONS)}")
 
@@ -113,22 +113,43 @@ def take_requests(store: Store, number: int) -> StandingRequests:
     finds the same requests after a restart.
     """
 
-    def use_step(kept: str | None) -> str:
-        wishes = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
+    def use_step(wishes: StandingRequests) -> StandingRequests:
         if wishes.recluster is not None and wishes.recluster < number:
             wishes = msgspec.structs.replace(wishes, recluster=number if wishes.recluster == 0 else None)
         if wishes.paused and wishes.steps:
             wishes = msgspec.structs.replace(wishes, steps=wishes.steps - 1)
-        return msgspec.json.encode(wishes).decode()
+        return wishes
 
-    return msgspec.json.decode(store.change_value(KEY, use_step), type=StandingRequests)
+    return _change_requests(store, use_step)
 
 
 def clear_finish(store: Store) -> None:
     """Drop the request to end training early: it was carried out, or there is nothing to end."""
+    _change_requests(store, lambda wishes: msgspec.structs.replace(wishes, finish=False))
 
-    def drop(kept: str | None) -> str:
+
+def clear_campaign(store: Store) -> None:
+    """Drop the request for a campaign, which there cannot be."""
+    _change_requests(store, lambda wishes: msgspec.structs.replace(wishes, campaign=None))
+
+
+def take_campaign(store: Store, number: int) -> bool:
+    """Return whether campaign `number` was asked for, and note that the request is for this one.
+
+    A coordinator that is killed before the campaign is recorded finds the same request; later it is of the past.
+    """
+
+    def take(wishes: StandingRequests) -> StandingRequests:
+        return msgspec.structs.replace(wishes, campaign=number) if wishes.campaign == 0 else wishes
+
+    return read_requests(store).campaign in {0, number} and _change_requests(store, take).campaign == number
+
+
+def _change_requests(store: Store, change: Callable[[StandingRequests], StandingRequests]) -> StandingRequests:
+    """Change the requests in one transaction; return the new ones."""
+
+    def change_kept(kept: str | None) -> str:
         wishes = StandingRequests() if kept is None else msgspec.json.decode(kept, type=StandingRequests)
-        return msgspec.json.encode(msgspec.structs.replace(wishes, finish=False)).decode()
+        return msgspec.json.encode(change(wishes)).decode()
 
-    store.change_value(KEY, drop)
+    return msgspec.json.decode(store.change_value(KEY, change_kept), type=StandingRequests)

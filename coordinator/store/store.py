@@ -128,6 +128,11 @@ class Store:
         rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
         return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
 
+    def get_round_beginning(self, number: int) -> float | None:
+        """Return when a round began, in seconds since the epoch; None if it has not begun."""
+        rows = self._read("SELECT begun_at FROM rounds WHERE round = $1", number)
+        return float(rows[0][0]) if rows else None
+
     def commit_round(
         self, number: int, state: bytes, now: float, counted: Mapping[str, int], *, keep: int = RECALLED_ROUNDS
     ) -> None:
@@ -160,9 +165,15 @@ class Store:
         rows = self._read("SELECT body FROM states ORDER BY round DESC LIMIT 1")
         return rows[0][0] if rows else None
 
-    def get_round_seconds(self) -> dict[int, float]:
-        """Return the duration of each finished round, from its first beginning (before any crash) to its end."""
-        return dict(self._read("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"))
+    def get_round_seconds(self, last: int = -1) -> dict[int, float]:
+        """Return the duration of finished rounds, from the first beginning (before any crash) to the end.
+
+        `last`: how many, the last ones; all if -1.
+        """
+        sql = "SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"
+        if last < 0:
+            return dict(self._read(sql))
+        return dict(reversed(self._read(f"{sql} DESC LIMIT $1", last)))
 
     def get_last_contexts(self) -> dict[str, Context | None]:
         """Return the contexts of the devices of the last begun round, by id."""
@@ -336,7 +347,12 @@ class Store:
 
     def put_value(self, name: str, value: str) -> None:
         """Store a value in place of an earlier one of this name."""
-        self.change_value(name, lambda _: value)
+        self.put_values({name: value})
+
+    def put_values(self, values: Mapping[str, str]) -> None:
+        """Store values in place of earlier ones of these names, all or nothing."""
+        sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+        self._change(lambda db: db.executemany(sql, list(values.items())))
 
     def change_value(self, name: str, change: Callable[[str | None], str]) -> str:
         """Change a stored value, None if there is none, in one transaction; return the new value."""

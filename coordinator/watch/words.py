@@ -38,6 +38,18 @@ def describe_progress(summary: Mapping[str, Any]) -> str:
     return f"round {number + 1} of {rounds} is under way"
 
 
+def describe_campaign(campaign: Mapping[str, Any]) -> str:
+    """Describe the present campaign, or the rest after it, in one line. `campaign`: as in HOME/summary.json."""
+    why = f": {campaign['why']}" if campaign["why"] else ""
+    if campaign["ended_at"] is None:
+        paused = ", paused" if campaign["state"] == "paused" else ""
+        return f"{campaign['number']}{paused}, since {format_age(campaign['began_at'])}{why}"
+    next_at = campaign["next_at"]
+    when = "" if next_at is None else f"; the next look is in {format_duration(max(next_at - time.time(), 0))}"
+    paused = "; paused" if campaign["state"] == "paused" else ""
+    return f"{campaign['number']} ended {format_age(campaign['ended_at'])}{why}{when}{paused}"
+
+
 def explain_trouble(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
     """Explain why a device takes no part, or its last problem, from round `since` on; empty without any."""
     known = summary["fleet"].get(i)
@@ -170,6 +182,13 @@ def describe_event(event: Event) -> str:
             text = ("fedge serve is down" if f["serving"] == "down" else f"bundle {f['phase']}{drift}") + (
                 f": {f['reason']}" if f["reason"] else ""
             )
+        case "campaign_begun":
+            text = f"campaign {f['number']}: {f['reason']}"
+        case "campaign_ended":
+            share = "" if f["accuracy"] is None else f", accuracy {100 * f['accuracy']:.1f} %"
+            text = f"campaign {f['number']}: {f['rounds']} rounds{share}"
+        case "resting":
+            text = "the coordinator watches the devices"
         case "round_done":
             text = "" if f["accuracy"] is None else f"accuracy {100 * f['accuracy']:.1f} %"
         case _:

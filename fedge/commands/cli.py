@@ -75,6 +75,7 @@ COMMANDS: Final = {
     "events": About("List what has happened, or follow it.", "coordinator", SERVER),
     "pause": About("Begin no further round.", "coordinator", SERVER),
     "resume": About("Begin rounds again.", "coordinator", SERVER),
+    "campaign": About("Run another campaign, or show those so far.", "coordinator", SERVER),
     "finish": About("End training early; devices get bundles of what was learned.", "coordinator", SERVER),
     "retire": About("Retire a device: it gets no more orders.", "coordinator", SERVER),
     "readmit": About("Give a retired device orders again.", "coordinator", SERVER),

@@ -119,6 +119,35 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
 
+def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
+    """List in words what a task has that another one had not."""
+    found = []
+    if gone := [name for name in old.classes if name not in new.classes]:
+        found.append(f"without class {', '.join(gone)}")
+    if added := [name for name in new.classes if name not in old.classes]:
+        found.append(f"with class {', '.join(added)}")
+    if not gone and not added and old.classes != new.classes:
+        found.append("the same classes in another order")
+    words = {"name": "name", "input_shape": "input", "model": "network", "model_options": "options of the network"}
+    for field, word in words.items():
+        before, now = (getattr(task, field) for task in (old, new))
+        if before != now:
+            found.append(f"the {word} {_format_value(now)} in place of {_format_value(before)}")
+    if old.preprocessing != new.preprocessing:
+        fields = old.preprocessing.__struct_fields__
+        other = [n for n in fields if getattr(old.preprocessing, n) != getattr(new.preprocessing, n)]
+        found.append(f"another preprocessing ({', '.join(other)})")
+    return found
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " x ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={each}" for name, each in sorted(value.items())) or "none"
+    return str(value)
+
+
 def choose_gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the gate's pooling window for images, which leaves at most 8 x 8 numbers (scmoe_pfl.md 11.1).
 

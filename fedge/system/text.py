@@ -63,6 +63,7 @@ class Heading(Enum):
     DEVICES = "Devices"
     METHOD = "Method"
     TRAINING = "Training"
+    CAMPAIGNS = "Campaigns"
     UPDATES = "Updates"
     PRIVACY = "Privacy"
     EGRESS = "Egress"

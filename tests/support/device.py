@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -84,6 +84,7 @@ class RawDevice:
         task: TaskSpec = TASK,
         capabilities: Capabilities | None = None,
         presence: Presence = Presence.ONLINE,
+        **more: Any,
     ) -> None:
         """Say that it is there, and how it is."""
         fingerprint = task.compute_fingerprint()
@@ -94,6 +95,7 @@ class RawDevice:
             task_fingerprint=fingerprint,
             n_samples=5,
             capabilities=capabilities,
+            **more,
         )
         await self.say("status", status, retain=True)
         await self.say("context", Context(device_id=self.id, n_samples=5))

@@ -51,6 +51,16 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store,
         start(settings(None, tmp_path, **change), TASK, store)
 
 
+def test_another_task_is_another_federation_and_what_differs_is_said(tmp_path: Path, store: Store) -> None:
+    start(settings(None, tmp_path), TASK, store)
+    more = msgspec.structs.replace(TASK, classes=(*TASK.classes, "fox"))
+    with pytest.raises(ConfigError, match=r"another federation \(the task is one with class fox\): use another --home"):
+        start(settings(None, tmp_path), more, store)
+    (tmp_path / "task.json").unlink()
+    with pytest.raises(ConfigError, match="the task is another one"):
+        start(settings(None, tmp_path), more, store)
+
+
 def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: list[int]) -> None:
     layout, ref = start(settings(None, tmp_path), TASK, store)
     assert load_task(str(tmp_path / "task.json")) == TASK, "for the devices"

@@ -283,3 +283,78 @@ async def test_nobody_else_is_retired(store: Store) -> None:
     with pytest.raises(ConfigError, match="cam3 is not retired"):
         request_action(store, "readmit", "cam3")
     assert read_requests(store).retired == ("cam1", "cam2", "north.cam7")
+
+
+async def test_a_campaign_goes_on_from_the_last_and_is_done_once_whenever_the_coordinator_is_stopped(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """Stopped before its first round, in a round, and before bundles: each device does each order once."""
+    home = tmp_path / "server"
+    wanted = settings(mosquitto, home, rounds=1, once=False, campaign_rounds=2)
+
+    async def serve_until(event: str, **fields: object) -> None:
+        """Until it says this, and not a step further."""
+        said = asyncio.Event()
+
+        def observe(name: str, about: dict[str, Any]) -> None:
+            if name == event and fields.items() <= about.items():
+                said.set()
+
+        serving = asyncio.create_task(serve(wanted, TASK, store, observe))
+        await said.wait()
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        a, b = await learners(stack, mosquitto, tmp_path)
+        request_action(store, "campaign-run")  # as soon as none is running
+        await serve_until("campaign_begun", number=2)
+        kept = store.get_state()
+        await serve_until("round_begun", round=3)
+        assert store.get_state() == kept, "nothing of the campaign is stored yet"
+        await serve_until("round_done", round=3)
+        await serve_until("asked", label="install")
+        await serve_until("resting")
+    state = final(store)
+    assert (state.round, state.campaign, state.participations) == (5, 2, {"a": 2, "b": 2})
+    assert [line.round for line in state.history] == [3, 4]
+    w = codecs.decode(store.blobs.get(state.model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 3 * 2, rtol=1e-5)  # one round, then two more
+    assert len(a.done) == len(b.done) == 5
+    assert set(a.done.values()) == set(b.done.values()) == {1}
+    campaign = read_summary(home)["campaign"]
+    assert (campaign["number"], campaign["state"], campaign["why"]) == (2, "resting", "somebody asked for it")
+    assert [(c["number"], c["rounds"]) for c in campaign["history"]] == [(1, 1), (2, 2)]
+
+
+async def test_new_samples_begin_a_campaign_that_a_restart_does_not_forget(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.service.service.SETTLE_S", 0.0)
+    monkeypatch.setattr("coordinator.service.campaigns.PAUSE_S", 0.0)
+    wanted = settings(mosquitto, tmp_path / "server", rounds=1, once=False, when=("new-samples=30",))
+    events: list[tuple[str, dict[str, Any]]] = []
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        serving = asyncio.create_task(serve(wanted, TASK, store, lambda *event: events.append(event)))
+        a, b = await learners(stack, mosquitto, tmp_path)
+        await until(lambda: "resting" in dict(events))
+        await a.appear("1", n_arrived=20, data_version=20)
+        await until(lambda: read_summary(tmp_path / "server")["at"] > 0)
+        assert "campaign_begun" not in dict(events)
+        await b.appear("1", n_arrived=10, data_version=1)
+        await until(lambda: "campaign_begun" in dict(events))
+        assert dict(events)["campaign_begun"] == {"number": 2, "reason": "30 new samples on 2 devices"}
+        await until(lambda: [name for name, _ in events].count("resting") == 2)
+        serving.cancel()
+        await asyncio.wait([serving])
+        again = asyncio.create_task(serve(wanted, TASK, store, lambda *event: events.append(event)))
+        await until(lambda: [name for name, _ in events].count("resting") == 3)
+        await asyncio.sleep(1.2)  # two looks: the samples are not counted twice
+        again.cancel()
+        await asyncio.wait([again])
+    assert [name for name, _ in events].count("campaign_begun") == 1
+
+
+async def test_a_promise_for_all_rounds_allows_no_further_campaign(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(ConfigError, match="leave out --every and --when"):
+        await serve(settings(None, tmp_path / "server", dp_epsilon=8.0, every="1d"), TASK, store, quiet)

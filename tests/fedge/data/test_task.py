@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from fedge.data.task import Preprocessing, TaskSpec
+from fedge.data.task import Preprocessing, TaskSpec, list_differences
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(4,), model="mlp", model_options={"hidden": 3, "bias": True})
 
@@ -72,3 +72,26 @@ def test_names_that_command_a_terminal_are_refused(changes):
     msgspec.convert(task, TaskSpec)
     with pytest.raises(msgspec.ValidationError, match="regex"):
         msgspec.convert(task | changes, TaskSpec)
+
+
+def test_what_differs_between_two_tasks_is_said_in_words() -> None:
+    digits = TaskSpec(name="digits", classes=("0", "1"), input_shape=(1, 8, 8), model="mlp")
+    assert list_differences(digits, digits) == []
+    other = msgspec.structs.replace(
+        digits,
+        classes=("1", "2"),
+        input_shape=(3, 8, 8),
+        model="cnn",
+        model_options={"hidden": 64},
+        preprocessing=Preprocessing(scale=255.0),
+    )
+    assert list_differences(digits, other) == [
+        "without class 0",
+        "with class 2",
+        "the input 3 x 8 x 8 in place of 1 x 8 x 8",
+        "the network cnn in place of mlp",
+        "the options of the network hidden=64 in place of none",
+        "another preprocessing (scale)",
+    ]
+    turned = msgspec.structs.replace(digits, classes=("1", "0"))
+    assert list_differences(digits, turned) == ["the same classes in another order"]
