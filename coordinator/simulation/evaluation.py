@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import deploy
 from coordinator.aggregation.protection import Protection
@@ -45,6 +46,11 @@ def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict
         return {}
     spent = (Ledger(home).compute_spent(protection.dp_delta) for home in homes)
     return {f"{SPENT} (delta {protection.dp_delta:g})": max(spent, default=0.0)}
+
+
+def predict_classes(bundle: Path, x: NDArray[Any]) -> NDArray[np.integer]:
+    """Return the classes (n,) that a bundle in ONNX Runtime predicts for raw samples (n, ...)."""
+    return deploy.load(bundle).predict(x).class_index
 
 
 class Evaluation:

@@ -134,6 +134,27 @@ class SimulationSettings(EngineScenario, frozen=True, kw_only=True):
     mlflow: MLflow = None
 
 
+class StreamedSettings(SimulationSettings, frozen=True, kw_only=True):
+    """Section [simulate], as the command has it: perhaps a stream of campaigns."""
+
+    stream: Annotated[
+        AtLeastOne | None,
+        Heading.STREAM,
+        "There are this many campaigns, one after the other; samples arrive before each, and the world changes.",
+    ] = None
+    happens: Annotated[
+        str | None,
+        CODE,
+        Heading.STREAM,
+        "In a stream, classes appear later, light has seasons, a camera is turned by 90 degrees, two devices move to "
+        "each other's place, and labels are wrong: some of classes,seasons,turn,move,wrong-labels, or none. By default "
+        "all that the samples allow.",
+    ] = None
+    store: Annotated[
+        AtLeastOne, Heading.STREAM, "In a stream, a device keeps at most this many samples of a class."
+    ] = 100
+
+
 class CompareSettings(EngineScenario, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 

@@ -61,6 +61,7 @@ class Heading(Enum):
     TASK = "Task and data"
     PARTITION = "Partition"
     DEVICES = "Devices"
+    STREAM = "Stream"
     METHOD = "Method"
     TRAINING = "Training"
     CAMPAIGNS = "Campaigns"

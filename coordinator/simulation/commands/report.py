@@ -22,6 +22,8 @@ from coordinator.simulation.reports.report import (
     write_results,
 )
 from coordinator.simulation.settings import Scenario
+from coordinator.simulation.stream.report import make_stream_report
+from coordinator.simulation.stream.run import StreamOutcome
 from coordinator.watch import runs
 from coordinator.watch.state import read_summary
 from fedge.errors import MALFORMED, StoreError
@@ -84,10 +86,17 @@ def remake_report(folder: Path, run: runs.Run) -> Report:
     if run.command == "coordinator":
         return make_federation_report(read_summary(folder))
     figures = (folder / "figures.json").read_bytes()
+    if run.command == "simulate" and run.settings.get("stream"):
+        return make_stream_report(msgspec.json.decode(figures, type=StreamOutcome), read_scenario(run))
     if run.command == "simulate":
-        names = Scenario.__struct_fields__
-        scenario = resolve_given(Scenario, {name: value for name, value in run.settings.items() if name in names})
-        return make_run_report(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
+        outcome = msgspec.json.decode(figures, type=RunOutcome)
+        return make_run_report(outcome, read_scenario(run), run.settings.get("target"))
     if run.command == "compare":
         return make_comparison_report(Comparison.read(figures))
     return make_demo_report(Demonstration.read(figures))
+
+
+def read_scenario(run: runs.Run) -> Scenario:
+    """Read the scenario of a simulation from the settings of its record."""
+    names = Scenario.__struct_fields__
+    return resolve_given(Scenario, {name: value for name, value in run.settings.items() if name in names})

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from coordinator.methods.options import STDOUT, json_option, method_options, parse_method, resolve_options
-from coordinator.simulation.settings import CompareSettings, SimulationSettings
+from coordinator.simulation.settings import CompareSettings, StreamedSettings
 from coordinator.watch.runs import name_by_time
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command
@@ -17,7 +17,7 @@ from fedge.tasks.shares import check_partitioning
 
 
 @click.command(cls=Command)
-@settings_options(SimulationSettings, "simulate")
+@settings_options(StreamedSettings, "simulate")
 @method_options
 @json_option
 def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
@@ -25,7 +25,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
 
     Samples are partitioned among devices that train with the code of real ones. The accuracy is that of each device's
     installed bundle, run by ONNX Runtime on its own unseen test samples. A method's options follow colons in its name,
-    or --option; docs/methods lists them.
+    or --option; docs/methods lists them. With --stream the run is of many campaigns, and the figures of each are shown.
 
     Examples:
       fedge simulate
@@ -34,16 +34,24 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
       fedge simulate --method scmoe-pfl:clustering=k-means:top=1
       fedge simulate --task uci-har --data ~/har --partition natural
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
+      fedge simulate --stream 10 --devices 8 --partition groups
 
     Exit codes: 0 done, 1 an error, 2 wrong usage, no such data or method, 4 a file cannot be written,
     6 nothing was learned or no device has a bundle, 130 stopped by Ctrl-C.
     """
-    settings = resolve(SimulationSettings, "simulate", config, flags)
+    settings = resolve(StreamedSettings, "simulate", config, flags)
     name, own = parse_method(settings.method)
     own = resolve_options(config, options) | own
     from coordinator.simulation.interface import run_simulation
     from coordinator.simulation.reports.report import FILES
 
+    if settings.stream is not None:
+        from coordinator.simulation.stream.command import run_stream
+
+        run_stream(
+            settings, settings.stream, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file
+        )
+        return
     result = run_simulation(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
     click.echo(result, err=json_file == STDOUT)
     if settings.out is not None:

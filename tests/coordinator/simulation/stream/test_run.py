@@ -1,0 +1,53 @@
+"""A method over a stream of campaigns."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator.simulation.settings import Scenario
+from coordinator.simulation.stream.happenings import HAPPENINGS
+from coordinator.simulation.stream.run import StreamOutcome, StreamSettings, describe_campaign, simulate_stream
+
+SCENARIO = Scenario(devices=4, samples=800, rounds=4, partition="groups", n_groups=2, hardware="none")
+STREAM = StreamSettings(campaigns=3, happens=HAPPENINGS, store=20)
+
+
+def run(home: Path, method: str = "fedavg", how: StreamSettings = STREAM) -> StreamOutcome:
+    outcome = simulate_stream(SCENARIO, method, {}, 0, home, lambda _: None, method, how)
+    return msgspec.structs.replace(
+        outcome, campaigns=tuple(msgspec.structs.replace(c, wall_s=0.0) for c in outcome.campaigns)
+    )
+
+
+def test_campaigns_go_on_and_are_measured_now_and_then(tmp_path: Path) -> None:
+    found = run(tmp_path / "one")
+    assert found == run(tmp_path / "again")
+    first, second, third = found.campaigns
+    assert (first.before, first.backward, first.frozen) == (None, None, first.accuracy)
+    assert third.before is not None
+    assert third.backward is not None
+    assert first.n_samples < second.n_samples < third.n_samples
+    assert third.frozen > first.accuracy, "it has learned more"
+    assert third.turned == third.devices[found.happens.turned or ""]
+    assert third.moved == pytest.approx(sum(third.devices[i] for i in found.happens.moved or ()) / 2)
+    assert found.accuracy == pytest.approx(sum(c.accuracy for c in found.campaigns) / 3)
+    releases = sorted(int(path.name) for path in (tmp_path / "one" / "device-0" / "bundles").iterdir())
+    assert releases[-1] == 3
+    assert "campaign 3/3  accuracy 0." in describe_campaign(third, 3)
+
+
+def test_a_method_that_begins_anew_forgets_all_but_the_samples(tmp_path: Path) -> None:
+    quiet = msgspec.structs.replace(STREAM, happens=())
+    on, anew = run(tmp_path / "on", how=quiet), run(tmp_path / "anew", how=msgspec.structs.replace(quiet, restart=True))
+    assert on.campaigns[0] == anew.campaigns[0]
+    assert on.campaigns[2].accuracy > anew.campaigns[2].accuracy
+    assert [c.n_samples for c in on.campaigns] == [c.n_samples for c in anew.campaigns]
+
+
+def test_the_default_method_tells_its_experts_lineage(tmp_path: Path) -> None:
+    found = simulate_stream(
+        SCENARIO, "fedge", {"split": "always"}, 0, tmp_path, lambda _: None, "fedge", STREAM
+    )  # fmt: skip
+    assert all(len(c.lineage) >= c.experts > 0 for c in found.campaigns)
+    assert all("new" in line for line in found.campaigns[0].lineage)
