@@ -188,6 +188,8 @@ class Link:
         await transport.subscribe(self._topics.rollout, self._on_rollout)
         await transport.subscribe(self._topics.introduction, self._on_introduction)
         await transport.subscribe(self._health_topic, self._on_own_health, refused=self._on_health_refused)
+        topic = self._topics.introduction
+        await transport.subscribe(topic, self._on_introduction, refused=self._on_introduction_refused)
         transport.on_connect(self._on_connect)
 
     def make_last_will(self, broker: BrokerSettings) -> Will | None:
@@ -234,6 +236,12 @@ class Link:
             payload = self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
             self._introduction.announced = decode_message(payload, Rollout)
         self._unsaid.set()
+        self._news.set()
+
+    def _on_introduction_refused(self, reason: str) -> None:
+        """Wait for nothing where the broker does not let us hear of introductions."""
+        log.warning("event=no_introduction reason=%r", reason)
+        self._introduction.waits = False
         self._news.set()
 
     def _verify_announcement(self, payload: bytes) -> Rollout | None:
@@ -663,9 +671,10 @@ class Link:
                     await self._publish(self._health_topic, gone, REVEALED_FIELDS[Health])
 
     async def _publish_introduced(self) -> None:
+        """Say what became of the campaign's bundle if that is new, or if the coordinator waits for news."""
         introduced, said = self._make_introduced(), self._introduced
         news = said is None or _without_volatile(said) != _without_volatile(introduced)
-        if self.waits and (news or self._introduction.is_under_way):
+        if self._introduction.waits and (news or self._introduction.is_under_way):
             self._introduced = introduced
             await self._publish(self._topics.make_agent_topic(self.device_id, "introduced"), introduced, INTRODUCED)
 

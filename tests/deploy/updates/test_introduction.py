@@ -239,3 +239,11 @@ async def test_what_a_stranger_announces_is_refused(home):
     with pytest.raises(ProtocolError):
         await link._on_introduction(Inbound("", b"\x95junk", retained=False))
     assert link._introduction.announced is None
+
+
+async def test_where_the_broker_lets_it_hear_of_no_introduction_it_waits_for_none(home):
+    new = bundle(home / "bundles" / "2", 3, release=2, gate=other_gate)
+    link = link_of(home)
+    assert link._find_inbox_bundle() is None
+    link._on_introduction_refused("not authorised")
+    assert link._find_inbox_bundle() == new
