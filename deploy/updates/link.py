@@ -186,7 +186,6 @@ class Link:
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         await transport.subscribe(self._topics.rollout, self._on_rollout)
-        await transport.subscribe(self._topics.introduction, self._on_introduction)
         await transport.subscribe(self._health_topic, self._on_own_health, refused=self._on_health_refused)
         topic = self._topics.introduction
         await transport.subscribe(topic, self._on_introduction, refused=self._on_introduction_refused)
