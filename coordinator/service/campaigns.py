@@ -295,17 +295,17 @@ def begin_next(
     return replace(campaigns, now=next_, past=past, best_at_work=None, skipped_at=None)
 
 
-def describe_campaigns(campaigns: Campaigns, conditions: Conditions, *, done: bool, paused: bool) -> dict[str, Any]:
+def describe_campaigns(campaigns: Campaigns, conditions: Conditions, *, paused: bool) -> dict[str, Any]:
     """Describe the campaigns for HOME/summary.json."""
-    now = campaigns.now
+    now, running = campaigns.now, campaigns.now.ended_at is None
     ended = [each for each in (*campaigns.past, now) if each.ended_at is not None]
     shown = ("number", "began_at", "ended_at", "why", "rounds", "accuracy", "experts", "lineage")
     return {
         "number": now.number,
-        "state": "paused" if paused else "resting" if done else "running",
+        "state": "paused" if paused else "running" if running else "resting",
         "began_at": now.began_at,
         "ended_at": now.ended_at,
         "why": now.why,
-        "next_at": compute_next_at(conditions, campaigns) if done else None,
+        "next_at": None if running else compute_next_at(conditions, campaigns),
         "history": [{name: msgspec.to_builtins(getattr(each, name)) for name in shown} for each in ended],
     }

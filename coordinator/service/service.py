@@ -377,9 +377,9 @@ class Service:
         return RelayFleet(self._fleet, layout=state.layout, seed=self._settings.seed, named=iterate_blobs(state))
 
     def _write_summary(self, *, ended: bool = False) -> dict[str, Any]:
-        done, paused = self._method.is_done(self._state), read_requests(self._store).paused
+        paused = read_requests(self._store).paused
         more = {
-            "campaign": describe_campaigns(self._campaigns, self._conditions, done=done, paused=paused),
+            "campaign": describe_campaigns(self._campaigns, self._conditions, paused=paused),
             "introduction": None if self._introducer is None else self._introducer.describe(),
         }
         what = self._settings, self._method, self._state, self._store, self._fleet

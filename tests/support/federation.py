@@ -227,10 +227,12 @@ class Federation:
         kind: Callable[..., SimulatedFleet] = SimulatedFleet,
         *,
         last: int | None = None,
+        campaigns: int = 1,
     ) -> State:
         """The last state of the same federation in one process and without a network.
 
-        `last`: after its end it goes on until so many rounds are done, and ends again.
+        `last`: after its end it goes on until so many rounds are done, and ends again. `campaigns`: so many, all of
+        equal length, and no samples come between them.
         """
         layout, model = make_initial_model(self.task, SEED)
         with use_one_thread():
@@ -246,6 +248,9 @@ class Federation:
             fleet = kind(self.task, layout, workers, seed=SEED, execute=execute_singly)
             method = make_method(name, settings)
             state = await run_rounds(method, method.init(layout, fleet.put(unflatten(model, layout))), fleet)
+            for _ in range(campaigns - 1):
+                method = make_method(name, msgspec.structs.replace(settings, first=state.round))
+                state = await run_rounds(method, method.begin_campaign(state, ()), fleet)
             return (
                 await run_rounds(make_method(name, msgspec.structs.replace(settings, last=last)), state, fleet)
                 if last

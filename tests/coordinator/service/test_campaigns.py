@@ -168,17 +168,17 @@ def test_the_campaigns_are_described_and_their_number_is_bounded() -> None:
     campaigns = rested(device("a"))
     for number in range(2, PAST + 5):
         campaigns = begin_next(campaigns, f"reason {number}", [], first=4 * number, planned=3, now=number * DAY)
-        shown = describe_campaigns(campaigns, Conditions(every_s=DAY), done=False, paused=False)
+        shown = describe_campaigns(campaigns, Conditions(every_s=DAY), paused=False)
         assert (shown["number"], shown["state"], shown["next_at"]) == (number, "running", None)
         summary = {
             "history": [{"accuracy": 0.5}, {"accuracy": None}], "rounds": 3, "first": 0, "clusters": {"0": [], "1": []},
             "split": True, "lineage": ["expert 2 was split from expert 1"],
         }  # fmt: skip
         campaigns = end_campaign(campaigns, summary, number * DAY + 60)
-    shown = describe_campaigns(campaigns, Conditions(every_s=DAY), done=True, paused=False)
+    shown = describe_campaigns(campaigns, Conditions(every_s=DAY), paused=False)
     assert (shown["state"], shown["next_at"]) == ("resting", (PAST + 5) * DAY)
     assert len(shown["history"]) == PAST + 1
     last = shown["history"][-1]
     assert (last["rounds"], last["accuracy"], last["experts"]) == (3, 0.5, 2)
     assert list(last["lineage"]) == ["expert 2 was split from expert 1"]
-    assert describe_campaigns(campaigns, Conditions(), done=True, paused=True)["state"] == "paused"
+    assert describe_campaigns(campaigns, Conditions(), paused=True)["state"] == "paused"
