@@ -13,11 +13,20 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+WORTH_COMPRESSING: Final = 1000
+"""Size in bytes from which on an answer is compressed."""
+COMPRESSED_APART: Final = 1 << 15
+"""Size in bytes from which on a thread compresses it."""
 
 
 def answer_json(body: bytes) -> web.Response:
-    """Answer with this JSON."""
-    return web.Response(body=body, content_type="application/json", charset="utf-8")
+    """Answer with this JSON, compressed if the browser takes that."""
+    answer = web.Response(
+        body=body, content_type="application/json", charset="utf-8", zlib_executor_size=COMPRESSED_APART
+    )
+    if len(body) > WORTH_COMPRESSING:
+        answer.enable_compression()
+    return answer
 
 
 def read_number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -98,7 +98,12 @@ class Logins:
         login = self.find_login(request)
         may_act = login is not None and login.may_act
         fields = {"may_act": may_act, "may_read": self._is_free(request) or login is not None, "login": not may_act}
-        return web.json_response(fields | {"csrf": login.word if login else ""})
+        who = {"csrf": login.word, "name": login.name} if login else {"csrf": "", "name": ""}
+        return web.json_response(fields | who | {"logout": login is not None and self._has_session(request)})
+
+    def _has_session(self, request: web.Request) -> bool:
+        """Return whether the login is one by the token, which can be ended."""
+        return request.cookies.get(COOKIE, "") in self._sessions
 
     async def log_in(self, request: web.Request) -> web.Response:
         """Log in whoever shows the token."""
@@ -113,6 +118,21 @@ class Logins:
         self._sessions[cookie] = (secrets.token_urlsafe(32), now + SESSION_S)
         answer = web.json_response({})
         answer.set_cookie(COOKIE, cookie, httponly=True, samesite="Strict", secure=self._secure, max_age=int(SESSION_S))
+        return answer
+
+    async def log_out(self, request: web.Request) -> web.Response:
+        """End the login of the request; only our own page knows the word for that.
+
+        Raises:
+            web.HTTPForbidden: the request is from another page.
+        """
+        word, _ = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        if word:
+            if not is_same(request.headers.get("X-Fedge-Token", ""), word):
+                raise web.HTTPForbidden(text="this request does not come from the fleet's page")
+            del self._sessions[request.cookies[COOKIE]]
+        answer = web.json_response({})
+        answer.del_cookie(COOKIE, httponly=True, samesite="Strict", secure=self._secure)
         return answer
 
     async def _refuse_login(self, request: web.Request) -> NoReturn:

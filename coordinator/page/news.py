@@ -1,4 +1,4 @@
-"""News for open pages: events as they happen, in streams."""
+"""News for open pages: that something has happened, in streams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-import msgspec
 from aiohttp import web
 
-from coordinator.page.answers import HEADERS, read_number
+from coordinator.page.answers import HEADERS
 from coordinator.page.logins import Logins
-from coordinator.store.records import Event
-from coordinator.watch.words import make_event_values
 from fedge.errors import StoreError
 
 log = logging.getLogger("fedge.ui")
@@ -25,27 +22,22 @@ MAX_STREAMS: Final = 50
 """Most pages that receive news at the same time."""
 HEARTBEAT_S: Final = 5.0
 """Longest time for which a page that listens receives nothing."""
-MAX_NEWS: Final = 1000
-"""Most events that are sent to a page at once, the last ones."""
-MAX_BEHIND: Final = 100
-"""Most messages that wait for a page; a page that takes none for longer misses the next ones."""
-Lines = list[tuple[int, bytes]]
-"""Events by number, as lines of the stream. Empty if the news are of a rollout or of times."""
+NEWS: Final = b"event: news\ndata: {}\n\n"
 
 
 class ReadingThread(Protocol):
     """A function that has work done in the reading thread."""
 
-    def __call__(self, work: Callable[[], Lines], /) -> Awaitable[Lines]:
+    def __call__(self, work: Callable[[], int], /) -> Awaitable[int]:
         """Do the work and return its result."""
 
 
-class EventFeed:
-    """A feed of events to listeners, such as open pages.
+class NewsFeed:
+    """A feed that tells listeners, such as open pages, that there is news; what it is they ask for.
 
     Args:
         read: has work done in the reading thread.
-        events: reads the store's events, as `Store.get_events`.
+        find_last: returns the number of the last event.
         version: returns a value that changes with the rollouts.
         forget: called before each look for news.
         logins: the logins that decide who may listen.
@@ -54,18 +46,17 @@ class EventFeed:
     def __init__(
         self,
         read: ReadingThread,
-        events: Callable[..., list[Event]],
+        find_last: Callable[[], int],
         version: Callable[[], object],
         forget: Callable[[], None],
         logins: Logins,
     ) -> None:
         self._read = read
-        self._events = events
+        self._find_last = find_last
         self._version = version
         self._forget = forget
         self._logins = logins
-        self._streams: dict[asyncio.Queue[Lines | None], bool] = {}  # whether it has logged in; the oldest first
-        self._sent = 0  # number of the last event that streams were told of
+        self._streams: dict[asyncio.Queue[bool], bool] = {}  # whether it has logged in; the oldest first
 
     @property
     def heard(self) -> bool:
@@ -75,67 +66,51 @@ class EventFeed:
     def close(self) -> None:
         """End all streams."""
         for queue in self._streams:
-            queue.put_nowait(None)
+            _put(queue, goes_on=False)
 
     async def publish_new(self) -> None:
-        """Send news to all listeners."""
-        rollouts = self._version()
+        """Tell all listeners of news."""
+        rollouts, last = self._version(), 0
         while True:
             await asyncio.sleep(LOOK_S)
             if rollouts != (rollouts := await asyncio.to_thread(self._version)):
-                self.send([])
+                self.send()
             try:
-                new = await self._read(self._read_unsent)
+                if last != (last := await self._read(self._look)):
+                    self.send()
             except StoreError as error:
                 log.warning("event=cannot_read reason=%r", str(error))
-                continue
-            if new:
-                self.send(new)
 
-    def _read_unsent(self) -> Lines:
-        """Read what has happened since the last look; nothing is read if no page is open."""
+    def _look(self) -> int:
         self._forget()
-        new = self._events(after=self._sent, last=MAX_NEWS if self._streams else 1)
-        self._sent = new[-1].number if new else self._sent
-        return _encode_lines(new)
+        return self._find_last()
 
-    def send(self, news: Lines) -> None:
-        """Send news to all listeners."""
+    def send(self) -> None:
+        """Tell all listeners that there is news; who has not taken the last one has it still before them."""
         for queue in self._streams:
-            if queue.qsize() < MAX_BEHIND:
-                queue.put_nowait(news)
+            if queue.empty():
+                queue.put_nowait(True)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Stream events as they occur."""
+        """Tell of news as long as the listener stays, and from time to time without any."""
         known = self._logins.knows(request)
         if len(self._streams) >= MAX_STREAMS:
             self._drop_stream(known=known)
-        last = request.headers.get("Last-Event-ID", "")
-        follows = last.isdecimal() and len(last) < 19
-        after = int(last) if follows else read_number(request, "after", 0, 1 << 62)
         answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
-        queue: asyncio.Queue[Lines | None] = asyncio.Queue()
+        queue: asyncio.Queue[bool] = asyncio.Queue()
         self._streams[queue] = known
         try:
-            await answer.prepare(request)
-            if missed := await self._read(lambda: _encode_lines(self._events(after=after, last=MAX_NEWS))):
-                await answer.write(b"".join(line for _, line in missed))
-                after, _ = missed[-1]
-            while True:
-                new: Lines | None = []
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        new = await queue.get()
-                if new is None or not self._logins.may_read(request):  # revoked meanwhile, or logged in too long ago
-                    return answer
-                if not new:
-                    await answer.write(b"event: state\ndata: {}\n\n")
-                elif lines := b"".join(line for number, line in new if number > after):
-                    await answer.write(lines)
-        except ConnectionError:
-            return answer
+            with contextlib.suppress(ConnectionError):
+                await answer.prepare(request)
+                goes_on = True
+                while goes_on and self._logins.may_read(request):  # revoked meanwhile, or logged in too long ago
+                    await answer.write(NEWS)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(HEARTBEAT_S):
+                            goes_on = await queue.get()
         finally:
             self._streams.pop(queue, None)
+        return answer
 
     def _drop_stream(self, *, known: bool) -> None:
         """Make room for a stream; somebody who has logged in replaces the oldest stream of somebody who has not.
@@ -147,11 +122,11 @@ class EventFeed:
         if oldest is None:
             raise web.HTTPServiceUnavailable(text="too many pages are open; who logs in has a place before who has not")
         del self._streams[oldest]
-        oldest.put_nowait(None)
+        _put(oldest, goes_on=False)
 
 
-def _encode_lines(events: list[Event]) -> Lines:
-    return [
-        (each.number, b"id: %d\ndata: %b\n\n" % (each.number, msgspec.json.encode(make_event_values(each))))
-        for each in events
-    ]
+def _put(queue: asyncio.Queue[bool], *, goes_on: bool) -> None:
+    """Put a word for a stream before what waits there."""
+    while not queue.empty():
+        queue.get_nowait()
+    queue.put_nowait(goes_on)

@@ -24,12 +24,13 @@ from aiohttp import web
 
 from coordinator.page.answers import HEADERS, answer_json, read_number
 from coordinator.page.certificates import Certificates
+from coordinator.page.differences import Differences
 from coordinator.page.home_assistant import parse_broker, publish_devices
 from coordinator.page.logins import Logins, is_same
 from coordinator.page.metrics import iterate_metrics
-from coordinator.page.news import MAX_STREAMS, EventFeed
+from coordinator.page.news import MAX_STREAMS, NewsFeed
+from coordinator.page.view import TABLES, make_series, make_tables
 from coordinator.rollout.overview import Overview
-from coordinator.store.records import Event
 from coordinator.store.requests import ACTIONS, request_action
 from coordinator.store.store import Store
 from coordinator.watch.state import Watch
@@ -41,12 +42,20 @@ from fedge.wire.port import MAX_CONNECTIONS, Handler, Port
 
 log = logging.getLogger("fedge.ui")
 
-HERE: Final = Path(__file__).parent
-FILES: Final = {
-    "": ("page.html", "text/html"),
-    "page.css": ("page.css", "text/css"),
-    "page.js": ("page.js", "text/javascript"),
+BROWSER: Final = Path(__file__).parent / "browser"
+KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+FILES: Final = {file.name: file for file in sorted(BROWSER.iterdir()) if file.suffix in KINDS}
+FILES[""] = FILES.pop("page.html")
+EVENT_KINDS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "all": ((), ("answer",)),
+    "problems": (("problem", "closed", "second_coordinator", "recluster_refused"), ()),
+    "rounds": (("round_begun", "round_done", "waiting", "paused", "resumed", "recluster", "chosen", "asked"), ()),
+    "devices": (("device", "problem", "closed"), ()),
+    "answers": (("answer", "closed"), ()),
 }
+"""Kinds of events: names that belong to it, all if empty, and names that do not. A round's row counts its answers."""
+MAX_LINES: Final = 60
+"""Most devices whose accuracy over the rounds is sent at once."""
 ROLLOUT: Final = "rollout-"
 """Prefix of the names of actions on a rollout."""
 MAX_BODY_BYTES: Final = 4096
@@ -99,11 +108,13 @@ class Page:
         if home_assistant is not None:
             parse_broker(home_assistant)
         self._rollouts = rollouts or Overview([], None)
-        self._news = EventFeed(
-            self._read, self._read_events, self._rollouts.get_version, self._forget_state, self._logins
+        self._news = NewsFeed(
+            self._read, self._find_last_event, self._rollouts.get_version, self._forget_state, self._logins
         )
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
-        self._seen: bytes | None = None  # the state since the last look, if somebody has asked for it
+        self._differences = Differences(*TABLES)
+        self._devices: list[dict[str, Any]] = []  # of the last state
+        self._is_fresh = False  # whether the state was read since the last look
         self._tasks: list[asyncio.Task[None]] = []
         self._app = web.Application(
             middlewares=[self._port.watch_request, self._guard_request], client_max_size=MAX_BODY_BYTES
@@ -114,7 +125,9 @@ class Page:
                 web.get("/metrics", self._handle_metrics),
                 web.get("/api/session", self._logins.answer_session),
                 web.post("/api/login", self._logins.log_in),
+                web.post("/api/logout", self._logins.log_out),
                 web.get("/api/state", self._handle_state),
+                web.get("/api/accuracy", self._handle_accuracy),
                 web.get("/api/devices/{id}", self._handle_device),
                 web.get("/api/rounds/{round:\\d{1,9}}", self._handle_round),
                 web.get("/api/rollouts", self._handle_rollouts),
@@ -199,8 +212,10 @@ class Page:
     # ---------------------------------------------------------------------------------------------------- what there is
 
     async def _handle_file(self, request: web.Request) -> web.Response:
-        name, kind = FILES[request.path[1:]]
-        return web.Response(body=(HERE / name).read_bytes(), content_type=kind, charset="utf-8")
+        file = FILES[request.path[1:]]
+        answer = web.Response(body=file.read_bytes(), content_type=KINDS[file.suffix], charset="utf-8")
+        answer.enable_compression()
+        return answer
 
     async def _handle_metrics(self, request: web.Request) -> web.Response:
         body, kind = await self._read(
@@ -208,22 +223,49 @@ class Page:
         )
         return web.Response(body=body, headers={"Content-Type": kind})
 
-    async def _handle_state(self, _request: web.Request) -> web.Response:
-        return answer_json(await self._read(self._encode_state))
+    async def _handle_state(self, request: web.Request) -> web.Response:
+        since = request.query.get("since", "")
 
-    def _encode_state(self) -> bytes:
-        if self._seen is None or not self._news.heard:  # nobody would be told that there is something newer
-            self._seen = msgspec.json.encode(self._watch.get_state())
-        return self._seen
+        def encode() -> bytes:
+            self._refresh_state()
+            return self._differences.encode_since(since)
+
+        return answer_json(await self._read(encode))
+
+    async def _handle_accuracy(self, request: web.Request) -> web.Response:
+        names = request.query.get("of", "").split(",")[:MAX_LINES]
+
+        def describe() -> dict[str, Any]:
+            self._refresh_state()
+            return make_series(self._devices, names)
+
+        return await self._answer_read(describe)
+
+    def _refresh_state(self) -> None:
+        """Read the state, unless that was done since the last look for news."""
+        if self._is_fresh and self._news.heard:  # otherwise nobody would be told that there is something newer
+            return
+        state = self._watch.get_state()
+        self._devices = state["devices"]
+        self._differences.update(make_tables(state))
+        self._is_fresh = True
 
     def _forget_state(self) -> None:
-        self._seen = None
+        self._is_fresh = False
 
-    def _read_events(self, **of: Any) -> list[Event]:
-        return self._store.get_events(**of)
+    def _find_last_event(self) -> int:
+        last = self._store.get_events(last=1)
+        return last[0].number if last else 0
 
     async def _handle_device(self, request: web.Request) -> web.Response:
-        return await self._answer_read(lambda: self._watch.describe_device(request.match_info["id"]))
+        i = request.match_info["id"]
+
+        def describe() -> dict[str, Any]:
+            self._refresh_state()
+            points = next((device["accuracy"] for device in self._devices if device["id"] == i), [])
+            return self._watch.describe_device(i) | {"accuracy": points}
+
+        return await self._answer_read(describe)
 
     async def _handle_round(self, request: web.Request) -> web.Response:
         return await self._answer_read(lambda: self._watch.describe_round(int(request.match_info["round"])))
@@ -232,9 +274,20 @@ class Page:
         return web.json_response({"rollouts": await asyncio.to_thread(self._rollouts.list_states)})
 
     async def _handle_events(self, request: web.Request) -> web.Response:
+        """Answer events by number: the last ones, the last ones before one, or all after one.
+
+        Of a kind (`EVENT_KINDS`), a device, or a round.
+        """
         last = read_number(request, "last", 300, 1000)
+        after, before = (read_number(request, name, 0, 1 << 62) for name in ("after", "before"))
+        names, but = EVENT_KINDS.get(request.query.get("kind", "all"), ((), ()))
+        which = {"device": request.query["device"]} if request.query.get("device") else {}
+        round_ = {"round": read_number(request, "round", 0, 1 << 30)} if request.query.get("round") else {}
+        if which or round_:
+            but = ()  # few enough
+        read = partial(self._store.get_events, last=last, after=after, before=before or None, names=names, but=but)
         return await self._answer_read(
-            lambda: {"events": [make_event_values(event) for event in self._store.get_events(last=last)]}
+            lambda: {"events": [make_event_values(event) for event in read(**which, **round_)]}
         )
 
     # ------------------------------------------------------------------------------------------------------- actions

@@ -296,15 +296,27 @@ class Store:
         last: int | None = None,
         device: str | None = None,
         round: int | None = None,  # noqa: A002 - what it is
+        before: int | None = None,
+        names: Collection[str] = (),
+        but: Collection[str] = (),
         limit: int = 1000,
     ) -> list[Event]:
-        """Return events by number: at most `limit` after `after`, or the `last`; of one device or round if given."""
-        of = {name: value for name, value in {"device": device, "round": round}.items() if value is not None}
-        which = "".join(f" AND {name} = ${k}" for k, name in enumerate(of, start=3))
+        """Return events by number: at most `limit` after `after`, or the `last`; of one device or round if given.
+
+        `before`: only events with lower numbers. `names`, `but`: only events with one of these names, and with none of
+        those.
+        """
+        values = (after, limit if last is None else last)
+        of = {"device =": device, "round =": round, "number <": before}
+        each = [(condition, value) for condition, value in of.items() if value is not None]
+        each += [("name !=", name) for name in but]
+        which = "".join(f" AND {condition} ${k}" for k, (condition, _) in enumerate(each, start=3))
+        if names:
+            which += f" AND name IN ({', '.join(f'${k}' for k in range(3 + len(each), 3 + len(each) + len(names)))})"
         order = "number" if last is None else "number DESC"
-        names = "number, at, round, name, device, fields"
-        sql = f"SELECT {names} FROM events WHERE number > $1{which} ORDER BY {order} LIMIT $2"  # noqa: S608
-        rows = self._read(sql, after, limit if last is None else last, *of.values())
+        fields = "number, at, round, name, device, fields"
+        sql = f"SELECT {fields} FROM events WHERE number > $1{which} ORDER BY {order} LIMIT $2"  # noqa: S608
+        rows = self._read(sql, *values, *(value for _, value in each), *names)
         found = [
             Event(number=n, at=at, round=r, name=name, device=i, fields=msgspec.json.decode(fields))
             for n, at, r, name, i, fields in rows

@@ -19,7 +19,7 @@ from aiohttp import ClientSession, CookieJar, TCPConnector
 
 from coordinator.page import logins, news
 from coordinator.page.logins import read_token
-from coordinator.page.server import Page
+from coordinator.page.server import BROWSER, Page
 from coordinator.store.records import Event
 from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
@@ -59,13 +59,28 @@ async def http(running: Page) -> AsyncIterator[ClientSession]:
         yield session
 
 
+async def read_tables(http: ClientSession) -> dict[str, dict[str, Any]]:
+    """The rows of the state by key, as a page puts them together."""
+    answer = await (await http.get("api/state")).json()
+    return {name: put_together(columns) for name, columns in answer["tables"].items()}
+
+
+def put_together(columns: dict[str, Any]) -> dict[str, Any]:
+    rows: dict[int, dict[str, Any]] = {}
+    for name, column in columns.items():
+        for place, value in zip(column.get("at", range(len(column["is"]))), column["is"], strict=True):
+            rows.setdefault(place, {})[name] = value
+    return {str(row.get("id", row.get("round", ""))): row for row in rows.values()}
+
+
 async def log_in(http: ClientSession) -> str:
     assert (await http.post("api/login", json={"token": TOKEN})).status == 200
     return str((await (await http.get("api/session")).json())["csrf"])
 
 
 async def test_the_page_and_all_that_it_needs_come_from_the_package(http: ClientSession) -> None:
-    for name, kind in (("", "text/html"), ("page.css", "text/css"), ("page.js", "text/javascript")):
+    scripts = [file.name for file in BROWSER.glob("*.js")]
+    for name, kind in (("", "text/html"), ("page.css", "text/css"), *((name, "text/javascript") for name in scripts)):
         answer = await http.get(name)
         assert (answer.status, answer.content_type) == (200, kind)
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
@@ -75,25 +90,30 @@ async def test_the_page_and_all_that_it_needs_come_from_the_package(http: Client
 
 
 async def test_the_state_tells_devices_clusters_and_rounds(http: ClientSession) -> None:
-    state = await (await http.get("api/state")).json()
-    assert len(state["devices"]) == 12
-    by_id = {device["id"]: device for device in state["devices"]}
+    by_id = (tables := await read_tables(http))["devices"]
+    assert len(by_id) == 12
     assert by_id["cam6"]["clusters"] == ["0", "1", "2"]
-    assert (by_id["cam2"]["withholds"], by_id["cam2"]["n_samples"]) == (["count", "load", "loss", "use"], None)
-    assert (by_id["cam4"]["health"]["drift"], by_id["cam4"]["health"]["n_failed"]) == (True, 3)
+    assert (by_id["cam2"]["withholds"], by_id["cam2"].get("n_samples")) == (["count", "load", "loss", "use"], None)
+    assert (by_id["cam4"]["health.drift"], by_id["cam4"]["health.n_failed"]) == (True, 3)
     assert by_id["cam3"]["why"] == "it is offline"
-    assert by_id["cam1"]["accuracy"] == [[1, 0.2], [2, 0.4], [3, pytest.approx(0.6)]]
-    assert [(r["asked"], r["answered"], r["late"]) for r in state["rounds_list"]] == [(12, 11, 1)] * 3
-    assert [(r["bytes_up"], r["bytes_down"]) for r in state["rounds_list"]] == [(400_000, 2_000_000)] * 3
+    assert (by_id["cam1"]["accuracy"], by_id["cam1"]["accuracy_round"]) == (0.6, 3)
+    assert [(r["asked"], r["answered"], r["late"]) for r in tables["rounds"].values()] == [(12, 11, 1)] * 3
+    assert [(r["bytes_up"], r["bytes_down"]) for r in tables["rounds"].values()] == [(400_000, 2_000_000)] * 3
     assert (await http.get("api/devices/cam12")).status == 200
     assert (await http.get("api/rounds/x")).status == 404
     assert (await http.get("api/events?last=zwei")).status == 400
 
 
+async def test_accuracy_over_the_rounds_is_told_of_all_together_and_of_who_is_named(http: ClientSession) -> None:
+    told = await (await http.get("api/accuracy?of=cam1,cam2,nobody")).json()
+    assert told["of"] == {"cam1": [[1, 0.2], [2, 0.4], [3, 0.6]], "cam2": []}
+    assert [row[0] for row in told["band"]] == [1, 2, 3]
+    assert (await (await http.get("api/devices/cam1")).json())["accuracy"] == told["of"]["cam1"]
+
+
 async def test_what_went_wrong_before_the_last_answer_is_no_trouble_any_more(http: ClientSession, store: Store) -> None:
     async def why() -> str:
-        devices = (await (await http.get("api/state")).json())["devices"]
-        return str(next(d["why"] for d in devices if d["id"] == "cam12"))
+        return str((await read_tables(http))["devices"]["cam12"]["why"])
 
     assert (await why()).startswith("round 3: <img")
     done = Event(at=NOW, round=4, name="answer", device="cam12", fields={"label": "train", "result": "done"})
@@ -106,7 +126,7 @@ async def test_why_a_device_is_not_chosen_shows_in_the_fleet(http: ClientSession
     store.record_events(
         Event(at=NOW, round=4, name="round_begun"), Event(at=NOW, round=4, name="chosen", fields=fields)
     ).result()
-    devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
+    devices = (await read_tables(http))["devices"]
     assert (devices["cam1"]["now"], devices["cam1"]["why"]) == ("asked", "")
     told = "not chosen: it would take about 9 s, and the deadline is 5 s"
     assert (devices["cam4"]["now"], devices["cam4"]["why"]) == ("not asked", told)
@@ -117,8 +137,8 @@ async def test_the_bandits_estimates_and_the_share_of_outliers_are_told(http: Cl
     told = rows["cam1"]["chosen"]
     assert told.startswith("chosen among 13: it would take about 1 s, within the deadline of 20 s; ")
     assert told.endswith("; expected gain 0.300, exploration bonus 0.500")
-    devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
-    assert [devices[i]["outliers"] for i in ("cam1", "cam2", "cam3")] == [0.025, None, None]
+    devices = (await read_tables(http))["devices"]
+    assert [devices[i].get("outliers") for i in ("cam1", "cam2", "cam3")] == [0.025, None, None]
 
 
 async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: ClientSession, store: Store) -> None:
@@ -137,6 +157,17 @@ async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: Cl
     assert (await http.post("api/actions/explode", json={}, headers=own)).status == 404
     assert (await http.post("api/actions/pause", data=b"{" * 3000, headers=own)).status == 400
     assert (await http.post("api/actions/pause", data=b"x" * 9000, headers=own)).status == 413
+
+
+async def test_who_logs_out_is_asked_for_the_token_again(http: ClientSession, store: Store) -> None:
+    own = {"X-Fedge-Token": await log_in(http)}
+    assert (await (await http.get("api/session")).json())["logout"]
+    assert (await http.post("api/logout", json={})).status == 403  # another page's request
+    assert (await http.post("api/logout", json={}, headers=own)).status == 200
+    assert not (await (await http.get("api/session")).json())["may_act"]
+    assert (await http.post("api/actions/pause", json={}, headers=own)).status == 401
+    assert (await http.post("api/logout", json={})).status == 200
+    assert not read_requests(store).paused
 
 
 async def test_a_wrong_token_is_refused_and_slow(http: ClientSession) -> None:
@@ -292,7 +323,7 @@ async def test_a_stream_ends_with_the_login(store: Store, tmp_path: Path, monkey
         url = shown.url.replace("0.0.0.0", "127.0.0.1")
         assert (await http.post(url + "api/login", json={"token": TOKEN})).status == 200
         async with asyncio.timeout(300), http.get(url + "api/stream") as stream:
-            assert b"state" in await stream.content.readuntil(b"event: state")
+            assert b"news" in await stream.content.readuntil(b"event: news")
             shown._logins._sessions = {cookie: (word, 0.0) for cookie, (word, _) in shown._logins._sessions.items()}
             await stream.content.read()
 
@@ -303,46 +334,52 @@ async def test_a_last_event_that_is_no_number_of_ours_is_as_none(http: ClientSes
         assert stream.status == 200
 
 
-async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> None:
-    last = store.get_events(last=1)[0].number
-    async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
-
-        async def event() -> dict[str, Any]:
-            while not (line := await stream.content.readline()).startswith(b"data: "):
-                assert line
-            return dict(json.loads(line[6:]))
-
-        assert (await event())["number"] == last
+async def test_a_page_hears_that_something_has_happened(
+    http: ClientSession, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "HEARTBEAT_S", 3600.0)
+    async with asyncio.timeout(300), http.get("api/stream") as stream:
+        await stream.content.readuntil(b"\n\n")
         store.record_events(Event(at=NOW, round=4, name="problem", device="cam1", fields={"reason": EVIL}))
-        told = await event()
-        assert (told["number"], told["name"], told["text"]) == (last + 1, "problem", EVIL)
+        assert await stream.content.readuntil(b"\n\n") == news.NEWS
+        last = (await (await http.get("api/events?last=1")).json())["events"][0]
+        assert (last["name"], last["text"]) == ("problem", EVIL)
 
 
-async def test_a_page_is_told_of_what_another_one_has_read_already(http: ClientSession, store: Store) -> None:
-    last = store.get_events(last=1)[0].number
-    async with asyncio.timeout(300), http.get("api/stream", params={"after": last}) as stream:
-        store.record_events(Event(at=NOW, round=4, name="problem", device="cam1")).result()
-        assert (await http.get("api/state")).status == 200
-        assert await stream.content.readline() == b"id: %d\n" % (last + 1)
+async def test_events_are_found_by_kind_device_and_round(http: ClientSession) -> None:
+    async def names(query: str) -> list[str]:
+        events = (await (await http.get(f"api/events?{query}")).json())["events"]
+        assert [e["number"] for e in events] == sorted(e["number"] for e in events)
+        return [e["name"] for e in events]
+
+    assert "answer" not in await names("")
+    assert set(await names("kind=problems")) == {"problem", "closed"}
+    assert await names("kind=answers&round=2") == ["answer"] * 11 + ["closed"]
+    assert await names("device=cam1&round=3") == ["answer"]
+    everything = (await (await http.get("api/events?last=1000")).json())["events"]
+    (older,) = (await (await http.get(f"api/events?last=1&before={everything[-1]['number']}")).json())["events"]
+    assert older == everything[-2]
+    assert await names(f"after={everything[-2]['number']}") == [everything[-1]["name"]]
 
 
 async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
-    http: ClientSession, store: Store, monkeypatch: pytest.MonkeyPatch
+    http: ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 0
+    get_state = Watch.get_state
 
     def counted(watch: Watch) -> dict[str, Any]:
         nonlocal made
         made += 1
-        return {"made": made}
+        return get_state(watch)
 
     async def state() -> int:
-        return int((await (await http.get("api/state")).json())["made"])
+        assert (await http.get("api/state")).status == 200
+        return made
 
     monkeypatch.setattr(Watch, "get_state", counted)
     assert (await state(), await state()) == (1, 2)
-    last = store.get_events(last=1)[0].number
-    async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
+    async with asyncio.timeout(300), http.get("api/stream") as stream:
         await stream.content.readuntil(b"\n\n")
         monkeypatch.setattr(news, "LOOK_S", 3600.0)
         while await state() != await state():  # the look that was under way when it was set
@@ -351,6 +388,16 @@ async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
         word = await log_in(http)
         assert (await http.post("api/actions/pause", json={}, headers={"X-Fedge-Token": word})).status == 200
         assert await state() == seen + 1
+
+
+async def test_a_refresh_tells_only_what_changed(http: ClientSession, store: Store) -> None:
+    whole = await (await http.get("api/state")).json()
+    assert whole["whole"]
+    event = Event(at=NOW, round=4, name="answer", device="cam12", fields={"label": "train", "result": "done"})
+    store.record_events(event).result()
+    told = await (await http.get("api/state", params={"since": whole["version"]})).json()
+    assert not told["whole"]
+    assert told["tables"]["devices"] == {"why": {"at": [3], "is": [""]}, "now": {"at": [3], "is": ["answered"]}}
 
 
 async def test_figures_for_prometheus(http: ClientSession) -> None:
