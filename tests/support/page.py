@@ -18,7 +18,7 @@ from coordinator.rollout.overview import Overview
 from coordinator.store.store import Store
 
 TOKEN = "0123456789abcdef"
-WAIT_S = 15
+WAIT_S = 300
 
 
 @contextlib.contextmanager
