@@ -110,9 +110,8 @@ def test_focus_selection_scrolling_and_what_is_typed_survive_a_refresh(browser: 
 
 @pytest.fixture
 def thousand(tmp_path: Path) -> Iterator[Store]:
-    matter = {"severity": "error", "kind": "offline", "since": 1.0, "text": "it is offline", "do": "look at it"}
-    attention = [{**matter, "device": f"cam{k}"} for k in range(1, 101)]
-    with contextlib.closing(make_shop(tmp_path, 1000, attention=attention)) as opened:
+    failing = {f"cam{k}": {"count": 3, "since": 1.0, "reason": "it has no room"} for k in range(1, 101)}
+    with contextlib.closing(make_shop(tmp_path, 1000, failing=failing)) as opened:
         yield opened
 
 
@@ -235,24 +234,6 @@ def test_a_chart_tells_its_figures_by_keyboard_and_shows_ranges_of_time(browser:
 
 
 def test_what_needs_attention_comes_first_with_what_to_do(browser: Any, tmp_path: Path) -> None:
-    matters = [
-        {
-            "kind": "drift",
-            "device": "cam4",
-            "since": 1.0,
-            "severity": "warning",
-            "text": "<b>inputs</b>",
-            "do": "label",
-        },
-        {
-            "kind": "serve-down",
-            "device": "cam1",
-            "since": None,
-            "severity": "error",
-            "text": "no answer",
-            "do": "start",
-        },
-    ]
     campaign = {"number": 2, "state": "resting", "began_at": 5.0, "ended_at": 9.0, "why": "drift", "next_at": None}
     past = {
         "number": 1,
@@ -266,13 +247,15 @@ def test_what_needs_attention_comes_first_with_what_to_do(browser: Any, tmp_path
     campaign |= {"history": [past | {"lineage": ["expert 2 was split from expert 1"]}]}
     introduction = {"campaign": 2, "state": "paused", "stage": 1, "stages": 3, "devices": 12, "running": 2, "kept": 1}
     introduction |= {"reasons": ["0.94 < 1.00 on 31 samples"]}
-    changes = {"attention": matters, "campaign": campaign, "introduction": introduction}
+    failing = {"cam1": {"count": 3, "since": 1.0, "reason": "<b>memory</b>"}}
+    changes = {"failing": failing, "campaign": campaign, "introduction": introduction}
     with contextlib.closing(make_shop(tmp_path, **changes)) as store, serve_page(store.home) as url:
         browser.get(f"{url}#fleet")
         see(browser, "Needs attention 2")
         first, second = browser.find_elements("css selector", ".attention li")
-        assert first.text.splitlines() == ["cam1 No answer", "start"]
-        assert "<b>inputs</b>" in second.text
+        assert "<b>memory</b>" in first.text
+        assert "run `fedge why cam1`" in first.text
+        assert second.text.startswith("cam4 Its inputs are unlike")
         find(browser, '[data-key="t:campaigns"]').click()
         for words in ("Campaign 2", "expert 2 was split from expert 1", "0.94 < 1.00 on 31 samples", "1 of 3"):
             see(browser, words)

@@ -53,12 +53,13 @@ export function stateCell(d) {
 
 // ------------------------------------------------------------------------------------------------------- attention
 
+/** Kinds that a red line tells in every view. */
+export const LOUD = ["coordinator-silent", "broker-unreachable"];
 const SHOWN = 4; // matters of one kind that are shown one by one
 const MOST = 12; // and those of a kind that are shown when it is opened
 
 export function attention() {
-  const isLoud = new Set(["coordinator", "broker"].filter((name) => data.fleet[name]?.state === "silent"));
-  const all = (data.fleet.attention ?? []).filter((each) => !isLoud.has(each.kind));
+  const all = (data.fleet.attention ?? []).filter((each) => !LOUD.includes(each.kind));
   if (!all.length) return null;
   const kinds = new Map();
   for (const each of all) {
@@ -83,7 +84,7 @@ export function attention() {
 const one = (each) =>
   h(
     "div",
-    { key: `${each.kind}:${each.device}`, class: "matter" },
+    { key: `${each.kind}:${each.device}:${each.text}`, class: "matter" },
     h(
       "p",
       { class: "what" },
@@ -105,7 +106,7 @@ function many(key, members) {
       h("strong", {}, count(members.length, "device")),
       `: ${members[0].kind.replaceAll("_", " ").replaceAll("-", " ")}`,
       Number.isFinite(oldest) && h("span", { class: "soft" }, ` the longest since ${span(age(oldest))}`),
-      members[0].do && h("p", { class: "do" }, members[0].do),
+      members.every((each) => each.do === members[0].do) && h("p", { class: "do" }, members[0].do),
     ),
     members.slice(0, MOST).map(one),
     members.length > MOST && hint(`And ${number(members.length - MOST)} more; fedge status lists them all.`),
@@ -117,12 +118,12 @@ function many(key, members) {
 function overview() {
   const { fleet, devices } = data;
   const online = devices.filter((d) => d.presence === "online").length;
-  const running = fleet.coordinator.state === "running";
+  const isKnown = !devices.length || devices.some((d) => d.presence !== "unknown");
   const work = devices.map(getWork).filter((each) => each.n);
   const right = work.reduce((n, each) => n + each.right, 0),
     answered = work.reduce((n, each) => n + each.n, 0);
   return tiles([
-    ["devices online", running ? `${number(online)} of ${number(devices.length)}` : "unknown"],
+    ["devices online", isKnown ? `${number(online)} of ${number(devices.length)}` : "unknown"],
     fleet.campaign && ["campaign", number(fleet.campaign.number), fleet.campaign.state],
     ["round", `${number(fleet.round)} of ${number(fleet.rounds)}`, fleet.paused ? "paused" : ""],
     answered > 0 && ["accuracy at work", percent(right / answered), `of ${number(answered)} labelled`],

@@ -7,7 +7,7 @@ import { clusters, device, round } from "./device.js";
 import { act, isAsking, login, logout, notice, onDone } from "./dialogs.js";
 import { h, keepFocus, patch, whenReleased } from "./dom.js";
 import { events, readEvents } from "./events.js";
-import { fleet, samples } from "./fleet.js";
+import { fleet, LOUD, samples } from "./fleet.js";
 import { accuracy, listDrawn, rounds } from "./rounds.js";
 import * as tablePart from "./table.js";
 import { age, capital, count, hint, number, span } from "./words.js";
@@ -110,10 +110,12 @@ function heading() {
 
 function alarm() {
   const { fleet } = data;
-  const silent = ["coordinator", "broker"].filter((name) => data.loaded && fleet[name]?.state === "silent");
+  const isSilent = data.loaded && fleet.coordinator.state === "silent";
+  const loud = (fleet.attention ?? []).filter((each) => LOUD.includes(each.kind) && !(isSilent && each.kind === LOUD[0]));
   const lines = [
     lost && `${lost} ${data.loaded ? `What is shown is ${span(age(data.at))} old.` : ""}`,
-    ...silent.map((name) => capital(fleet[name].text || `the ${name} has been silent for ${span(fleet[name].age_s)}`)),
+    isSilent && capital(fleet.coordinator.text),
+    ...loud.map((each) => `${capital(each.text)}${each.since ? `, since ${span(age(each.since))}` : ""}: ${each.do}`),
   ].filter(Boolean);
   patch(
     $("alarm"),
@@ -182,7 +184,7 @@ function render() {
     const own = h("div", { key: `view:${place.hash}`, class: "view" }, main(place));
     patch($("main"), [alarm(), own]);
   });
-  const now = `${place.view} ${$("tabs").children.length}`;
+  const now = `${place.view} ${$("tabs").scrollWidth}`;
   if (last !== now) showTab();
   last = now;
 }
