@@ -262,7 +262,7 @@ class Page:
 
         def describe() -> dict[str, Any]:
             self._refresh_state()
-            points = next((device["accuracy"] for device in self._devices if device["id"] == i), [])
+            points: Any = next((device["accuracy"] for device in self._devices if device["id"] == i), [])
             return self._watch.describe_device(i) | {"accuracy": points}
 
         return await self._answer_read(describe)
@@ -280,14 +280,16 @@ class Page:
         """
         last = read_number(request, "last", 300, 1000)
         after, before = (read_number(request, name, 0, 1 << 62) for name in ("after", "before"))
+        device = request.query.get("device") or None
+        number = read_number(request, "round", 0, 1 << 30) if request.query.get("round") else None
         names, but = EVENT_KINDS.get(request.query.get("kind", "all"), ((), ()))
-        which = {"device": request.query["device"]} if request.query.get("device") else {}
-        round_ = {"round": read_number(request, "round", 0, 1 << 30)} if request.query.get("round") else {}
-        if which or round_:
+        if device is not None or number is not None:
             but = ()  # few enough
-        read = partial(self._store.get_events, last=last, after=after, before=before or None, names=names, but=but)
+        read = partial(self._store.get_events, device=device, round=number, names=names, but=but)
         return await self._answer_read(
-            lambda: {"events": [make_event_values(event) for event in read(**which, **round_)]}
+            lambda: {
+                "events": [make_event_values(event) for event in read(last=last, after=after, before=before or None)]
+            }
         )
 
     # ------------------------------------------------------------------------------------------------------- actions

@@ -124,7 +124,7 @@ def test_every_view_is_reached_by_keyboard_alone(browser: Any, url_of_all: str) 
     def follow(words: str, text: str) -> None:
         for _ in range(80):
             ActionChains(browser).send_keys(Keys.TAB).perform()
-            if browser.switch_to.active_element.text == words:
+            if browser.switch_to.active_element.text in {words, f"{words} 1"}:  # matters to look at
                 ActionChains(browser).send_keys(Keys.ENTER).perform()
                 return see(browser, text)
         raise AssertionError(f"nothing called {words} can be reached by keyboard")

@@ -134,7 +134,7 @@ function tabs(view) {
       h(
         "a",
         { key: id, href: `#${id}`, "data-key": `t:${id}`, "aria-current": id === view ? "page" : null },
-        words,
+        `${words} `,
         id === "fleet" &&
           marked > 0 &&
           h("span", { class: "badge", "aria-label": `, ${count(marked, "matter")} to look at` }, number(marked)),
