@@ -1,13 +1,14 @@
 // The fleet's page: what is looked at, and how it stays up to date.
 
 import * as chartPart from "./chart.js";
-import { campaigns, rollouts } from "./campaigns.js";
+import { campaigns } from "./campaigns.js";
 import { ask, data, readSession, readState } from "./data.js";
 import { clusters, device, round } from "./device.js";
 import { act, isAsking, login, logout, notice, onDone } from "./dialogs.js";
 import { h, keepFocus, patch, whenReleased } from "./dom.js";
 import { events, readEvents } from "./events.js";
 import { fleet, LOUD, samples } from "./fleet.js";
+import { rollouts } from "./rollouts.js";
 import { accuracy, listDrawn, rounds } from "./rounds.js";
 import * as tablePart from "./table.js";
 import { age, capital, count, hint, number, span } from "./words.js";
@@ -31,7 +32,7 @@ const encode = encodeURIComponent;
 const stamp = (...values) => JSON.stringify(values);
 const VIEWS = {
   fleet: { show: fleet },
-  campaigns: { show: campaigns },
+  campaigns: { show: (_, detail) => campaigns(detail), read: () => ask("api/rollouts"), stamp: () => Date.now() },
   clusters: { show: clusters },
   rounds: { show: rounds },
   samples: { show: samples },
@@ -111,7 +112,9 @@ function heading() {
 function alarm() {
   const { fleet } = data;
   const isSilent = data.loaded && fleet.coordinator.state === "silent";
-  const loud = (fleet.attention ?? []).filter((each) => LOUD.includes(each.kind) && !(isSilent && each.kind === LOUD[0]));
+  const loud = (fleet.attention ?? []).filter(
+    (each) => LOUD.includes(each.kind) && !(isSilent && each.kind === LOUD[0]),
+  );
   const lines = [
     lost && `${lost} ${data.loaded ? `What is shown is ${span(age(data.at))} old.` : ""}`,
     isSilent && capital(fleet.coordinator.text),
