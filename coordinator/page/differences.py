@@ -52,10 +52,10 @@ class Table:
                     column = found.setdefault(name, {"at": [], "is": []})
                     column["at"].append(place)
                     column["is"].append(row.values[name])
-        return {name: _shorten(column, len(self._rows)) for name, column in found.items()}
+        return {name: _pack_column(column, len(self._rows)) for name, column in found.items()}
 
 
-def _shorten(column: dict[str, list[Any]], n_rows: int) -> dict[str, list[Any]]:
+def _pack_column(column: dict[str, list[Any]], n_rows: int) -> dict[str, list[Any]]:
     return {"is": column["is"]} if len(column["at"]) == n_rows else column
 
 

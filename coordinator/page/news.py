@@ -66,7 +66,7 @@ class NewsFeed:
     def close(self) -> None:
         """End all streams."""
         for queue in self._streams:
-            _put(queue, goes_on=False)
+            _send_word(queue, goes_on=False)
 
     async def publish_new(self) -> None:
         """Tell all listeners of news."""
@@ -76,12 +76,12 @@ class NewsFeed:
             if rollouts != (rollouts := await asyncio.to_thread(self._version)):
                 self.send()
             try:
-                if last != (last := await self._read(self._look)):
+                if last != (last := await self._read(self._find_news)):
                     self.send()
             except StoreError as error:
                 log.warning("event=cannot_read reason=%r", str(error))
 
-    def _look(self) -> int:
+    def _find_news(self) -> int:
         self._forget()
         return self._find_last()
 
@@ -122,10 +122,10 @@ class NewsFeed:
         if oldest is None:
             raise web.HTTPServiceUnavailable(text="too many pages are open; who logs in has a place before who has not")
         del self._streams[oldest]
-        _put(oldest, goes_on=False)
+        _send_word(oldest, goes_on=False)
 
 
-def _put(queue: asyncio.Queue[bool], *, goes_on: bool) -> None:
+def _send_word(queue: asyncio.Queue[bool], *, goes_on: bool) -> None:
     """Put a word for a stream before what waits there."""
     while not queue.empty():
         queue.get_nowait()

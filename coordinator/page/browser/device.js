@@ -121,7 +121,7 @@ export function device(id, detail) {
             "div",
             { class: `matter ${each.severity}` },
             h("p", { class: "what" }, capital(each.text)),
-            each.do && h("p", { class: "do" }, each.do),
+            each.do && h("p", { class: "do" }, capital(each.do)),
           ),
         ),
         h(

@@ -92,7 +92,7 @@ const one = (each) =>
       capital(each.text),
       each.since && h("span", { class: "soft" }, ` since ${span(age(each.since))}`),
     ),
-    each.do && h("p", { class: "do" }, each.do),
+    each.do && h("p", { class: "do" }, capital(each.do)),
   );
 
 function many(key, members) {
@@ -106,7 +106,7 @@ function many(key, members) {
       h("strong", {}, count(members.length, "device")),
       `: ${members[0].kind.replaceAll("_", " ").replaceAll("-", " ")}`,
       Number.isFinite(oldest) && h("span", { class: "soft" }, ` the longest since ${span(age(oldest))}`),
-      members.every((each) => each.do === members[0].do) && h("p", { class: "do" }, members[0].do),
+      members.every((each) => each.do === members[0].do) && h("p", { class: "do" }, capital(members[0].do)),
     ),
     members.slice(0, MOST).map(one),
     members.length > MOST && hint(`And ${number(members.length - MOST)} more; fedge status lists them all.`),
@@ -163,7 +163,7 @@ const COLUMNS = [
     "accuracy",
     accuracyCell,
     {
-      kind: "n",
+      kind: "n self",
       sort: (d) => findAccuracy(d)[0],
       about: "Of the bundle that answers, as far as it is known; else of the model in training",
     },

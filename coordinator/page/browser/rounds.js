@@ -131,7 +131,7 @@ export function accuracy(detail) {
         empty: "Nothing has been measured yet.",
         columns: [
           ["device", (d) => link(d.id), { sort: (d) => d.id }],
-          ["accuracy", accuracyCell, { kind: "n", sort: (d) => findAccuracy(d)[0] }],
+          ["accuracy", accuracyCell, { kind: "n self", sort: (d) => findAccuracy(d)[0] }],
           ["in training", (d) => percent(d.accuracy), { kind: "n", sort: (d) => d.accuracy }],
           ["in round", (d) => number(d.accuracy_round), { kind: "n", sort: (d) => d.accuracy_round }],
           ["over the rounds", (d) => (of[d.id] ? spark(of[d.id]) : "")],

@@ -126,7 +126,7 @@ function heading(id, set, [name, , { kind, sort, about } = {}]) {
     "th",
     {
       scope: "col",
-      class: kind === "n" ? "n" : null,
+      class: kind?.startsWith("n") ? "n" : null,
       title: about,
       "aria-sort": current ? (set.down ? "descending" : "ascending") : null,
     },
@@ -137,7 +137,7 @@ function heading(id, set, [name, , { kind, sort, about } = {}]) {
             type: "button",
             class: "sort",
             "data-key": `sort:${id}:${name}`,
-            onclick: () => change(id, { sort: name, down: current ? !set.down : kind === "n" }),
+            onclick: () => change(id, { sort: name, down: current ? !set.down : Boolean(kind?.startsWith("n")) }),
           },
           name,
           h("span", { class: "arrow", "aria-hidden": "true" }, current ? (set.down ? "▼" : "▲") : ""),
@@ -165,7 +165,7 @@ function sorter(id, set, columns) {
           onchange: (e) =>
             change(id, {
               sort: e.target.value,
-              down: columns.find(([name]) => name === e.target.value)?.[2]?.kind === "n",
+              down: columns.find(([name]) => name === e.target.value)?.[2]?.kind?.startsWith("n") ?? false,
             }),
         },
         sorted.map(([name]) => h("option", { value: name }, name)),
