@@ -52,7 +52,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
     absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
-    fewest: Annotated[int, Meta(ge=1)] = 1  # present devices in the first stage, if there are as many
+    fewest: Annotated[int, Meta(ge=1)] = 1  # present devices in the first stage, but no more than half of them
     max_failures: Share = 0.05  # share of a stage's devices on which the release may be broken, slow or rolled back
     max_worse: Share = 0.5  # share of a stage's devices that may keep their present bundle because it is more accurate
     accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
@@ -122,6 +122,8 @@ def abort(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
 def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHealth], now: float) -> float:
     """Return the stage's share, enlarged until `plan.fewest` present devices take part, since few prove little.
 
+    These are at most half of the present devices, and at least one.
+
     A device that disappeared while running the release counts as present, so that no other is put at risk instead.
     """
     share = max(plan.stages[progress.stage], progress.share)
@@ -132,7 +134,8 @@ def compute_share(plan: Plan, progress: Progress, fleet: Mapping[str, DeviceHeal
     ]
     if plan.canaries or not there:
         return share
-    last = sorted(compute_place(plan.id, device) for device in there)[: plan.fewest][-1]
+    n = max(1, min(plan.fewest, len(there) // 2))
+    last = sorted(compute_place(plan.id, device) for device in there)[n - 1]
     return share if last < share else math.nextafter(last, 1.0)
 
 

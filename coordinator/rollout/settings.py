@@ -25,7 +25,7 @@ MaxWorse = Annotated[
 AccuracyDrop = Annotated[float, Meta(ge=0), Heading.ROLLOUT, "This mean loss of accuracy stops the rollout."]
 
 CANARIES: Final = 3
-"""Devices in the first stage of an introduction, if as many are present: one that keeps its own proves little."""
+"""Devices in the first stage of an introduction, or half of a smaller fleet: one that keeps its own proves little."""
 
 
 class IntroductionSettings(Struct, frozen=True, kw_only=True):

@@ -154,6 +154,22 @@ def make_event_values(event: Event) -> dict[str, Any]:
     }
 
 
+def _describe_campaign_event(name: str, f: Mapping[str, Any]) -> str:
+    """Describe an event of a campaign, or of the introduction of its bundles."""
+    match name:
+        case "campaign_begun":
+            return f"campaign {f['number']}: {f['reason']}"
+        case "campaign_ended":
+            share = "" if f["accuracy"] is None else f", accuracy {100 * f['accuracy']:.1f} %"
+            return f"campaign {f['number']}: {f['rounds']} rounds{share}"
+        case "introduction":
+            why = f": {'; '.join(f['reasons'])}" if f["reasons"] else ""
+            runs = f"{f['running']} of {format_devices(f['devices'])}"
+            return f"new bundles {f['state']}, stage {f['stage']} of {f['stages']}, on {runs}{why}"
+        case _:
+            return f"its new bundle: {f['phase'].replace('_', ' ')}" + (f" ({f['reason']})" if f["reason"] else "")
+
+
 def format_devices(n: int) -> str:
     """Format a number of devices in words."""
     return "1 device" if n == 1 else f"{n} devices"
@@ -182,11 +198,8 @@ def describe_event(event: Event) -> str:
             text = ("fedge serve is down" if f["serving"] == "down" else f"bundle {f['phase']}{drift}") + (
                 f": {f['reason']}" if f["reason"] else ""
             )
-        case "campaign_begun":
-            text = f"campaign {f['number']}: {f['reason']}"
-        case "campaign_ended":
-            share = "" if f["accuracy"] is None else f", accuracy {100 * f['accuracy']:.1f} %"
-            text = f"campaign {f['number']}: {f['rounds']} rounds{share}"
+        case "campaign_begun" | "campaign_ended" | "introduction" | "introduced":
+            text = _describe_campaign_event(event.name, f)
         case "resting":
             text = "the coordinator watches the devices"
         case "round_done":

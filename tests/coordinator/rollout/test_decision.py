@@ -141,8 +141,10 @@ def test_a_first_stage_may_want_more_devices_than_its_share():
     devices = fleet(0)
     progress = decide(replace(PLAN, stages=(0.001, 1.0), fewest=3), BEGIN, devices, 1.0)
     assert sorted(list_members(PLAN, progress, devices)) == sorted(DEVICES[:3])
-    few = {device: devices[device] for device in DEVICES[:2]}
-    assert len(list_members(PLAN, decide(replace(PLAN, fewest=3), BEGIN, few, 1.0), few)) == 2
+    for n, first in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (20, 3)):
+        few = {device: devices[device] for device in DEVICES[:n]}
+        plan = replace(PLAN, stages=(0.001, 1.0), fewest=3)
+        assert len(list_members(plan, decide(plan, BEGIN, few, 1.0), few)) == first
 
 
 def test_later_a_small_share_may_fail():

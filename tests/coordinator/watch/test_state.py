@@ -229,3 +229,18 @@ def test_nothing_of_a_folder_that_is_no_coordinators(tmp_path: Path) -> None:
 def test_one_device_is_told_of_in_the_singular():
     asked = [Event(at=0.0, round=1, name="asked", fields={"label": "train", "devices": n}) for n in (1, 2)]
     assert [describe_event(event) for event in asked] == ["train: 1 device", "train: 2 devices"]
+
+
+def test_what_became_of_new_bundles_is_told_in_words() -> None:
+    stage = {"state": "running", "stage": 1, "stages": 3, "running": 2, "devices": 9, "reasons": []}
+    kept = {"phase": "kept", "release": 4, "reason": "accuracy: x"}
+    told = [
+        Event(at=1.0, round=2, name="introduction", fields=stage),
+        Event(at=1.0, round=2, name="introduction", fields=stage | {"state": "aborted", "reasons": ["asked for"]}),
+        Event(at=1.0, round=2, name="introduced", device="cam1", fields=kept),
+    ]
+    assert [describe_event(event) for event in told] == [
+        "new bundles running, stage 1 of 3, on 2 of 9 devices",
+        "new bundles aborted, stage 1 of 3, on 2 of 9 devices: asked for",
+        "its new bundle: kept (accuracy: x)",
+    ]
