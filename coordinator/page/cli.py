@@ -24,7 +24,17 @@ from coordinator.page.tables import print_table
 from coordinator.store.requests import request_action
 from coordinator.store.store import Store
 from coordinator.watch.attention import describe_attention
-from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, open_store
+from coordinator.watch.notifying import notify
+from coordinator.watch.options import (
+    HOME,
+    HOME_HELP,
+    JSON,
+    STORE,
+    STORE_HELP,
+    AttentionWebhook,
+    OnAttention,
+    open_store,
+)
 from coordinator.watch.state import Watch, read_summary
 from coordinator.watch.words import format_age, make_event_values
 from fedge.errors import ConfigError
@@ -255,6 +265,8 @@ class UiSettings(Struct, frozen=True, kw_only=True):
         Heading.SERVER,
         "The devices show up in Home Assistant, whose broker is at mqtt://USER:PASSWORD@HOST:PORT.",
     ] = None
+    on_attention: OnAttention = None
+    attention_webhook: AttentionWebhook = None
     members: Annotated[
         Path | None,
         Heading.SERVER,
@@ -289,7 +301,8 @@ async def _serve_page(settings: UiSettings, as_json: bool, config: Path | None) 
     async with make_page(settings, read_summary(settings.home)["federation"], config) as shown:
         text = f"{shown.url} shows the federation; the token to act is in {settings.home / 'ui-token'}"
         click.echo(json.dumps({"event": "page", "url": shown.url}) if as_json else text)
-        await asyncio.Event().wait()
+        async with notify(settings.home, "ui", settings.on_attention, settings.attention_webhook):
+            await asyncio.Event().wait()
 
 
 def make_page(settings: UiSettings, federation: str, config: Path | None) -> Page:

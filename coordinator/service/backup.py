@@ -20,7 +20,7 @@ import msgspec
 
 from coordinator.store.blobs import open_blobs, prevent_deletion
 from coordinator.store.database import Database, get_failures, make_connector, migrate
-from coordinator.store.store import AT_BROKER, ISSUE
+from coordinator.store.store import AT_BROKER, ISSUE, LEASE
 from coordinator.watch.options import HOME, JSON, STORE
 from coordinator.watch.state import read_summary
 from fedge.errors import ConfigError, StoreError
@@ -149,7 +149,8 @@ def _reissue(db: Database) -> None:
     issue = f"-{uuid.uuid4().hex[:8]}"
     db.begin_writing()
     db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value", ISSUE, issue)
-    db.execute("DELETE FROM meta WHERE name = $1", AT_BROKER)
+    for name in (AT_BROKER, LEASE):
+        db.execute("DELETE FROM meta WHERE name = $1", name)
     for old, body in db.execute("SELECT id, body FROM orders WHERE status = 'open'"):
         order = msgspec.msgpack.decode(body, type=Order)
         new = f"{order.run}{issue}.{order.round}.{order.label}.{order.device_id}"

@@ -26,6 +26,7 @@ from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from coordinator.watch.attention import Severity, describe_attention
 from coordinator.watch.liveness import show_life
+from coordinator.watch.notifying import notify
 from coordinator.watch.options import HOME_HELP
 from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import open_tracking
@@ -110,8 +111,16 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     ):
         staged = resolve(IntroductionSettings, "introduction", config, {})
         work = partial(serve, settings, task, store, observe, own, staged)
-        summary = asyncio.run(run_until_stopped(_run_with_page(settings, config, work)))
+        summary = asyncio.run(run_until_stopped(_run_watched(settings, config, work)))
     return INTERRUPTED if summary is None else 0
+
+
+async def _run_watched(
+    settings: CoordinatorSettings, config: Path | None, work: Callable[[], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Run the federation; tell whoever is to be told of what needs attention."""
+    async with notify(settings.home, "coordinator", settings.on_attention, settings.attention_webhook):
+        return await _run_with_page(settings, config, work)
 
 
 async def _run_with_page(

@@ -14,6 +14,7 @@ from coordinator.aggregation import protection
 from coordinator.methods import settings as methods
 from coordinator.methods.settings import DEFAULT, MethodSettings, Option, make_method_settings
 from coordinator.store.store import RECALLED_ROUNDS
+from coordinator.watch.options import AttentionWebhook, OnAttention
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.membership.credentials import Broker, Credentials, FederationName
 from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
@@ -123,6 +124,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     ui: Annotated[
         str | None, Heading.SERVER, "A page at HOST:PORT shows the federation in a browser, as `fedge ui` does."
     ] = None
+    on_attention: OnAttention = None
+    attention_webhook: AttentionWebhook = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
     train_on: Annotated[

@@ -49,6 +49,8 @@ ISSUE: Final = "issue"
 """
 AT_BROKER: Final = "at_broker"
 """Name of a value: a secret of the federation's coordinator and its helpers, part of their names at the broker."""
+LEASE: Final = "lease"
+"""Name of a value: which coordinator works on the store (`coordinator.store.lease`)."""
 MAX_EVENTS: Final = 200_000
 """Most events that are kept; older ones are deleted."""
 ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import click
 
 from coordinator.store.store import Store
 from coordinator.watch.state import read_summary
+from fedge.settings import Secret
 from fedge.system.help import json_option, option
 from fedge.system.text import Heading
 
@@ -25,6 +26,21 @@ STORE: Final = option("--store", heading=Heading.FOLDERS, help=STORE_HELP)
 
 
 JSON: Final = json_option()
+
+
+OnAttention = Annotated[
+    str | None,
+    Heading.SERVER,
+    "This command is run once for each new item that needs attention, which it gets as JSON on its standard input and "
+    "in variables such as FEDGE_ATTENTION_TEXT.",
+]
+
+
+AttentionWebhook = Annotated[
+    Secret | None,
+    Heading.SERVER,
+    "This URL gets each new item that needs attention once, as JSON by POST.",
+]
 
 
 def open_store(home: Path, store: str | None) -> Store:

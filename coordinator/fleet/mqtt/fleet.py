@@ -22,6 +22,7 @@ from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Quarantine, find_quarantined
 from coordinator.fleet.update_norms import AnswerScreen, ScreenedAnswers, screen_answers
 from coordinator.fleet.versions import Descent
+from coordinator.store.lease import RENEW_S, Lease, make_lease, release_lease, renew_lease, take_lease
 from coordinator.store.records import Device, Entry, Offence, OrderStatus
 from coordinator.store.store import RECALLED_ROUNDS, Store
 from fedge.errors import ConfigError, ProtocolError
@@ -72,10 +73,16 @@ class MqttFleet(Following, Fleet):
         self._connected = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        lease = make_lease(self._store.home)
+        await asyncio.to_thread(take_lease, self._store, lease)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(release_lease, self._store, lease)
             watching = self._background.spawn(self._watch_broker())  # it may be away from the beginning
             stack.callback(watching.cancel)
             self._endless.append(watching)
+            renewing = self._background.spawn(self._renew_lease(lease))
+            stack.callback(renewing.cancel)
+            self._endless.append(renewing)
             self._transport.adopt_protocol(await self._sole.require_sole(self._transport.settings))
             await self._sole.attach(self._transport)
             await self._subscribe()
@@ -115,6 +122,12 @@ class MqttFleet(Following, Fleet):
                 await self._sole.remove_claim()
         if kind is None or issubclass(kind, asyncio.CancelledError):
             await self._store_devices()
+
+    async def _renew_lease(self, lease: Lease) -> None:
+        """Renew the lease of the store until cancelled; another coordinator that takes it ends this one."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            lease = await asyncio.to_thread(renew_lease, self._store, lease)
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 

@@ -1,0 +1,79 @@
+"""One coordinator at a time works on a store; who comes second is told who is first, and who lost it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.store import lease
+from coordinator.store.lease import make_lease, release_lease, renew_lease, take_lease
+from coordinator.store.store import LEASE, Store
+from fedge.errors import ConfigError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with contextlib.closing(Store(tmp_path / "server")) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LAPSED_S", 0.5)
+    monkeypatch.setattr(lease, "LOOK_S", 0.02)
+
+
+def test_a_second_coordinator_elsewhere_is_refused_while_the_first_renews(store: Store, tmp_path: Path) -> None:
+    first = make_lease(tmp_path / "first")
+    take_lease(store, first)
+    ended = Event()
+
+    def renew() -> None:
+        held = first
+        while not ended.wait(0.05):
+            held = renew_lease(store, held)
+
+    thread = Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match=r"another coordinator \(.*first, which began at .* works on the same"):
+            take_lease(store, replace(make_lease(tmp_path), machine="another"))
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_lease_of_a_dead_one_elsewhere_is_taken_after_a_while_and_one_of_this_machine_at_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = make_lease(tmp_path)
+    take_lease(store, dead)
+    other = replace(make_lease(tmp_path), machine="another")
+    began = time.monotonic()
+    take_lease(store, other)
+    assert time.monotonic() - began >= 0.5
+    monkeypatch.setattr(lease, "LAPSED_S", 300.0)
+    take_lease(store, replace(other, incarnation="next"))  # the lock has told that the one before is dead
+    release_lease(store, replace(other, incarnation="next"))
+    take_lease(store, dead)  # released
+
+
+def test_who_lost_the_store_ends_and_says_to_whom(store: Store, tmp_path: Path) -> None:
+    own = make_lease(tmp_path / "own")
+    take_lease(store, own)
+    own = renew_lease(store, own)
+    store.put_value(LEASE, "")
+    with pytest.raises(ConfigError, match="its store was replaced, as by a restore"):
+        renew_lease(store, own)
+    take_lease(store, make_lease(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"ends, since another coordinator \(.*other, which began at"):
+        renew_lease(store, own)
+    kept = store.find_value(LEASE)
+    release_lease(store, own)  # not ours any more
+    assert store.find_value(LEASE) == kept
