@@ -11,6 +11,7 @@ Two coordinators with copies of a store do not meet here, but at the broker (`co
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import uuid
@@ -22,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from coordinator.store.store import LEASE, Store
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.system.text import format_time
 
 RENEW_S: Final = 4.0
@@ -83,8 +84,9 @@ def renew_lease(store: Store, own: Lease) -> Lease:
 
 
 def release_lease(store: Store, own: Lease) -> None:
-    """Release the lease if it is still ours."""
-    store.change_value(LEASE, lambda kept: "" if _is_of(kept, own) else kept or "")
+    """Release the lease if it is still ours; if the store cannot be written, it lapses."""
+    with contextlib.suppress(StoreError):
+        store.change_value(LEASE, lambda kept: "" if _is_of(kept, own) else kept or "")
 
 
 def _read_lease(store: Store) -> Lease | None:

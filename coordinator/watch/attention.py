@@ -267,7 +267,7 @@ def _make_disk_item(device: str, free_gb: float, what: str, do: str) -> Attentio
 
 
 def _check_orders(summary: Mapping[str, Any], now: float) -> Iterator[Attention]:
-    retired = summary["retired"]
+    retired = summary.get("retired", ())
     for i, refusal in summary.get("refusals", {}).items():
         if i not in retired and now - refusal["last"] < REFUSED_S:
             yield Attention(
@@ -290,7 +290,7 @@ def _check_orders(summary: Mapping[str, Any], now: float) -> Iterator[Attention]
                 text=f"its orders fail one after the other; the last: {streak['reason']}",
                 do=f"run `fedge why {i}`; the log of its agent says more",
             )
-    for i, out in summary["quarantined"].items():
+    for i, out in summary.get("quarantined", {}).items():
         if i not in retired:
             names = ", ".join(sorted({each["name"] for each in out["evidence"]}))
             yield Attention(
@@ -300,7 +300,7 @@ def _check_orders(summary: Mapping[str, Any], now: float) -> Iterator[Attention]
                 text=f"it is in quarantine until round {out['until']}: {names}",
                 do=f"see what it sends; --readmit {i} ends the quarantine",
             )
-    for i, ahead_s in summary["clocks"].items():
+    for i, ahead_s in summary.get("clocks", {}).items():
         if i not in retired:
             yield Attention(
                 kind=Kind.WRONG_CLOCK,
@@ -332,5 +332,5 @@ CHECKS: Final[tuple[Callable[[Mapping[str, Any], float], Iterator[Attention]], .
 
 
 def _iterate_devices(summary: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    retired = summary["retired"]
-    return ((i, device) for i, device in summary["fleet"].items() if i not in retired)
+    retired = summary.get("retired", ())
+    return ((i, device) for i, device in summary.get("fleet", {}).items() if i not in retired)

@@ -72,7 +72,7 @@ def refresh_presence(summary: dict[str, Any], now: float) -> None:
 
     Until then it knew of their connections, which the broker checks, even if they had nothing to say.
     """
-    for device in summary["fleet"].values():
+    for device in summary.get("fleet", {}).values():
         if device["presence"] == Presence.ONLINE:
             device["seen_at"] = max(device["seen_at"] or 0.0, now - summary["coordinator"]["age_s"])
 

@@ -117,6 +117,10 @@ def test_few_failures_old_refusals_and_retired_devices_need_nobody() -> None:
     assert kinds(retired=["cam1"], refusals={"cam1": REFUSAL}, **gone, **of_cam1) == []
 
 
+def test_a_summary_of_an_earlier_version_says_less() -> None:
+    assert list_attention({"at": NOW, "coordinator": FINE["coordinator"]}, NOW) == []
+
+
 def test_errors_come_before_warnings_and_devices_by_name() -> None:
     fleet = {i: device(health={"drift": True}) for i in ("b", "a")}
     fleet["a"] |= {"serving": "down"}

@@ -24,8 +24,9 @@ from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.methods.state import State
 from coordinator.service.service import commit
+from coordinator.store.lease import make_lease, take_lease
 from coordinator.store.records import Entry, OrderStatus
-from coordinator.store.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Store
+from coordinator.store.store import DEVICES, EXPIRED, LEASE, RECALLED_ROUNDS, Store
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.steps.contract import Declined, Failed, Result, Unsupported, make_report
@@ -865,6 +866,17 @@ async def test_when_the_broker_goes_and_comes_people_are_told(
     fleet._transport._online.set()
     await until(lambda: events == ["broker_lost", "broker_back"])
     assert fleet.describe_broker()["connected"] is True
+
+
+async def test_who_lost_the_store_to_another_coordinator_ends(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.fleet.mqtt.fleet.RENEW_S", 0.02)
+    fleet, _ = await federation(stack, one_broker, store, "a")
+    await until(lambda: '"renewed":2' in (store.find_value(LEASE) or ""))
+    take_lease(store, make_lease(store.home / "copy"))
+    with pytest.raises(ConfigError, match=r"this coordinator ends, since another coordinator \(.*copy, which began"):
+        await fleet.sleep(DEADLINE_S)
 
 
 async def test_the_fleets_rollout_and_a_runtime_that_ends_are_noted(
