@@ -100,7 +100,7 @@ class Notifier:
             key = make_key(item)
             if key in later or now < self._again_at.get(key, 0.0):
                 continue
-            if await self._tell({"federation": summary["federation"], **item}):
+            if await self._send_item({"federation": summary["federation"], **item}):
                 later[key] = now
                 self._save(later)
             else:
@@ -117,14 +117,14 @@ class Notifier:
     def _save(self, told: Mapping[str, float]) -> None:
         write_atomically(self._file, msgspec.json.encode(told))
 
-    async def _tell(self, item: Item) -> bool:
+    async def _send_item(self, item: Item) -> bool:
         """Tell an item; return whether command and webhook took it."""
         body = msgspec.json.encode(item)
         try:
             if self._command:
                 await self._run_command(body, item)
             if self._webhook is not None:
-                await asyncio.to_thread(self._post, self._webhook, body)
+                await asyncio.to_thread(self._send_body, self._webhook, body)
         except (OSError, ValueError) as error:  # urllib's errors are OSErrors
             self._lines.warning(log, "event=cannot_notify reason=%r", str(error) or type(error).__name__)
             return False
@@ -151,7 +151,7 @@ class Notifier:
             raise OSError(f"{self._command[0]} ended with {process.returncode}")
 
     @staticmethod
-    def _post(url: str, body: bytes) -> None:
+    def _send_body(url: str, body: bytes) -> None:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - checked above
         with urllib.request.urlopen(request, timeout=ANSWER_S):  # noqa: S310
             pass
