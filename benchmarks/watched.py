@@ -72,27 +72,30 @@ class Pages:
     async def _open(self, k: int) -> None:
         await self._get("")
         await self._get("api/session")
-        events = json.loads(await self._get("api/events?last=300"))["events"]
+        await self._get("api/events?last=200")
         news = asyncio.Event()
         news.set()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow(news, events[-1]["number"]))
+            group.create_task(self._follow(news))
             group.create_task(self._refresh(news, k))
 
-    async def _follow(self, news: asyncio.Event, after: int) -> None:
-        async with self._session.get(f"{self._url}/api/stream?after={after}") as stream:
+    async def _follow(self, news: asyncio.Event) -> None:
+        async with self._session.get(f"{self._url}/api/stream") as stream:
             async for line in stream.content:
                 if line.startswith(b"data:"):
                     news.set()
-                    self._round = json.loads(line[5:]).get("round") or self._round
 
     async def _refresh(self, news: asyncio.Event, k: int) -> None:
         views = ("", "api/rollouts", f"api/devices/{self._device}", "api/rounds/", "api/events?last=300")
+        version = ""
         for view in cycle(views[k % len(views) :] + views[: k % len(views)]):
             await news.wait()
             await asyncio.sleep(DUE_S)
             news.clear()
-            await self._get("api/state")
+            state = json.loads(await self._get(f"api/state?since={version}"))
+            version = state["version"]
+            if begun := state["tables"]["rounds"].get("round"):
+                self._round = begun["is"][-1]
             if view:
                 await self._get(f"{view}{self._round}" if view == "api/rounds/" else view)
 

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,13 @@ async def test_the_page_and_all_that_it_needs_come_from_the_package(http: Client
         assert "http://" not in (text := (await answer.text()).replace("http://www.w3.org/2000/svg", ""))
         assert "https://" not in text
         assert "innerHTML" not in text
+
+
+def test_every_step_has_words_for_people() -> None:
+    words = (BROWSER / "words.js").read_text()
+    steps = words[words.index("export const STEPS") :].partition("};")[0]
+    told = set(re.findall(r"^\s*(\w+):", steps, re.MULTILINE))
+    assert told >= {step.name for step in entry_points(group="fedge.steps")}
 
 
 async def test_the_state_tells_devices_clusters_and_rounds(http: ClientSession) -> None:
