@@ -177,6 +177,7 @@ class SampleWatch:
         self._inspect()
         self._store = SampleStore(settings.home, settings.make_spec())
         self._failed = ""
+        self._revision = self._store.revision
         self.counts = self._count()
 
     def _inspect(self) -> None:
@@ -199,7 +200,8 @@ class SampleWatch:
             except (ConfigError, DiedError) as error:
                 self._failed = seen
                 log.warning("event=samples_unreadable reason=%r", str(error))
-        self.counts = self._count()
+        if (revision := self._store.revision) != self._revision:
+            self._revision, self.counts = revision, self._count()
 
     def close(self) -> None:
         """Close the store."""
@@ -271,8 +273,8 @@ def inspect_samples(settings: AgentSettings) -> None:
         get_torch_device(settings.train_on)
     with closing(open_samples(settings)) as samples:
         data = samples.read()
-        n, n_val, classes = len(data.x_train), len(data.x_val), ", ".join(settings.make_spec().classes)
-        log.info("event=samples task=%s n=%d validation=%d classes=%r", settings.task, n, n_val, classes)
+        task, n, n_val = settings.make_spec(), len(data.x_train), len(data.x_val)
+        log.info("event=samples task=%s n=%d validation=%d classes=%r", task.name, n, n_val, ", ".join(task.classes))
 
 
 class Workplace:
