@@ -18,6 +18,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/methods/papers/fedge_groups.py": "tests/coordinator/methods/papers/test_fedge.py",
     "coordinator/methods/papers/fedge_mixture.py": "tests/coordinator/methods/papers/test_fedge.py",
     "coordinator/methods/papers/fedge_state.py": "tests/coordinator/methods/papers/test_fedge.py",
+    "coordinator/service/between.py": "tests/coordinator/service/test_service.py",
     "coordinator/service/running.py": "tests/coordinator/service/test_service.py",
     "coordinator/store/requests.py": "tests/coordinator/watch/test_state.py",
     "coordinator/page/tables.py": "tests/coordinator/watch/test_state.py",

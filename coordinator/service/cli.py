@@ -21,7 +21,8 @@ from coordinator.fleet.problems import Problem, describe_reasons, select_reasons
 from coordinator.methods.options import method_options, require_method_options, resolve_options
 from coordinator.page.cli import UiSettings, make_page
 from coordinator.rollout.settings import IntroductionSettings
-from coordinator.service.service import Observer, make_event, serve, serve_role
+from coordinator.service.between import Observer, make_event
+from coordinator.service.service import serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from coordinator.watch.attention import Severity, describe_attention

@@ -24,7 +24,7 @@ from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.method import Method
 from coordinator.methods.settings import Option
-from coordinator.methods.state import State, encode_state
+from coordinator.methods.state import State
 from coordinator.rollout.introduction import Introducer
 from coordinator.rollout.settings import IntroductionSettings
 from coordinator.service.beginning import (
@@ -35,6 +35,7 @@ from coordinator.service.beginning import (
     resume,
     write_campaigns,
 )
+from coordinator.service.between import LOOK_S, Observer, commit, make_event, restart_clustering, wait_for_permission
 from coordinator.service.campaigns import (
     Campaigns,
     Conditions,
@@ -46,7 +47,6 @@ from coordinator.service.campaigns import (
     record_participants,
     record_rest,
 )
-from coordinator.service.proof import PROVEN, reload
 from coordinator.service.running import Throttle, repeat, run_beside
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.service.summary import (
@@ -64,7 +64,6 @@ from coordinator.store.requests import (
     clear_finish,
     read_requests,
     take_campaign,
-    take_requests,
 )
 from coordinator.store.store import ISSUE, Store
 from coordinator.watch import runs
@@ -78,23 +77,16 @@ from fedge.wire.messages import BlobRef, iterate_blobs
 
 log = logging.getLogger("fedge.coordinator")
 
-Observer = Callable[[str, dict[str, Any]], None]
 
 TELL_S: Final = 1.0
 """Shortest time between two summaries."""
 NOTE_S: Final = 0.2
 """Shortest time between two writes of events to the store."""
-SPARE_S: Final = 60.0
-"""Age below which tensors are not deleted while streamed orders are open, since an intake may hold an update of these
-orders that the store does not know yet."""
-LOOK_S: Final = 0.5
-"""Pause between two looks for requests, while a run is paused and after its last round."""
 REFRESH_S: Final = 5.0
 """Longest time between two summaries, since what devices say of themselves is no event."""
 ASKED: Final = "somebody asked for it"
 NO_MORE_NOISE: Final = "--dp-epsilon is what all rounds may spend together, so there is one campaign only"
 """Why there are no further campaigns under differential privacy."""
-NOT_ANEW: Final = "the method has no clusters that it could remake now"
 
 
 async def serve(
@@ -399,42 +391,6 @@ class Service:
             self._news.clear()
 
 
-def make_event(event: str, fields: Mapping[str, Any], number: int) -> Event:
-    """Make an event as stored. `number`: the round's number, if the event does not give it."""
-    if event == "round_done":
-        last = fields["history"][-1] if fields["history"] else {"accuracy": None}
-        fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
-    rest = {name: value for name, value in fields.items() if name not in {"round", "device"}}
-    return Event(
-        at=time.time(), round=fields.get("round", number), name=event, device=fields.get("device", ""), fields=rest
-    )
-
-
-async def wait_for_permission(number: int, store: Store, fleet: MqttFleet, observe: Observer) -> StandingRequests:
-    """Wait until round `number` may begin (`coordinator.store.requests`); a round begun before a restart always may."""
-    if store.get_round_devices(number) is not None:
-        wishes = read_requests(store)
-    else:
-        waits = False
-        while (wishes := read_requests(store)).paused and not wishes.steps:
-            if not waits:
-                observe("paused", {"round": number})
-            waits = True
-            await fleet.sleep(LOOK_S)
-        if waits:
-            observe("resumed", {"round": number})
-        wishes = take_requests(store, number)
-    fleet.retire(wishes.retired)
-    return wishes
-
-
-def restart_clustering(method: Method[Any], state: State, observe: Observer) -> State:
-    """Return the state with clustering restarted, if the method can do that now."""
-    found = method.recluster(state)
-    observe("recluster" if found else "recluster_refused", {"reason": "" if found else NOT_ANEW})
-    return found or state
-
-
 async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:
     """Serve as an intake or a model server until stopped.
 
@@ -462,19 +418,3 @@ def raise_open_files() -> None:
     """Raise the limit of open files as far as permitted, since each update being fetched takes two."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float, keep: int) -> None:
-    """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed.
-
-    Raises:
-        ConfigError: the state cannot be stored or, in the first rounds, not be read again.
-    """
-    if number <= PROVEN:
-        reload(state)
-    counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
-    await asyncio.to_thread(store.commit_round, number, encode_state(state), time.time(), counted, keep=keep)
-    await fleet.collect_closed()
-    spare_s = SPARE_S if fleet.get_busy_devices() else 0.0
-    needed = {ref.digest for ref in iterate_blobs(state)} | fleet.find_needed_blobs()
-    await asyncio.to_thread(store.remove_others, needed, spare_s=spare_s)

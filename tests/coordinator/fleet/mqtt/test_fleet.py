@@ -23,7 +23,7 @@ from coordinator.fleet.mqtt import following, presence
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.methods.state import State
-from coordinator.service.service import commit
+from coordinator.service.between import commit
 from coordinator.store.lease import make_lease, take_lease
 from coordinator.store.records import Entry, OrderStatus
 from coordinator.store.store import DEVICES, EXPIRED, LEASE, RECALLED_ROUNDS, Store
