@@ -206,7 +206,7 @@ class Weather:
                 "keep_rounds": 1000,
                 "method": self._method,
             }
-            given |= {"rounds": self._rounds, "local_steps": STEPS}
+            given |= {"rounds": self._rounds, "local_steps": STEPS, "once": True}
         else:
             given |= {"id": name, "data": federation.data(name), "context_interval_s": 1}
         return ["coordinator" if name == "coordinator" else "agent", *words(given | self._identity(name))]

@@ -114,7 +114,7 @@ async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, s
             fedge(
                 *("coordinator", "--broker", f"{broker.host}:{broker.port}", "--federation", "f"),
                 *("--home", tmp_path / "server", "--task", "digits", "--method", "fedavg", "--rounds", ROUNDS),
-                *("--devices", len(DEVICES), "--local-steps", STEPS, "--seed", SEED, "--deadline-s", 90),
+                *("--devices", len(DEVICES), "--local-steps", STEPS, "--seed", SEED, "--deadline-s", 90, "--once"),
             )
         )
         await event(agents["cam1"], "order_started", round=2, step="train")

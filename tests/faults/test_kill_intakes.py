@@ -48,7 +48,8 @@ class Fleet:
         self.places = places
         self._flags = {
             "broker": f"{broker.host}:{broker.port}", "federation": TOPICS.federation, "home": self.home,
-            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 120, **places,
+            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 120,
+            "once": True, **places,
         }  # fmt: skip
         self._broker = settings(broker)
         self._started = contextlib.AsyncExitStack()

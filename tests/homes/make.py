@@ -63,7 +63,7 @@ def prepare(folder: Path) -> None:
 async def started(folder: Path, broker: LocalBroker) -> list[Process]:
     """The coordinator and the agents of a federation that was prepared."""
     common = ("--broker", f"{broker.host}:{broker.port}", "--federation", folder.name, "--task", folder / "task.json")
-    settings = ("--method", "fedavg", "--rounds", 1, "--devices", 2, "--seed", 1, "--local-steps", 1)
+    settings = ("--method", "fedavg", "--rounds", 1, "--devices", 2, "--seed", 1, "--local-steps", 1, "--once")
     processes = [await start("coordinator", *common, *settings, "--home", folder / "coordinator")]
     for device in DEVICES:
         own = ("--id", device, "--home", folder / device, "--data", folder / f"{device}.npz")

@@ -40,7 +40,7 @@ async def test_devices_on_either_side_of_a_bridge_take_part(mosquitto_program: s
         edge = await stack.enter_async_context(Edge(centre, tmp_path / "edge"))
         flags = {
             "broker": f"{centre.host}:{centre.port}", "federation": TOPICS.federation, "home": tmp_path / "home",
-            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 60,
+            "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 60, "once": True,
         }  # fmt: skip
         coordinator = await Running.start(tmp_path / "coordinator.log", "coordinator", *words(flags))
         stack.push_async_callback(coordinator.kill)

@@ -41,7 +41,7 @@ async def test_every_command_reaches_the_broker(tmp_path: Path) -> None:
         assert 'topic_prefix = "company/ai"\nclient_prefix = "acme-"\n' in config.read_text()
         try:
             await programs.begin("agent", "agent", "--config", config, *way)
-            how = ("--config", fleet / "coordinator.toml", "--task", "digits", "--devices", 1, "--rounds", 1)
+            how = ("--config", fleet / "coordinator.toml", "--task", "digits", "--devices", 1, "--rounds", 1, "--once")
             assert "done: 1 bundle" in await programs.fedge("coordinator", *how, "--method", "fedavg")
             said = await programs.fedge(
                 "doctor", "--config", config, *way, "--broker", f"wss://localhost:{broker.port}"
