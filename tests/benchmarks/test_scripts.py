@@ -77,6 +77,10 @@ SCRIPTS = {
         ("--out", "out", "--methods", "fedavg", "--settings", "power law of 1, iid, half a round", "--seeds", "0,1"),
         ("power law of 1, iid, half a round", "mean", "clipped"),
     ),
+    "living.py": Script(
+        ("--out", "out", "--methods", "fedavg,fedavg!", "--seeds", "0", "--campaigns", "2"),
+        ("digits rotations", "fedavg!", "turned", "backward"),
+    ),
     "int8.py": Script(("--networks", "mlp,resnet_moe"), ("mlp", "resnet_moe", "latency_int8_ms", "agreement")),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from coordinator.methods.papers.fedge_state import Fate, FedgeState, PastSplit
+from coordinator.aggregation.pooled import compute_trial_statistic
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.versions import put_successor
+from coordinator.methods.papers.fedge_state import Fate, FedgeState, PastSplit, TrialOutcome
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.server_optimizer import ServerModel
+from coordinator.methods.parts.unresponsive import find_responsive, run_and_record
+from coordinator.methods.rounds import select_results
+from fedge.steps.descriptions.trial import Trial, Tried
+from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef
 
 Members = Sequence[Collection[str]]
@@ -27,7 +34,7 @@ def carry_over(state: FedgeState, changed: Collection[str]) -> FedgeState:
         state,
         shared=ServerModel(model=state.shared.model),
         profiles=grouping.mark_outdated(state.profiles, changed),
-        past=put_aside(state),
+        past=put_aside(state, changed),
         directions=None,
         last={},
         trial=None,
@@ -37,11 +44,82 @@ def carry_over(state: FedgeState, changed: Collection[str]) -> FedgeState:
     )
 
 
-def put_aside(state: FedgeState) -> PastSplit | None:
+def put_aside(state: FedgeState, changed: Collection[str]) -> PastSplit | None:
     """Return the split that the next campaign starts from; that of the campaign before if this one had no trial."""
     if state.trial is None:
-        return state.past
-    return PastSplit(trial=state.trial, experts=state.experts) if state.experts else None
+        past = state.past
+        return past and msgspec.structs.replace(past, changed=tuple(sorted({*past.changed, *changed})))
+    if not state.experts:
+        return None
+    return PastSplit(
+        trial=state.trial, experts=state.experts, shared=state.shared.model, changed=tuple(sorted(changed))
+    )
+
+
+def bring_up_to_date(past: PastSplit, now: BlobRef, fleet: Fleet, layout: Layout) -> PastSplit:
+    """Return the past split with each expert moved as w has moved since: e_k + (w - w'). `now`: w."""
+    w, before = fleet.get(now, layout), fleet.get(past.shared, layout)
+
+    def move(expert: ServerModel) -> ServerModel:
+        params = fleet.get(expert.model, layout).params + (w.params - before.params)
+        moved = Model(params, w.buffers, w.counters)
+        return ServerModel(model=put_successor(fleet, expert.model, moved, layout))
+
+    return msgspec.structs.replace(past, experts=tuple(map(move, past.experts)), shared=now)
+
+
+async def try_past(state: FedgeState, fleet: Fleet) -> tuple[FedgeState, dict[str, float]]:
+    """Let each device compare w with its first expert of the past; return their answers, by device (section 18)."""
+    assert state.past is not None
+    first = {i: k for k, cluster in reversed(list(enumerate(state.past.trial.clusters))) for i in cluster}
+    trials = {
+        i: Trial(global_model=state.shared.model, expert=state.past.experts[first[i]].model)
+        for i in find_responsive(state, fleet)
+        if i in first
+    }
+    state, answers = await run_and_record(state, fleet, "trial-past", trials)
+    return state, {i: tried.delta for i, tried in select_results(answers, Tried).items() if tried.delta is not None}
+
+
+def keep_past(state: FedgeState, now: TrialOutcome, deltas: Mapping[str, float]) -> FedgeState:
+    """Return the state with the experts of the past; changed devices are in no cluster until they choose an expert.
+
+    `now`: the trial of this campaign's clusters. `deltas`: the answers to the trial of the past's.
+    """
+    past = state.past
+    assert past is not None
+    clusters = tuple(tuple(i for i in members if i not in past.changed) for members in past.trial.clusters)
+    trial = msgspec.structs.replace(
+        now,
+        clusters=clusters,
+        separability=past.trial.separability,
+        statistic=compute_trial_statistic(list(deltas.values())),
+        deltas=dict(deltas),
+        split=True,
+    )
+    fates = tuple(
+        Fate(campaign=state.campaign, kind="kept", expert=k, sources=(k,)) for k, _ in enumerate(past.experts)
+    )
+    return msgspec.structs.replace(
+        state, trial=trial, experts=past.experts, past=None, lineage=add_fates(state.lineage, fates)
+    )
+
+
+def join_clusters(state: FedgeState, chosen: Mapping[str, int]) -> FedgeState:
+    """Return the state in which each device that is in no cluster is in that of the expert it has chosen.
+
+    `chosen`: numbers of experts by device; negative if it trained another model.
+    """
+    assert state.trial is not None
+    inside = {i for members in state.trial.clusters for i in members}
+    new = {i: k for i, k in chosen.items() if k >= 0 and i not in inside}
+    if not new:
+        return state
+    clusters = tuple(
+        tuple(sorted((*members, *(i for i, own in new.items() if own == k))))
+        for k, members in enumerate(state.trial.clusters)
+    )
+    return msgspec.structs.replace(state, trial=msgspec.structs.replace(state.trial, clusters=clusters))
 
 
 def restore_past(state: FedgeState) -> FedgeState:

@@ -43,10 +43,15 @@ class TrialOutcome(Struct, frozen=True, kw_only=True):
 
 
 class PastSplit(Struct, frozen=True, kw_only=True):
-    """The split of the last campaign: its trial, and its experts as they ended."""
+    """The split of the last campaign: its trial, its experts as they ended, and w as it was then, `shared`.
+
+    `changed`: the devices whose samples have changed since.
+    """
 
     trial: TrialOutcome
     experts: tuple[ServerModel, ...]
+    shared: BlobRef
+    changed: tuple[str, ...] = ()
 
 
 class Fate(Struct, frozen=True, kw_only=True):

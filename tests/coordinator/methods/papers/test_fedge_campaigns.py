@@ -11,9 +11,12 @@ from coordinator.methods.papers.fedge import Fedge
 from coordinator.methods.papers.fedge_campaigns import (
     REMEMBERED,
     add_fates,
+    bring_up_to_date,
     describe_fate,
     find_sources,
     find_start,
+    join_clusters,
+    keep_past,
     name_fates,
 )
 from coordinator.methods.papers.fedge_state import Fate, FedgeState, PastSplit, TrialOutcome
@@ -23,7 +26,7 @@ from coordinator.methods.state import decode_state, encode_state
 from coordinator.simulation.rounds import run_rounds
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.sgd import Sgd
-from fedge.tensors.layout import Layout, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import digits
 
@@ -89,8 +92,10 @@ def test_a_campaign_keeps_the_models_and_puts_the_experts_aside() -> None:
     assert (begun.campaign, begun.round) == (2, 11)
     assert begun.shared == ServerModel(model=state.shared.model)
     assert (begun.experts, begun.trial, begun.primary, begun.installed) == ((), None, {}, {})
-    assert begun.past == PastSplit(trial=state.trial, experts=state.experts)
-    assert method.begin_campaign(begun, []).past == begun.past, "a campaign without a trial hands it on"
+    assert begun.past == PastSplit(trial=state.trial, experts=state.experts, shared=state.shared.model, changed=("a",))
+    later = method.begin_campaign(begun, ["c"]).past
+    assert later is not None
+    assert later == msgspec.structs.replace(begun.past, changed=("a", "c")), "a campaign without a trial hands it on"
     without = msgspec.structs.replace(state, trial=msgspec.structs.replace(state.trial, split=False), experts=())
     assert method.begin_campaign(without, []).past is None
     assert decode_state(encode_state(begun), FedgeState) == begun
@@ -103,6 +108,55 @@ def test_an_expert_goes_on_from_the_one_with_most_of_its_members() -> None:
     assert find_start(begun, ("a", "c")) == begun.shared.model
     assert find_start(begun, ("x",)) == begun.shared.model
     assert find_start(split_state(), ("a",)) == model("b")
+
+
+def test_experts_move_as_the_shared_model_has_moved(tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=2, limit=100)
+    w = fleet.get(first, layout)
+    nothing = w.buffers, w.counters
+    expert, now = (fleet.put_model(Model(w.params + step, *nothing), layout) for step in (1.0, 0.25))
+    past = PastSplit(
+        trial=split_state(("a",)).trial, experts=(ServerModel(model=expert, velocity=expert),), shared=first
+    )
+    moved = bring_up_to_date(past, now, fleet, layout)
+    assert moved.shared == now
+    assert moved.experts[0].velocity is None
+    assert fleet.get(moved.experts[0].model, layout).params == pytest.approx(w.params + 1.25, abs=0.02)  # int8
+
+
+def test_kept_experts_keep_who_has_not_changed_and_others_choose() -> None:
+    begun = Fedge(SETTINGS).begin_campaign(split_state(("a", "b"), ("b", "c")), ["a", "b"])
+    now = msgspec.structs.replace(split_state(("x",)).trial, ids=("a", "b", "c"), separability=0.3, split=False)
+    kept = keep_past(begun, now, {"a": 0.5, "c": 0.7})
+    assert kept.trial is not None
+    assert kept.trial.clusters == ((), ("c",))
+    assert (kept.trial.ids, kept.trial.separability, kept.trial.split) == (("a", "b", "c"), 0.9, True)
+    assert kept.trial.statistic == pytest.approx(6.0)
+    assert kept.experts == split_state(("a", "b"), ("b", "c")).experts
+    assert kept.past is None
+    assert [describe_fate(fate) for fate in kept.lineage] == [f"expert {k} goes on from expert {k}" for k in (0, 1)]
+    joined = join_clusters(kept, {"b": 0, "a": 1, "c": 0, "x": -1})
+    assert joined.trial is not None
+    assert joined.trial.clusters == (("b",), ("a", "c")), "who is in a cluster stays there"
+    assert join_clusters(joined, {"c": 0}) == joined
+
+
+async def test_experts_are_kept_while_they_are_better_than_the_shared_model(tmp_path: Path) -> None:
+    """The devices of the turned group and the others find their expert again, also those that changed places."""
+    fleet, layout, first, group_of = digits(tmp_path, n=6, limit=1200, n_groups=2)
+    settings = msgspec.structs.replace(SETTINGS, options={}, rounds=12, sgd=Sgd())
+    method = Fedge(msgspec.structs.replace(settings, options={"split": "always"}))
+    state = await run_rounds(method, method.init(layout, first), fleet)
+    groups = {tuple(sorted({group_of[i] for i in members})) for members in state.trial.clusters}
+    assert groups == {(0,), (1,)}, "the toy has clear groups"
+    one, other = (next(i for i in fleet.workers if group_of[i] == group) for group in (0, 1))
+    mine, theirs = fleet.data(one), fleet.data(other)
+    fleet.give(one, theirs)
+    fleet.give(other, mine)
+    again = Fedge(msgspec.structs.replace(settings, first=state.round, options={"split": "always"}))
+    ended = await run_rounds(again, again.begin_campaign(state, [one, other]), fleet)
+    moved = group_of | {one: group_of[other], other: group_of[one]}
+    assert {tuple(sorted({moved[i] for i in members})) for members in ended.trial.clusters if members} == {(0,), (1,)}
 
 
 async def test_the_next_campaign_tests_the_split_again_and_profiles_only_who_changed(tmp_path: Path) -> None:
@@ -119,6 +173,7 @@ async def test_the_next_campaign_tests_the_split_again_and_profiles_only_who_cha
     assert ended.profiles["d01"].profile == profiled, "the same samples, the same extractor"
     trials = {number for number, label, *_ in fleet.asked if label == "trial" and number > state.round}
     assert trials == {state.round + 4}
+    assert {number for number, label, *_ in fleet.asked if label == "trial-past"} == trials
     assert {fate.kind for fate in ended.lineage if fate.campaign == 2} <= {"kept", "merged", "split", "born", "died"}
     assert again.summarise(ended)["lineage"] == [describe_fate(f) for f in ended.lineage if f.campaign == 2]
     assert ended.round == again.last + 1 == state.round + 11
