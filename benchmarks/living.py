@@ -91,30 +91,34 @@ def over_time(found: dict[str, list[StreamOutcome]], campaigns: int) -> str:
 
 def in_short(found: dict[str, list[StreamOutcome]]) -> str:
     """The table of what is remembered, of the turned camera, and of the differences to fedge."""
+    ours = found.get(OURS, [])
     rows = []
     for method, runs in found.items():
         last = [run.campaigns[-1] for run in runs]
-        turns = [run.happens.turns_in - 1 for run in runs]
-        turned = [
-            [c.turned for run, t in zip(runs, turns, strict=True) for c in run.campaigns[t + k : t + k + 1]]
-            for k in (-1, 0, 1)
-        ]
-        told = " → ".join(percent([v for v in values if v is not None]) for values in turned if None not in values)
-        mean = [run.accuracy for run in runs]
-        ours = [run.accuracy for run in found[OURS]] if OURS in found else mean
-        compared = method != OURS and len(ours) == len(mean)
+        compared = method != OURS and len(ours) == len(runs)
         rows.append(
             [
                 name_of(method),
                 percent([campaign.frozen for campaign in last]),
-                f"{100 * np.mean([c.backward for c in last if c.backward is not None]):+.1f}",
-                told or "–",
-                difference(ours, mean) if compared else "–",
-                str(worst_campaign(found[OURS], runs)) if compared else "–",
+                f"{100 * np.mean([campaign.backward for campaign in last]):+.1f}",
+                turned(runs),
+                difference([run.accuracy for run in ours], [run.accuracy for run in runs]) if compared else "–",
+                worst_campaign(ours, runs) if compared else "–",
             ]
         )
-    head = ["method", "frozen at the end", "backward", "turned: before → then → next", "fedge − it", "least lead"]
-    return markdown(head, rows)
+    return markdown(
+        ["method", "frozen at the end", "backward", "turned: before → then → next", "fedge − it", "least lead"], rows
+    )
+
+
+def turned(runs: list[StreamOutcome]) -> str:
+    """The turned camera's accuracy in the campaign before, in that of the turn, and in the next if there is one."""
+    figures = []
+    for k in (-1, 0, 1):
+        found = [c.turned for run in runs for c in run.campaigns if c.campaign == run.happens.turns_in + k]
+        if known := [accuracy for accuracy in found if accuracy is not None]:
+            figures.append(percent(known))
+    return " → ".join(figures) or "–"
 
 
 def worst_campaign(ours: list[StreamOutcome], others: list[StreamOutcome]) -> str:
