@@ -31,15 +31,15 @@ from coordinator.fleet.versions import put_successor
 from coordinator.methods.installation import equip, install
 from coordinator.methods.papers.fedge_campaigns import (
     add_fates,
-    bring_up_to_date,
     carry_over,
     describe_fate,
     find_start,
     join_clusters,
-    keep_past,
     name_fates,
     restore_past,
+    retain_past,
     try_past,
+    update_past,
 )
 from coordinator.methods.papers.fedge_experts import find_primaries, list_offered_experts, list_starts
 from coordinator.methods.papers.fedge_groups import Members, cluster_by_group, profile_devices
@@ -331,12 +331,12 @@ class Fedge(Mixtures):
             places=tuple((x, y) for x, y in np.round(geometry.project_to_plane(z), 4).tolist()),
         )
         if state.past is not None:
-            past = bring_up_to_date(state.past, state.shared.model, fleet, state.layout)
+            past = update_past(state.past, state.shared.model, fleet, state.layout)
             state, answers = await try_past(msgspec.structs.replace(state, past=past), fleet)
             before = compute_trial_statistic(list(answers.values()))
             holds = self.should_split(before, past.trial.separability, len(answers))
             if holds and not (splits and statistic is not None and before is not None and statistic > before):
-                return msgspec.structs.replace(keep_past(state, trial, answers), directions=None, last={})
+                return msgspec.structs.replace(retain_past(state, trial, answers), directions=None, last={})
         new = clusters if splits else ()
         fates = name_fates(state.campaign, state.past.trial.clusters if state.past else (), new)
         return msgspec.structs.replace(

@@ -56,7 +56,7 @@ def put_aside(state: FedgeState, changed: Collection[str]) -> PastSplit | None:
     )
 
 
-def bring_up_to_date(past: PastSplit, now: BlobRef, fleet: Fleet, layout: Layout) -> PastSplit:
+def update_past(past: PastSplit, now: BlobRef, fleet: Fleet, layout: Layout) -> PastSplit:
     """Return the past split with each expert moved as w has moved since: e_k + (w - w'). `now`: w."""
     w, before = fleet.get(now, layout), fleet.get(past.shared, layout)
 
@@ -81,7 +81,7 @@ async def try_past(state: FedgeState, fleet: Fleet) -> tuple[FedgeState, dict[st
     return state, {i: tried.delta for i, tried in select_results(answers, Tried).items() if tried.delta is not None}
 
 
-def keep_past(state: FedgeState, now: TrialOutcome, deltas: Mapping[str, float]) -> FedgeState:
+def retain_past(state: FedgeState, now: TrialOutcome, deltas: Mapping[str, float]) -> FedgeState:
     """Return the state with the experts of the past; changed devices are in no cluster until they choose an expert.
 
     `now`: the trial of this campaign's clusters. `deltas`: the answers to the trial of the past's.

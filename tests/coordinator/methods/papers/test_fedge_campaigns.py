@@ -11,13 +11,13 @@ from coordinator.methods.papers.fedge import Fedge
 from coordinator.methods.papers.fedge_campaigns import (
     REMEMBERED,
     add_fates,
-    bring_up_to_date,
     describe_fate,
     find_sources,
     find_start,
     join_clusters,
-    keep_past,
     name_fates,
+    retain_past,
+    update_past,
 )
 from coordinator.methods.papers.fedge_state import Fate, FedgeState, PastSplit, TrialOutcome
 from coordinator.methods.parts.server_optimizer import ServerModel
@@ -118,7 +118,7 @@ def test_experts_move_as_the_shared_model_has_moved(tmp_path: Path) -> None:
     past = PastSplit(
         trial=split_state(("a",)).trial, experts=(ServerModel(model=expert, velocity=expert),), shared=first
     )
-    moved = bring_up_to_date(past, now, fleet, layout)
+    moved = update_past(past, now, fleet, layout)
     assert moved.shared == now
     assert moved.experts[0].velocity is None
     assert fleet.get(moved.experts[0].model, layout).params == pytest.approx(w.params + 1.25, abs=0.02)  # int8
@@ -127,7 +127,7 @@ def test_experts_move_as_the_shared_model_has_moved(tmp_path: Path) -> None:
 def test_kept_experts_keep_who_has_not_changed_and_others_choose() -> None:
     begun = Fedge(SETTINGS).begin_campaign(split_state(("a", "b"), ("b", "c")), ["a", "b"])
     now = msgspec.structs.replace(split_state(("x",)).trial, ids=("a", "b", "c"), separability=0.3, split=False)
-    kept = keep_past(begun, now, {"a": 0.5, "c": 0.7})
+    kept = retain_past(begun, now, {"a": 0.5, "c": 0.7})
     assert kept.trial is not None
     assert kept.trial.clusters == ((), ("c",))
     assert (kept.trial.ids, kept.trial.separability, kept.trial.split) == (("a", "b", "c"), 0.9, True)
