@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from operator import itemgetter
@@ -63,6 +63,14 @@ def _format_share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def _format_at_work(counts: Mapping[str, Any] | None, withholds: Sequence[str]) -> str:
+    """Format the accuracy at work, with the number of answers that were labelled later."""
+    if counts is None:
+        return "not told" if "personal" in withholds else "-"
+    n = counts["right"] + counts["wrong"]
+    return f"{counts['right'] / n:.3f} of {n}"
+
+
 @click.command(cls=Command)
 @HOME
 @STORE
@@ -94,6 +102,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
         "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
         "trained": itemgetter("trained"),
         "accuracy": lambda d: _format_share(d["accuracy"][-1][1] if d["accuracy"] else None),
+        "at work": lambda d: _format_at_work(d.get("at_work"), d["withholds"]),
         "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
         "why": lambda d: "; ".join([*d["attention"], *([d["why"]] if d["why"] else [])]),
     }

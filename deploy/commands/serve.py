@@ -34,14 +34,16 @@ from deploy.inference.engines import (
 from deploy.inference.runtime import load_runtime
 from deploy.serving.batching import Batcher
 from deploy.serving.endpoints import Answers, FixedModel, ServedModel
+from deploy.serving.feedback import Feedback
 from deploy.serving.sensor import SensorEndpoint
 from deploy.serving.server import Server
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.link import Link
 from deploy.updates.slots import find_inbox_bundle, lock_slots
+from edge_agent.samples import SampleStore
 from fedge.bundle.manifest import read_bundle
-from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.errors import ConfigError, FedgeError, StoreError, TransportError
 from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, make_server_tls
 from fedge.membership.credentials import Credentials, KeepAlive
 from fedge.membership.renewal import Renewal
@@ -174,6 +176,8 @@ class _Model:
     name: str
     answers: Answers
     link: Link | None = None
+    feedback: Feedback | None = None
+    no_store: str = ""
 
 
 def _parse_folder(text: str) -> tuple[str | None, Path]:
@@ -210,8 +214,16 @@ def _load_device(
         install_bundle(home, slots, read_bundle(first))
     answering = ActiveBundle(slots, Limits(), _make_options(settings), adapts_prior=settings.adapt_prior)
     waits = settings.broker is not None and home == settings.home
-    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules, waits=waits)
-    return _Model(name or answering.runtime.task.name, answering, link)
+    task, store, no_store = answering.runtime.task, None, ""
+    try:
+        store = held.enter_context(SampleStore(home, task))
+    except FedgeError as error:  # the device answers all the same
+        no_store = f"the device's samples cannot be kept: {error}"
+        log.error("event=no_store reason=%r", str(error))  # noqa: TRY400 - the text is all
+    federation, device = settings.federation or LOCAL, settings.id or LOCAL
+    link = Link(device, federation, home, slots, answering, rules, waits=waits, store=store)
+    feedback = None if store is None else Feedback(answering, store)
+    return _Model(name or task.name, answering, link, feedback, no_store)
 
 
 async def _run(
@@ -222,7 +234,9 @@ async def _run(
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
         delay_s, batch, waiting = settings.max_delay_ms / 1000, settings.max_batch, settings.max_waiting
         gather = partial(Batcher, pool=graph, max_batch=batch, max_delay_s=delay_s, max_waiting=waiting)
-        served = [ServedModel(m.name, m.answers, gather(m.answers.answer), pictures) for m in models]
+        served = [
+            ServedModel(m.name, m.answers, gather(m.answers.answer), pictures, m.feedback, m.no_store) for m in models
+        ]
         limit = int(settings.max_body * 2**20)
         server = Server(served, settings.host, settings.port, max_body_bytes=limit, tls=tls, token=settings.token)
         async with server:
@@ -281,6 +295,7 @@ async def _serve_transport(
     sensor = SensorEndpoint(served, transport, settings.federation, settings.id)
     if Reveals.ANSWERS in door.rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)
+        await transport.subscribe(sensor.feedback_topic, sensor.handle)
     if link is not None:
         await link.attach(transport)
     await Renewal(transport, topics, settings.id).attach()

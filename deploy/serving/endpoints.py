@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.runtime import Runtime
+from deploy.inference.runtime import Prediction, Runtime
 from deploy.serving import protocol
 from deploy.serving.batching import Answer, Batcher, BusyError
+from deploy.serving.feedback import Feedback
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.drift import Drift
+from edge_agent.samples.answers import AnswerCount
 from fedge.bundle.manifest import Manifest, Reference
 from fedge.errors import ConfigError
 from fedge.wire.messages import DriftKind
@@ -51,16 +55,20 @@ Answers = FixedModel | ActiveBundle
 class ServedModel:
     """A model under its name, which belongs to one event loop.
 
-    `pictures` is a second pool, for reading PNG and JPEG files and comparing labelled samples.
+    `pictures` is a second pool, for reading PNG and JPEG files and for labelled samples. `feedback` takes labels; None
+    for a fixed bundle, or with the reason why there is no store of samples (`no_store`).
     """
 
     name: str
     model: Answers
     batcher: Batcher
     pictures: Executor
+    feedback: Feedback | None = None
+    no_store: str = ""
 
     def __post_init__(self) -> None:
         self.statistics = self.batcher.statistics
+        self._keeping: asyncio.Future[None] | None = None  # of unlabelled samples
 
     @property
     def runtime(self) -> Runtime:
@@ -90,11 +98,13 @@ class ServedModel:
     async def _answer(self, body: bytes, header_bytes: int | None) -> protocol.Response:
         with self.statistics.read.measure():
             request = protocol.decode(body, header_bytes)
-            x = await self._read_samples(request)
+            x = await self._load_samples(request.x)
         y = None if request.label is None else self._parse_label(request.label, len(x))
         runtime, prediction = await self.batcher.predict(x)
         if y is not None:
-            await asyncio.get_running_loop().run_in_executor(self.pictures, self.model.add_feedback, x, y)
+            await self._take_label(x, y, runtime, prediction)
+        elif self.feedback is not None:
+            self._remember(request.id, x, runtime, prediction)
         parameters: protocol.Parameters = {
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
@@ -109,17 +119,78 @@ class ServedModel:
         with self.statistics.written.measure():
             return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 
+    async def _take_label(
+        self, x: NDArray[Any], y: NDArray[np.int64], runtime: Runtime, prediction: Prediction
+    ) -> None:
+        """Take the label that came with a request."""
+        loop = asyncio.get_running_loop()
+        if self.feedback is None:
+            await loop.run_in_executor(self.pictures, self.model.add_feedback, x, y)
+        else:
+            work = partial(self.feedback.add, x, y, answered=(runtime, prediction))
+            await loop.run_in_executor(self.pictures, work)
+
+    def _remember(self, request: str | None, x: NDArray[Any], runtime: Runtime, prediction: Prediction) -> None:
+        """Remember a request whose label may come; keep its samples if the owner wants that and the pool is free."""
+        assert self.feedback is not None
+        if request is not None and len(x) == 1:
+            self.feedback.remember(request, x, runtime, prediction)
+        if self.feedback.store.keeps_unlabelled and (self._keeping is None or self._keeping.done()):
+            loop = asyncio.get_running_loop()
+            self._keeping = loop.run_in_executor(self.pictures, self.feedback.keep_unlabelled, x)
+
+    async def count_answers(self) -> list[AnswerCount]:
+        """Count right and wrong answers to unmarked samples that were labelled later, by day, release and class.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        if self.feedback is None:
+            return []
+        count = self.feedback.store.count_answers
+        return await asyncio.get_running_loop().run_in_executor(self.pictures, count)
+
+    async def learn(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
+        """Answer feedback once it is on the disk.
+
+        Raises:
+            ConfigError: the feedback is malformed, does not fit the task, or has no place to go; the text says why.
+            StoreError: it cannot be written.
+        """
+        given = protocol.decode_feedback(body, header_bytes)
+        feedback = self.feedback
+        if feedback is None:
+            raise ConfigError(
+                self.no_store
+                or f"{self.name} is a bundle alone, which keeps no samples: serve a device's home (--home)"
+            )
+        y = self._parse_labels(given.labels)
+        run = asyncio.get_running_loop().run_in_executor
+        if given.x is None:
+            work = partial(feedback.add_of_requests, given.ids, y, sensitive=given.sensitive)
+            await run(self.pictures, work)
+            return protocol.encode_feedback(self.name, given, len(y))
+        x = await self._load_samples(given.x)
+        if len(x) != len(y):
+            raise ConfigError(f"there are {len(x)} samples and {len(y)} labels; give one for each")
+        stored = await run(self.pictures, partial(feedback.add, x, y, sensitive=given.sensitive))
+        return protocol.encode_feedback(self.name, given, stored)
+
+    def _parse_labels(self, labels: Sequence[str]) -> NDArray[np.int64]:
+        classes = self.manifest.task.classes
+        for label in labels:
+            if label not in classes:
+                raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
+        return np.array([classes.index(label) for label in labels], np.int64)
+
     def _parse_label(self, label: str, n: int) -> NDArray[np.int64]:
         """Return the class numbers (1,) of a request with n samples."""
-        classes = self.manifest.task.classes
         if n != 1:
             raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
-        if label not in classes:
-            raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
-        return np.array([classes.index(label)])
+        return self._parse_labels([label])
 
-    async def _read_samples(self, request: protocol.Request) -> NDArray[Any]:
-        runtime, x = self.model.runtime, request.x
+    async def _load_samples(self, x: protocol.Samples | tuple[bytes, ...]) -> NDArray[Any]:
+        runtime = self.model.runtime
         if isinstance(x, tuple):
             loop = asyncio.get_running_loop()
             x = await loop.run_in_executor(self.pictures, protocol.load_images, runtime.task, x)

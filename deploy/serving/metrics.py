@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from deploy.serving.endpoints import ServedModel
 from deploy.serving.statistics import OUTCOMES, SECONDS
+from edge_agent.samples.answers import AnswerCount
 from fedge.wire.messages import DriftKind
 from fedge.wire.openmetrics import make_metric
 
 
-def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away: int) -> Iterator[Metric]:
-    """Yield the metrics of all models, by label `model`, and of the port."""
+def collect_metrics(
+    models: Sequence[ServedModel], labelled: Mapping[str, Sequence[AnswerCount]], connections: int, turned_away: int
+) -> Iterator[Metric]:
+    """Yield the metrics of all models, by label `model`, and of the port; `labelled` has each model's answer counts."""
     each = [(model, model.statistics, [model.name]) for model in models]
     yield make_metric("gauge", "fedge_serve_connections", "Clients that are connected.", [], [([], connections)])
     yield make_metric(
@@ -61,4 +65,17 @@ def collect_metrics(models: Sequence[ServedModel], connections: int, turned_away
         "1 for the bundle in service, with its engine and provider.",
         ["model", "bundle", "engine", "provider"],
         [([m.name, m.runtime.digest, m.runtime.engine, m.runtime.providers[0]], 1) for m, _, _ in each],
+    )
+    by_class: Counter[tuple[str, ...]] = Counter()
+    for model in models:
+        for one in labelled[model.name]:
+            words = model.name, str(one.release), model.manifest.task.classes[one.label]
+            by_class[(*words, "right")] += one.right
+            by_class[(*words, "wrong")] += one.wrong
+    yield make_metric(
+        "gauge",
+        "fedge_serve_labelled_answers",
+        "Answers to unmarked samples whose true class was told later, of those that the device remembers.",
+        ["model", "release", "class", "outcome"],
+        [(list(words), n) for words, n in sorted(by_class.items())],
     )

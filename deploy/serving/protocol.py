@@ -65,6 +65,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Feedback:
+    """Parsed feedback: the true class names of samples, or of earlier requests by their ids; the other is empty."""
+
+    x: Samples | tuple[bytes, ...] | None
+    ids: tuple[str, ...]
+    labels: tuple[str, ...]
+    sensitive: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """The body of a response; `header_bytes` is the length of its JSON object, or None if no binary tensors follow."""
 
@@ -109,6 +119,15 @@ class _Request(Struct, frozen=True):
     outputs: Annotated[tuple[_OutputTensor, ...], Meta(max_length=len(OUTPUTS))] = ()
 
 
+class _Feedback(Struct, frozen=True, forbid_unknown_fields=True):
+    inputs: Annotated[tuple[_InputTensor, ...], Meta(max_length=16)] = ()
+    id: str | None = None
+    ids: Annotated[tuple[str, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    label: str | None = None
+    labels: Annotated[tuple[str, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    sensitive: bool = False
+
+
 # --------------------------------------------------------------------------------------------------------- requests
 
 
@@ -134,6 +153,32 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     if not (label is None or isinstance(label, str)):
         raise ConfigError("the parameter label must be the name of a class, as a string")
     return Request(request.id, _decode_samples(request.inputs[0], tail), _select_outputs(request), label)
+
+
+def decode_feedback(body: bytes, header_bytes: int | None = None) -> Feedback:
+    """Parse untrusted feedback; `header_bytes` is as for `decode`.
+
+    Raises:
+        ConfigError: the feedback is malformed; the text says what to change.
+    """
+    if header_bytes is not None and not 0 < header_bytes <= len(body):
+        raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
+    with raise_as(ConfigError, "the body is not feedback", on=MALFORMED):
+        found = msgspec.json.decode(body[:header_bytes], type=_Feedback)
+    ids = found.ids if found.id is None else (found.id, *found.ids)
+    labels = found.labels if found.label is None else (found.label, *found.labels)
+    if bool(found.inputs) == bool(ids):
+        raise ConfigError(f"give the input {INPUT} or the id of an earlier request, and the label")
+    if not labels:
+        raise ConfigError("the label is missing: give the name of the true class as label, or labels for several")
+    if ids:
+        if len(ids) != len(labels):
+            raise ConfigError(f"there are {len(ids)} ids and {len(labels)} labels; give one for each")
+        return Feedback(None, ids, labels, found.sensitive)
+    if [tensor.name for tensor in found.inputs] != [INPUT]:
+        raise ConfigError(f"give one input, {INPUT}")
+    tail = b"" if header_bytes is None else body[header_bytes:]
+    return Feedback(_decode_samples(found.inputs[0], tail), (), labels, found.sensitive)
 
 
 def _select_outputs(request: _Request) -> dict[str, bool]:
@@ -278,6 +323,14 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
         head["id"] = request.id
     text = msgspec.json.encode(head | {"parameters": parameters, "outputs": tensors})
     return Response(b"".join([text, *tail]), len(text)) if tail else Response(text)
+
+
+def encode_feedback(name: str, feedback: Feedback, stored: int) -> Response:
+    """Encode the answer to feedback: how many labels there were, and how many samples of them were new."""
+    head: dict[str, Any] = {"model_name": name, "labels": len(feedback.labels), "stored": stored}
+    if len(feedback.ids) == 1:
+        head["id"] = feedback.ids[0]
+    return Response(msgspec.json.encode(head))
 
 
 def _encode_binary(datatype: str, values: Any) -> bytes:

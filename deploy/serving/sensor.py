@@ -2,7 +2,8 @@
 
 The request is Open Inference Protocol JSON on agents/{id}/predict. With MQTT 5 the answer goes to the message's
 response topic, with the message's correlation data. Without a response topic it goes to agents/{id}/predictions,
-identified by the request's `id`. Bad input is answered with {"error": ...}.
+identified by the request's `id`. True labels come on agents/{id}/feedback and are answered in the same way
+(`ServedModel.learn`). Bad input is answered with {"error": ...}.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class SensorEndpoint:
     def __init__(self, model: ServedModel, transport: Transport, federation: str, device_id: str) -> None:
         topics = Topics(federation)
         self.topic = topics.make_agent_topic(device_id, "predict")
+        self.feedback_topic = topics.make_agent_topic(device_id, "feedback")
         self._answers = topics.make_agent_topic(device_id, "predictions")
         self._model = model
         self._transport = transport
@@ -69,8 +71,9 @@ class SensorEndpoint:
 
     async def _answer(self, message: Inbound) -> None:
         try:
-            payload = (await self._model.infer(message.payload)).body
-        except (ConfigError, BusyError) as error:
+            work = self._model.learn if message.topic == self.feedback_topic else self._model.infer
+            payload = (await work(message.payload)).body
+        except (ConfigError, StoreError, BusyError) as error:
             payload = self._make_refusal(str(error))
         except Exception:  # noqa: BLE001 - it is logged
             self._lines.log(log, logging.ERROR, "event=request_failed topic=%s", message.topic, traceback=True)

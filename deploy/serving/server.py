@@ -21,7 +21,7 @@ import fedge
 from deploy.serving import protocol
 from deploy.serving.batching import BusyError
 from deploy.serving.endpoints import ServedModel
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.system.logs import Lines
 from fedge.wire.port import Handler, Port
 
@@ -91,6 +91,9 @@ class Server:
             response = _make_json({"error": f"the body cannot be read: {' '.join(str(error).split())}"}, 400)
             response.force_close()
             return response
+        except StoreError as error:
+            self._lines.log(log, logging.ERROR, "event=not_stored path=%r reason=%r", request.path, str(error))
+            return _make_json({"error": f"nothing is stored: {error}"}, 507)
         except BusyError as error:
             return _make_json({"error": str(error)}, 503, {"Retry-After": "1"})
         except web.HTTPException as error:
@@ -134,6 +137,7 @@ class Server:
             *(web.get(f"{model}/ready", self._answer_model_ready) for model in models),
             *(web.get(f"{model}/config", self._answer_model_config) for model in models),
             *(web.post(f"{model}/infer", self._infer) for model in models),
+            *(web.post(f"{model}/feedback", self._take_feedback) for model in models),
         ]
 
     async def _answer_metadata(self, _: web.Request) -> web.Response:
@@ -151,7 +155,10 @@ class Server:
             raise web.HTTPNotImplemented(
                 text="/metrics needs prometheus-client: pip install 'fedge[metrics]'"
             ) from error
-        known = collect_metrics(list(self._models.values()), len(self._port.connections), self._port.turned_away)
+        labelled = {name: await model.count_answers() for name, model in self._models.items()}
+        known = collect_metrics(
+            list(self._models.values()), labelled, len(self._port.connections), self._port.turned_away
+        )
         text, content_type = format_metrics(known, request.headers.get("Accept", ""))
         return web.Response(body=text, headers={"Content-Type": content_type})
 
@@ -186,15 +193,23 @@ class Server:
     async def _answer_model_ready(self, request: web.Request) -> web.Response:
         return _make_json({"name": self._find_model(request).name, "ready": True})
 
-    async def _infer(self, request: web.Request) -> web.Response:
-        model = self._find_model(request)
+    async def _read_body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read()
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
         self._port.record_body(request)
-        response = await model.infer(body, _parse_header_length(request))
+        return body
+
+    async def _take_feedback(self, request: web.Request) -> web.Response:
+        model = self._find_model(request)
+        response = await model.learn(await self._read_body(request), _parse_header_length(request))
+        return web.Response(body=response.body, content_type="application/json")
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        model = self._find_model(request)
+        response = await model.infer(await self._read_body(request), _parse_header_length(request))
         if response.header_bytes is None:
             return web.Response(body=response.body, content_type="application/json")
         return web.Response(

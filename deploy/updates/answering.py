@@ -56,7 +56,7 @@ class ActiveBundle:
         self.how: Final = how
         self._adapts_prior = adapts_prior
         self._lock = threading.RLock()
-        self.n_predictions = self.n_failed = 0  # since the process began
+        self.n_predictions = self.n_failed = self.n_labelled = 0  # since the process began
         self._failed_in_a_row = 0
         self._trial_latencies: list[float] = []
         self._on_trial = False
@@ -185,12 +185,15 @@ class ActiveBundle:
                     if self._paired.n >= MAX_COMPARED and not self._explain_worse():
                         self._stop_comparing()
 
-    def record_labels(self, runtime: Runtime, answer: Prediction, y: NDArray[np.integer]) -> None:
-        """Record the true class numbers (n,) of samples that this bundle answered; they may contradict it."""
-        sure = answer.probabilities[np.arange(len(y)), answer.class_index]
+    def record_labels(self, bundle: str, right: NDArray[np.bool_], sure: NDArray[np.floating]) -> None:
+        """Record which answers (n,) of the bundle with this digest were right; they may contradict the bundle.
+
+        `sure` holds the probabilities of the classes that it named, (n,).
+        """
         with self._lock:
-            if runtime is self._runtime:
-                self._drift.observe_labels(answer.class_index == y, sure)
+            self.n_labelled += len(right)
+            if bundle == self._runtime.digest:
+                self._drift.observe_labels(right, sure)
 
     @property
     def worse_reason(self) -> str:

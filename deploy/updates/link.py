@@ -43,6 +43,8 @@ from deploy.updates.drift import Alarm
 from deploy.updates.examination import examine_bundle
 from deploy.updates.introduction import Introduction
 from deploy.updates.slots import Slots, find_inbox_bundle
+from edge_agent.samples import SampleStore
+from edge_agent.samples.answers import MAX_ANSWERS
 from fedge.bundle.campaign import read_campaign
 from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
@@ -55,6 +57,7 @@ from fedge.system.logs import Lines
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import (
     Announcement,
+    AtWork,
     BlobRef,
     Health,
     Phase,
@@ -95,6 +98,10 @@ MEND_S: Final = 24 * 3600.0
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
 
+RECENT: Final = 100
+"""Number of latest labelled answers whose accuracy is reported."""
+LEAST_RECENT: Final = 20
+"""Fewest labelled answers whose accuracy is reported."""
 DRIFT: Final = "drift.json"
 """Name of the file in HOME that keeps an alarm, since a process that starts again has forgotten the samples."""
 REMEMBERED: Final = 8
@@ -146,6 +153,7 @@ class Link:
     answering: ActiveBundle
     rules: Rules = Rules()
     waits: bool = False
+    store: SampleStore | None = None
 
     def __post_init__(self) -> None:
         self._topics = Topics(self.federation)
@@ -156,6 +164,8 @@ class Link:
         self._introduced: Health | None = None  # as last published
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
+        self._at_work: AtWork | None = None
+        self._counted: tuple[int, int] | None = None  # release and labels by which accuracy at work was counted
         self._alarm = _read_json(self.home / DRIFT, Alarm)
         self.answering.raise_alarm(self._alarm)
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
@@ -336,6 +346,7 @@ class Link:
     def _watch_drift(self) -> None:
         """Learn what is usual for the bundle in service, and keep the alarm for the next process."""
         self.answering.learn_home(self.home)
+        self._count_answers()
         alarm = self.answering.alarm
         if alarm == self._alarm:
             return
@@ -345,6 +356,17 @@ class Link:
         else:
             write_atomically(self.home / DRIFT, msgspec.json.encode(alarm))
         self._alarm = alarm
+
+    def _count_answers(self) -> None:
+        """Count right and wrong answers of the bundle in service, if labels have come since."""
+        state = self.answering.runtime.manifest.release, self.answering.n_labelled
+        if self.store is None or state == self._counted:
+            return
+        right, wrong = self.store.count_recent_answers(MAX_ANSWERS, release=state[0])
+        latest = self.store.count_recent_answers(RECENT, release=state[0])
+        recent = latest[0] / sum(latest) if sum(latest) >= LEAST_RECENT else None
+        self._at_work = AtWork(right=right, wrong=wrong, recent=recent) if right + wrong else None
+        self._counted = state
 
     def _make_situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
         state = self.slots.state
@@ -648,6 +670,7 @@ class Link:
             drift_kind=None if alarm is None else alarm.kind,
             drift_release=0 if alarm is None else alarm.release,
             outliers=self.answering.outliers if by_rollout else None,
+            at_work=self._at_work,
         )
 
     async def publish_health(self) -> None:
@@ -705,7 +728,9 @@ class Link:
 
 def _without_volatile(health: Health) -> Health:
     """Return a copy without the fields whose change alone deserves no message."""
-    return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
+    return msgspec.structs.replace(
+        health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None, at_work=None
+    )
 
 
 def _read_json(path: Path, kind: type[K]) -> K | None:

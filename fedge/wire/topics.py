@@ -12,7 +12,8 @@ fedge/1/{federation}/agents/{id}/release-wants     Want                         
 fedge/1/{federation}/agents/{id}/renewal           request for a certificate, PEM, retained    agent -> authority
 fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained       authority -> agent
 fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
-fedge/1/{federation}/agents/{id}/predictions       the prediction for it            runtime -> sensor
+fedge/1/{federation}/agents/{id}/feedback          a sample's true label            sensor -> runtime
+fedge/1/{federation}/agents/{id}/predictions       the answer to either             runtime -> sensor
 fedge/1/{federation}/agents/{id}/introduced        Health, retained                 runtime -> coordinator
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
 fedge/1/{federation}/introduction                  Rollout, retained                coordinator -> runtimes

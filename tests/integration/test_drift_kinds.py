@@ -56,7 +56,7 @@ class Place:
             runtime, answer = answering.answer(sample)
             if how.get("told"):
                 wanted = np.array([how["told"](label)])  # type: ignore[operator]
-                answering.record_labels(runtime, answer, wanted)
+                answering.record_labels(runtime.digest, answer.class_index == wanted, answer.probabilities.max(axis=1))
             right.append(int(answer.class_index[0]) == label)
         return float(np.mean(right))
 

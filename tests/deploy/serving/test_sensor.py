@@ -8,17 +8,24 @@ import pytest
 
 pytest.importorskip("amqtt")  # where it is missing there are no brokers to test with
 
+from deploy.serving.feedback import Feedback
 from deploy.serving.sensor import SensorEndpoint
+from deploy.updates.answering import ActiveBundle
+from deploy.updates.examination import Limits
+from deploy.updates.slots import Slots
+from edge_agent.samples import SampleStore
 from fedge.errors import TooLargeError
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
 from tests.support.broker import ask, transport
 
+from ..bundles import GOLDEN, source
 from ..served import body, golden, outputs, served
 
 EXPECTED = golden()
 X = EXPECTED["x"]
 TOPICS = Topics("shop")
+FEEDBACK = TOPICS.make_agent_topic("cam1", "feedback")
 PREDICT, PREDICTIONS = TOPICS.make_agent_topic("cam1", "predict"), TOPICS.make_agent_topic("cam1", "predictions")
 
 
@@ -203,3 +210,26 @@ async def test_a_request_that_comes_while_the_device_still_connects_is_answered(
             await early
     ((_, payload),) = wire.published
     assert "outputs" in json.loads(payload)
+
+
+async def test_true_labels_come_beside_the_samples_and_are_answered_where_asked(broker, tmp_path):
+    slots = Slots(tmp_path)
+    slots.stage(*source(GOLDEN))
+    slots.switch()
+    bundle = ActiveBundle(slots, Limits())
+    device, link = transport(broker, "serve:shop:cam1"), transport(broker, "sensor")
+    with SampleStore(tmp_path, bundle.runtime.task) as store:
+        async with served(bundle) as model:
+            model.feedback = Feedback(bundle, store)
+            sensor, publisher = SensorEndpoint(model, device, "shop", "cam1"), Publisher(broker, link)
+            assert sensor.feedback_topic == FEEDBACK
+            await device.subscribe(sensor.topic, sensor.handle)
+            await device.subscribe(sensor.feedback_topic, sensor.handle)
+            await link.subscribe(PREDICTIONS, publisher.receive)
+            async with device, sensor, link:
+                await link.publish(PREDICT, body(X[:1], id="7"))
+                await publisher.answer()
+                for fields, says in (({"id": "7", "label": "3"}, "stored"), ({"id": "8", "label": "3"}, "error")):
+                    await link.publish(FEEDBACK, json.dumps(fields).encode())
+                    assert says in json.loads((await publisher.answer()).payload)
+        assert [bundle.runtime.task.classes[i] for i in store.read_labelled().y] == ["3"]

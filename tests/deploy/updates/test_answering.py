@@ -548,6 +548,11 @@ def keep(home, answering, x, n, y=None):
     Validation(np.repeat(inputs, n, axis=0), y).save(home)
 
 
+def tell(answering, prediction, y):
+    """Tell the true classes of what was answered."""
+    answering.record_labels(answering.runtime.digest, prediction.class_index == y, prediction.probabilities.max(axis=1))
+
+
 @pytest.mark.parametrize("way", ["swap", "revert"])
 def test_no_switch_puts_an_alarm_out_but_a_window_of_answers_that_fit(way, tmp_path, x):
     slots = Slots(tmp_path / "home")
@@ -605,11 +610,11 @@ def test_labels_of_answers_contradict_or_clear(slots, tmp_path, x):
     wrong = (prediction.class_index + 1) % CLASSES
 
     for _ in range(12):
-        answering.record_labels(answering.runtime, prediction, wrong)
+        tell(answering, prediction, wrong)
     assert answering.drift_kind is DriftKind.LABELS
 
     for _ in range(20 * MIN_FITTING):
-        answering.record_labels(answering.runtime, prediction, prediction.class_index)
+        tell(answering, prediction, prediction.class_index)
     assert answering.drift_kind is None
 
 

@@ -19,7 +19,7 @@ def test_names_are_those_of_the_table() -> None:
             T.make_agent_topic("{id}", leaf)
             for leaf in ("health", "introduced", "release-wants", "renewal", "certificate", "predict")
         ),
-        T.make_agent_topic("{id}", "predictions"),
+        *(T.make_agent_topic("{id}", leaf) for leaf in ("feedback", "predictions")),
         T.rollout,
         T.introduction,
         T.revocations,
