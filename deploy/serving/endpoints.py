@@ -137,7 +137,7 @@ class ServedModel:
             self.feedback.remember(request, x, runtime, prediction)
         if self.feedback.store.keeps_unlabelled and (self._keeping is None or self._keeping.done()):
             loop = asyncio.get_running_loop()
-            self._keeping = loop.run_in_executor(self.pictures, self.feedback.keep_unlabelled, x)
+            self._keeping = loop.run_in_executor(self.pictures, self.feedback.save_unlabelled, x)
 
     async def count_answers(self) -> list[AnswerCount]:
         """Count right and wrong answers to unmarked samples that were labelled later, by day, release and class.

@@ -55,7 +55,7 @@ class Feedback:
             while len(self._recent) > MAX_REMEMBERED:
                 self._recent.popitem(last=False)
 
-    def keep_unlabelled(self, x: NDArray[Any]) -> None:
+    def save_unlabelled(self, x: NDArray[Any]) -> None:
         """Keep samples (n, ...) without labels, if the owner wants that; a failure is logged, as nobody waits."""
         try:
             for sample in x:
