@@ -42,7 +42,7 @@ async def test_devices_on_either_side_of_a_bridge_take_part(mosquitto_program: s
             "broker": f"{centre.host}:{centre.port}", "federation": TOPICS.federation, "home": tmp_path / "home",
             "task": "digits", "method": "fedavg", "rounds": ROUNDS, "devices": N, "deadline_s": 60, "once": True,
         }  # fmt: skip
-        coordinator = await Running.start(tmp_path / "coordinator.log", "coordinator", *words({**flags, "once": True}))
+        coordinator = await Running.start(tmp_path / "coordinator.log", "coordinator", *words(flags))
         stack.push_async_callback(coordinator.kill)
         await until((tmp_path / "home" / "summary.json").exists)
         intake = await Running.start(tmp_path / "intake.log", "coordinator", *words({**flags, "role": "intake"}))
