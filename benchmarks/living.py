@@ -42,6 +42,7 @@ OURS: Final = "fedge"
 METHODS: Final = ("local", "fedavg!", "fedavg", "ditto", OURS)
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "digits rotations": {"devices": 8, "partition": "groups", "n_groups": 4},
+    "digits 2 rotations": {"devices": 8, "partition": "groups", "n_groups": 2},
     "digits alpha 1": {"devices": 8, "alpha": 1.0},
     "HAR people": {"task": "uci-har", "folder": "uci-har", "samples": 3000, "partition": "natural"},
 }
