@@ -37,8 +37,9 @@ S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
-    *("agent", "backup", "broker", "campaign", "check", "compare", "coordinator", "demo", "devices", "doctor"),
-    *("egress", "enrol", "events", "export", "finish", "infer", "install", "introduction", "method", "methods", "new"),
+    *("agent", "backup", "broker", "campaign", "check", "collect", "compare", "coordinator", "demo", "devices"),
+    *("doctor", "egress", "enrol", "events", "export", "finish", "infer", "install", "introduction", "label"),
+    *("method", "methods", "new"),
     *("pause", "provision", "readmit", "relay", "release", "report", "restore", "resume", "retire", "rollout"),
     *("rounds", "sample", "samples", "serve", "simulate", "status", "tune", "ui", "why"),
 )

@@ -146,9 +146,8 @@ class StreamedSettings(SimulationSettings, frozen=True, kw_only=True):
         str | None,
         CODE,
         Heading.STREAM,
-        "In a stream, classes appear later, light has seasons, a camera is turned by 90 degrees, two devices move to "
-        "each other's place, and labels are wrong: some of classes,seasons,turn,move,wrong-labels, or none. By default "
-        "all that the samples allow.",
+        "In a stream there are some of classes,seasons,turn,move,wrong-labels, or none. By default there are all "
+        "that the samples allow (docs/simulation.md).",
     ] = None
     store: Annotated[
         AtLeastOne, Heading.STREAM, "In a stream, a device keeps at most this many samples of a class."

@@ -31,8 +31,8 @@ JSON: Final = json_option()
 OnAttention = Annotated[
     str | None,
     Heading.SERVER,
-    "This command is run once for each new item that needs attention, which it gets as JSON on its standard input and "
-    "in variables such as FEDGE_ATTENTION_TEXT.",
+    "This command is run once for each new item that needs attention. It gets the item as JSON on its standard input "
+    "and in variables such as FEDGE_ATTENTION_TEXT.",
 ]
 
 

@@ -18,10 +18,11 @@ EACH = pytest.mark.parametrize("found", [found for _, found in ALL], ids=[name o
 VERBS = frozenset(
     re.split(
         r"\s+",
-        "acts admits are be becomes belongs changes come counts covers decides declines describe differ distinguishes "
-        "do ends fine-tunes get gets give gives go has have hold holds is keeps leads leave leaves listens lose makes "
-        "may must names needs passes prints reach replaces reports run runs says sees sets show shows stands stays "
-        "stops take takes tells trains turns uses wait waits win",
+        "acts admits are be becomes begins belongs changes come counts covers decides declines deletes describe "
+        "differ distinguishes do ends fine-tunes follow get gets give gives go goes has have hold holds is keeps "
+        "leads leave leaves listens lists looks lose makes may must names needs passes prints reach replaces "
+        "reports run runs says sees sets show shows stands stays stops take takes tells trains turns uses wait "
+        "waits win",
     )
 )
 """Words of which each sentence has one."""
