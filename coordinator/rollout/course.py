@@ -96,7 +96,7 @@ class Course:
             raise ProtocolError("foreign-id", f"{device} speaks for {health.device_id}")
         if device not in self.fleet and len(self.fleet) >= MAX_DEVICES:
             raise ProtocolError("too-many-devices", f"{device} is one more than {MAX_DEVICES}")
-        if not health.serving:  # it stands where it stood, and says so when it runs again
+        if not health.serving and device in self.fleet:  # it stands where it stood, and says so when it runs again
             return False
         before, self._unwritten = self.fleet.get(device), True
         self.fleet[device] = DeviceHealth(health=health, at=self._started if retained else time.time())
