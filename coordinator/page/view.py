@@ -45,7 +45,7 @@ def _make_device(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _get_context(device: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: value for name, value in (device["context"] or {}).items() if name != "device_id"}
+    return {name: value for name, value in (device["context"] or {}).items() if name not in {"type", "device_id"}}
 
 
 def make_series(devices: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from coordinator.rollout.folder import Folder
 from deploy.serving import protocol
 from deploy.serving.server import Server
-from deploy.updates.link import Outcome, _read_json
+from deploy.updates import link
 from deploy.updates.slots import Slots, read_state
 from deploy.updates.trust import Trust, install_root
 from edge_agent.agent.outbox import Outbox
@@ -409,7 +409,7 @@ def state(data: bytes) -> None:
         lambda: read_state(home),
         lambda: Slots(home),
         lambda: find_highest_release(home),
-        lambda: _read_json(home / "outcome.json", Outcome),
+        lambda: link._read_json(home / "outcome.json", link.Outcome),
         lambda: Folder(home).read(),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(profile.Noise).decode),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.StoredAnswer).decode),

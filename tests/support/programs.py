@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,15 +21,15 @@ class Programs:
         self.folder = folder
         self.running: dict[str, Process] = {}
 
-    async def fedge(self, *words: object) -> str:
-        """What a command says.
+    async def fedge(self, *words: object, codes: Collection[int] = (0,)) -> str:
+        """What a command says that ends with one of these exit codes.
 
         Raises:
             RuntimeError: it failed.
         """
         process = await self._start(*words)
         said, _ = await process.communicate()
-        if process.returncode:
+        if process.returncode not in codes:
             raise RuntimeError(f"fedge {words[0]} ended with {process.returncode}: {said.decode()}")
         return said.decode()
 
@@ -39,7 +40,7 @@ class Programs:
             TimeoutError: it never does.
         """
         end = time.monotonic() + WAIT_S
-        while text not in (said := await self.fedge(*words)):
+        while text not in (said := await self.fedge(*words, codes=(0, 1))):  # 1: something needs attention
             if time.monotonic() > end:
                 raise TimeoutError(f"fedge {words[0]} does not say {text!r}: {said}")
             await asyncio.sleep(0.2)

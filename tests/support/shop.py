@@ -32,7 +32,14 @@ HEALTH = {
 
 def device(n_samples: int = 100, **changes: Any) -> dict[str, Any]:
     """What is said of a device in the summary."""
-    context = {"device_id": "d", "load": 0.5, "free_ram_gb": 1.5, "free_disk_gb": 9.0, "temperature_c": 51.0}
+    context = {
+        "type": "context",
+        "device_id": "d",
+        "load": 0.5,
+        "free_ram_gb": 1.5,
+        "free_disk_gb": 9.0,
+        "temperature_c": 51.0,
+    }
     known = {
         "presence": "online",
         "seen_at": NOW,
@@ -91,7 +98,9 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         "fleet": {i: device(100 + k) for k, i in enumerate(ids)}
         | {
             ids[0]: device(health=HEALTH),
-            ids[1]: device(0, context={"device_id": "d"}, withholds=["count", "load", "loss", "use"]),
+            ids[1]: device(
+                0, context={"type": "context", "device_id": "d"}, withholds=["count", "load", "loss", "use"]
+            ),
             ids[2]: device(presence="offline"),
             ids[3]: device(health=HEALTH | {"drift": True, "n_failed": 3, "reason": EVIL}),
         },
