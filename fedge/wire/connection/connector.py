@@ -67,13 +67,16 @@ class Connector:
             )
             if failure.alien and str(failure) not in warned:
                 warned.add(str(failure))
-                await self._log_what_to_check(patient=patient)
+                check = await self._find_what_to_check(patient=patient)
+                if check not in warned:
+                    warned.add(check)
+                    log.error("event=closed_early broker=%s check=%r", self._caller.broker, check)
             draw = random.SystemRandom().random()
             slow = closed_early >= SLOW_AFTER
             await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else compute_backoff_s(attempt, draw))
 
-    async def _log_what_to_check(self, *, patient: bool) -> None:
-        """Log why a broker may have hung up before it let us in, or did not answer in MQTT.
+    async def _find_what_to_check(self, *, patient: bool) -> str:
+        """Find why a broker may have hung up before it let us in, or did not answer in MQTT.
 
         Raises:
             TransportError: what answers is no broker, and `patient` is false.
@@ -85,7 +88,7 @@ class Connector:
             )
             if check and not patient:
                 raise TransportError(f"{self._caller.broker} does not speak MQTT with us: {check}")
-        log.error("event=closed_early broker=%s check=%r", self._caller.broker, check or explain_hang_up(settings))
+        return check or explain_hang_up(settings)
 
     async def _connect_once(self) -> Connection:
         """Try the MQTT version that worked last (at first MQTT 5), then the other version."""
