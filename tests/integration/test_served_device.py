@@ -178,8 +178,14 @@ class Load:
     async def going(self) -> AsyncIterator[None]:
         """Asked within; what was asked is answered before it ends."""
         await self._link.subscribe(Topics(FEDERATION).make_agent_topic(DEVICE, "predictions"), self._answers.put)
-        stop = asyncio.Event()
+        listens, stop = asyncio.Event(), asyncio.Event()
+
+        async def note(_: Inbound) -> None:
+            listens.set()
+
+        await self._link.subscribe(Topics(FEDERATION).make_agent_topic(DEVICE, "health"), note)
         async with self._link, asyncio.TaskGroup() as tasks:
+            await asyncio.wait_for(listens.wait(), 300)  # the port answers before the broker has let the device in
             for number in range(2):
                 tasks.create_task(self._over_http(number, stop))
             tasks.create_task(self._over_mqtt(stop))
@@ -284,4 +290,5 @@ async def test_at_work_for_long_with_switches_in_between(broker, tmp_path, repo,
     names = ("root", "root_history/1.root", "timestamp", "snapshot", "targets", "announced")
     trust = {f"trust/{name}.json" for name in names}
     others = {"egress.db", "outcome.json", "root.json", "slots.json", "slot-a", "slot-b", "validation.npz"}
+    others |= {"samples/samples.db"}
     assert files_of(home) == inbox | trust | others
