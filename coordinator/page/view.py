@@ -12,7 +12,9 @@ from coordinator.page.differences import flatten
 from coordinator.store.requests import ACTIONS
 
 TABLES: Final = ("fleet", "devices", "rounds", "history")
-UNSEEN: Final = frozenset({"labels", "context.device_id", "context.at", "context.n_samples", "accuracy"})
+UNSEEN: Final = frozenset(
+    {"labels", "context.type", "context.device_id", "context.at", "context.n_samples", "accuracy"}
+)
 """Fields of devices and rounds that the page leaves out, or shows otherwise."""
 MAX_POINTS: Final = 200
 """Most points of a line in a chart."""
@@ -40,12 +42,11 @@ def _make_row(values: Mapping[str, Any]) -> dict[str, Any]:
 def _make_device(device: Mapping[str, Any]) -> dict[str, Any]:
     """Make a device's row; of its accuracies only the last one travels with each refresh."""
     number, share = device["accuracy"][-1] if device["accuracy"] else (None, None)
-    context = {name: None if value is None else round(value, 2) for name, value in _get_context(device).items()}
+    context = {
+        name: round(value, 2) if isinstance(value, float) else value
+        for name, value in (device["context"] or {}).items()
+    }
     return _make_row({**device, "context": context}) | {"accuracy": share, "accuracy_round": number}
-
-
-def _get_context(device: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: value for name, value in (device["context"] or {}).items() if name not in {"type", "device_id"}}
 
 
 def make_series(devices: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def test_the_rows_of_a_thousand_devices_hold_only_what_a_refresh_needs(tmp_path:
     store.close()
     row = tables["devices"]["cam1"]
     assert (row["id"], row["accuracy"], row["health.now.n"], row["context.load"]) == ("cam1", 0.6, 40, 0.5)
-    assert not {"context.at", "context.device_id", "health", "context"} & row.keys()
+    assert not {"context.at", "context.type", "context.device_id", "health", "context"} & row.keys()
     assert tables["fleet"][""]["federation"] == "shop"
     assert "pause" in tables["fleet"][""]["actions"]
     assert [*tables["rounds"]] == [*tables["history"]] == ["1", "2", "3"]
