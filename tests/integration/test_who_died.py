@@ -25,6 +25,7 @@ from fedge.wire.connection.broker import Inbound
 from fedge.wire.transport import Transport
 from tests.homes.make import TASK
 from tests.support.broker import local_broker, transport
+from tests.support.page import put_together
 from tests.support.programs import Programs
 
 WITHIN_S = 15.0
@@ -89,7 +90,7 @@ class Fleet(Programs):
     async def read(self) -> dict[str, Any]:
         """What the five places say."""
         async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(30)) as http:
-            state = await (await http.get("api/state")).json()
+            tables = (await (await http.get("api/state")).json())["tables"]
             metrics = await (await http.get("metrics")).text()
         commands = {
             name: await asyncio.to_thread(
@@ -98,7 +99,7 @@ class Fleet(Programs):
             for name, command in (("status", status), ("devices", devices))
         }
         home = {name: json.loads(self.told[f"fedge-home/shop/{name}"] or b"{}") for name in ("server", "devices/cam1")}
-        cam1 = next(device for device in state["devices"] if device["id"] == "cam1")
+        (state,), cam1 = put_together(tables["fleet"]).values(), put_together(tables["devices"])["cam1"]
         return {
             "state": state,
             "cam1": cam1,

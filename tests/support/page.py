@@ -63,6 +63,15 @@ def log_in(browser: Any, url: str) -> None:
     WebDriverWait(browser, WAIT_S).until(lambda b: "Pause" in b.find_element("id", "actions").text)
 
 
+def put_together(columns: dict[str, Any]) -> dict[str, Any]:
+    """The rows by key of a table that travels in columns."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, column in columns.items():
+        for place, value in zip(column.get("at", range(len(column["is"]))), column["is"], strict=True):
+            rows.setdefault(place, {})[name] = value
+    return {str(row.get("id", row.get("round", ""))): row for row in rows.values()}
+
+
 def complaints(browser: Any) -> list[str]:
     """What the browser has found wrong since the last call."""
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

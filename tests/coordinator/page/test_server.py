@@ -31,6 +31,7 @@ from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.port import _Phase
 from fedge.wire.streams import open_connection
 from tests.deploy.tcp import connections
+from tests.support.page import put_together
 from tests.support.shop import EVIL, NOW, make_shop
 from tests.support.waiting import until
 
@@ -65,14 +66,6 @@ async def read_tables(http: ClientSession) -> dict[str, dict[str, Any]]:
     """The rows of the state by key, as a page puts them together."""
     answer = await (await http.get("api/state")).json()
     return {name: put_together(columns) for name, columns in answer["tables"].items()}
-
-
-def put_together(columns: dict[str, Any]) -> dict[str, Any]:
-    rows: dict[int, dict[str, Any]] = {}
-    for name, column in columns.items():
-        for place, value in zip(column.get("at", range(len(column["is"]))), column["is"], strict=True):
-            rows.setdefault(place, {})[name] = value
-    return {str(row.get("id", row.get("round", ""))): row for row in rows.values()}
 
 
 async def log_in(http: ClientSession) -> str:
