@@ -26,7 +26,10 @@ log = logging.getLogger("fedge.port")
 
 MAX_CONNECTIONS: Final = 64
 BACKLOG: Final = 128
-"""Most connections that wait to be accepted; also most that are accepted at a time before any of them is read."""
+"""Most connections that wait to be accepted."""
+ACCEPTED_AT_ONCE: Final = 8
+"""Most connections that are accepted before the places of those accepted before are counted, so that many connections
+at once need few files."""
 MAX_HEALTH_CONNECTIONS: Final = BACKLOG
 """Additional places for health checks when all others are taken; the oldest makes way for a new one. With fewer places,
 other connections that arrive together with a check would push the check out."""
@@ -96,8 +99,11 @@ class Port:
         host, port = self._address
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(self), host, port, backlog=BACKLOG
+                lambda: _Connection(self), host, port, backlog=ACCEPTED_AT_ONCE
             )
+            for accepting in self._listener.sockets:
+                with accepting.dup() as same:
+                    same.listen(BACKLOG)  # asyncio takes one number for the queue and for what it accepts at once
         except OSError as error:
             await self._runner.cleanup()
             raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error

@@ -218,21 +218,26 @@ async def test_who_has_logged_in_has_a_stream_before_who_has_not(
 
 @pytest.mark.process
 async def test_who_connects_and_says_nothing_locks_nobody_out(store: Store, tmp_path: Path) -> None:
-    """The page of a process that may open 400 files, and 600 connections."""
+    """The page of a process that may open 300 files, and 600 connections, of which 120 come while it does not run."""
     assert store
     with (tmp_path / "log").open("w+b") as log:
         words = ["-m", "fedge", "ui", "--home", str(tmp_path), "--port", "0", "--json"]
         page = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE, stderr=log)
         assert page.stdout is not None
         url = json.loads(await page.stdout.readline())["url"]
-        psutil.Process(page.pid).rlimit(psutil.RLIMIT_NOFILE, (400, 400))
+        process = psutil.Process(page.pid)
+        process.rlimit(psutil.RLIMIT_NOFILE, (300, 300))
         port = int(url.rstrip("/").rpartition(":")[2])
         status = 503
         async with (
             asyncio.timeout(300),
-            connections("127.0.0.1", port, 600),
             ClientSession(url, cookie_jar=CookieJar(unsafe=True)) as http,
+            connections("127.0.0.1", port, 480),
+            contextlib.AsyncExitStack() as late,
         ):
+            process.suspend()
+            asyncio.get_running_loop().call_later(0.3, process.resume)
+            await late.enter_async_context(connections("127.0.0.1", port, 120))
             while status == 503:
                 async with http.post("api/login", json={"token": read_token(tmp_path, None)}) as answer:
                     status = answer.status
