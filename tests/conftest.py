@@ -29,6 +29,7 @@ from fedge.commands.broker import LocalBroker, find_mosquitto
 from tests.deploy.faults import forced, free_disk, not_installed, python_at
 from tests.support.broker import BROKERS, local_broker
 from tests.support.bucket import new_bucket, s3
+from tests.support.dealing import deal
 from tests.support.postgres import new_database, postgres
 
 __all__ = ["forced", "free_disk", "not_installed", "python_at"]
@@ -56,12 +57,14 @@ def kind_of(item: pytest.Item) -> str:
     return "unit" if BROKER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) else "broker"
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # kinds before tests are chosen by mark, their sequence afterwards
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Give each test exactly one of the four kinds; what takes longest begins first, so that nobody waits for it."""
     for item in items:
         item.add_marker(kind_of(item))
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    yield
+    names = [getattr(item, "originalname", item.name) for item in items]
+    items[:] = [items[k] for k in deal(names, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
 
 
 class Progress:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.dealing import SLOWEST, deal
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
@@ -165,3 +167,17 @@ def test_torch_has_one_thread_as_each_worker_of_the_tests_has_one_processor() ->
     import torch
 
     assert torch.get_num_threads() == 1
+
+
+def test_the_slowest_tests_are_dealt_to_the_workers_first_and_every_test_once() -> None:
+    first, second, *_ = SLOWEST
+    names = ["a", "b", second, "c", "d", first, "e", second, "f"]
+    assert deal(names, 1) == [5, 2, 7, 0, 1, 3, 4, 6, 8]
+    assert deal(names, 2) == [5, 7, 0, 1, 2, 3, 4, 6, 8], "xdist's parts are the first 4 and the last 5"
+    for workers in range(1, 12):
+        assert sorted(deal(names, workers)) == list(range(len(names)))
+
+
+def test_the_slowest_tests_exist() -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in SLOWEST if f"def {name}(" not in tests] == []

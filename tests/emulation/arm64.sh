@@ -82,7 +82,7 @@ install() {
         cp -r tests/deploy /srv/away/tests && cp pyproject.toml /srv/away'
 }
 
-# The last part of .ci/run: the wheel with its deploy extra, away from the sources, then with its serve extra; and what
+# As in .ci/run: the wheel with its deploy extra, away from the sources, then with its serve extra; and what
 # bundles from a PC give.
 test_board() {
     QEMU_CPU=$2 run_in "$1" sh -ceu '
