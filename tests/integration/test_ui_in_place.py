@@ -254,7 +254,7 @@ def test_what_needs_attention_comes_first_with_what_to_do(browser: Any, tmp_path
         see(browser, "Needs attention 2")
         first, second = browser.find_elements("css selector", ".attention li")
         assert "<b>memory</b>" in first.text
-        assert "Run `fedge why cam1`" in first.text
+        assert "Run fedge why cam1" in first.text
         assert second.text.startswith("cam4 Its inputs are unlike")
         find(browser, '[data-key="t:campaigns"]').click()
         for words in ("Campaign 2", "expert 2 was split from expert 1", "0.94 < 1.00 on 31 samples", "1 of 3"):

@@ -42,7 +42,7 @@ export function campaigns(detail) {
           "div",
           { class: "bar" },
           rests && can("campaign-run") && act("Begin a campaign", "campaign-run"),
-          c.state === "running" && can("finish") && act("Finish now", "finish", {}, true),
+          c.state === "running" && can("finish") && act("Finish now", "finish", {}, "asks"),
         ),
       ),
       introduction(introduced),

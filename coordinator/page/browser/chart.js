@@ -14,7 +14,8 @@ const RANGES = [
 const LEFT = 52,
   RIGHT = 14,
   TOP = 10,
-  LOW = 26;
+  LOW = 26,
+  LINES = 7;
 const kept = {};
 let render = () => {};
 export const onChange = (work) => {
@@ -56,13 +57,17 @@ function ranges(id, set) {
 
 const since = (set) => (set.range === "all" ? null : Date.now() / 1000 - Number(set.range));
 
-/** Round steps of an axis between two figures, at most about so many. */
-function ticks(low, high, most, steps) {
+/** The round step of an axis that has at most about so many between two figures. */
+function findStep(low, high, most, steps) {
   const rough = (high - low) / Math.max(most, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = steps
+  return steps
     ? (steps.find((each) => each >= rough) ?? steps.at(-1))
     : [1, 2, 2.5, 5, 10].map((m) => m * power).find((each) => each >= rough);
+}
+
+function ticks(low, high, most, steps) {
+  const step = findStep(low, high, most, steps);
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step || 0);
   return found;
@@ -119,7 +124,9 @@ export function chart({
     ...drawn.flatMap((line) => line.points.map(([, v]) => v)),
     ...area.flatMap(([, lo, , hi]) => [lo, hi]),
   ];
-  const least = Math.max(Math.floor((Math.min(...values) - 0.01) * 10) / 10, 0);
+  const lowest = Math.max(Math.min(...values) - 0.01, 0),
+    pace = findStep(lowest, 1, LINES);
+  const least = Math.max(Math.floor(lowest / pace) * pace, 0);
   const x = (r) => LEFT + (w - LEFT - RIGHT) * (b > a ? (place(r) - a) / (b - a) : 0.5);
   const y = (v) => tall - LOW - ((tall - LOW - TOP) * (v - least)) / (1 - least || 1);
   const path = (points) => `M${points.map(([r, v]) => `${x(r).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`;
@@ -171,7 +178,7 @@ export function chart({
       axes(
         w,
         tall,
-        ticks(least, 1, 5).map((v) => [y(v), shareWords(v)]),
+        ticks(least, 1, LINES).map((v) => [y(v), shareWords(v)]),
         xTicks,
         from === null && unit === "round" ? unit : "",
       ),
@@ -203,7 +210,7 @@ export function chart({
   );
 }
 
-const shareWords = (v) => `${number(100 * v, 1)} %`;
+const shareWords = (v) => `${number(100 * v, 1)}\u00a0%`;
 
 function axes(w, tall, yTicks, xTicks, under) {
   return h(
@@ -297,8 +304,10 @@ export function bars({ id, label, rows, parts, onPress, tall = 170 }) {
   const groups = [];
   for (let k = 0; k < there.length; k += many) groups.push(there.slice(k, k + many));
   const sums = groups.map((group) => parts.map(([name]) => group.reduce((n, r) => n + (r[name] ?? 0), 0)));
-  const top = Math.max(...sums.map((each) => each.reduce((n, x) => n + x, 0)), 1);
-  const pace = Math.min((w - LEFT - RIGHT) / groups.length, 28);
+  const highest = Math.max(...sums.map((each) => each.reduce((n, x) => n + x, 0)), 1);
+  const unit = Math.max(Math.ceil(findStep(0, highest, 5)), 1),
+    top = unit * Math.ceil(highest / unit);
+  const pace = Math.min((w - LEFT - RIGHT) / groups.length, 48);
   const y = (n) => tall - LOW - ((tall - LOW - TOP) * n) / top;
   const x = (k) => LEFT + pace * (k + 0.5);
   const name = (k) =>
@@ -347,9 +356,7 @@ export function bars({ id, label, rows, parts, onPress, tall = 170 }) {
       axes(
         w,
         tall,
-        ticks(0, top, 4)
-          .filter(Number.isInteger)
-          .map((n) => [y(n), number(n)]),
+        Array.from({ length: top / unit + 1 }, (_, k) => [y(k * unit), number(k * unit)]),
         xTicks,
         "round",
       ),
@@ -358,19 +365,21 @@ export function bars({ id, label, rows, parts, onPress, tall = 170 }) {
   );
 }
 
-export function spark(points) {
+/** A line as small as a word. `low`: the share at its lower edge. */
+export function spark(points, low = 0) {
   if (points.length < 2) return "–";
   const [first, last] = [points[0][0], points.at(-1)[0]];
   const at = ([r, a]) =>
-    `${(2 + (116 * (r - first)) / Math.max(last - first, 1)).toFixed(1)},${(28 - 26 * a).toFixed(1)}`;
+    `${(2 + (116 * (r - first)) / Math.max(last - first, 1)).toFixed(1)},${(28 - (26 * (a - low)) / (1 - low || 1)).toFixed(1)}`;
   return h(
     "svg",
     {
       class: "spark",
       viewBox: "0 0 120 30",
+      preserveAspectRatio: "none",
       role: "img",
       "aria-label": `from ${shareWords(points[0][1])} to ${shareWords(points.at(-1)[1])}`,
     },
-    h("path", { d: `M${points.map(at).join("L")}` }),
+    h("path", { d: `M${points.map(at).join("L")}`, "vector-effect": "non-scaling-stroke" }),
   );
 }

@@ -25,6 +25,7 @@ import {
   step,
   stepKey,
   took,
+  withCode,
 } from "./words.js";
 
 export const color = (name) => {
@@ -121,7 +122,7 @@ export function device(id, detail) {
             "div",
             { class: `matter ${each.severity}` },
             h("p", { class: "what" }, capital(each.text)),
-            each.do && h("p", { class: "do" }, capital(each.do)),
+            each.do && h("p", { class: "do" }, withCode(capital(each.do))),
           ),
         ),
         h(
@@ -135,7 +136,7 @@ export function device(id, detail) {
             { class: "bar" },
             d.retired
               ? act("Give it orders again", "readmit", { device: id })
-              : act("Retire this device", "retire", { device: id }, true),
+              : act("Retire this device", "retire", { device: id }, "danger"),
           ),
       ),
       section(
@@ -148,7 +149,7 @@ export function device(id, detail) {
                 id: `device:${id}`,
                 label: `Accuracy of ${id}`,
                 times: times(),
-                tall: 260,
+                tall: 300,
                 isHalf: true,
                 lines: [{ name: id, points: told.accuracy, color: "var(--accent)", wide: true }],
               })
@@ -294,7 +295,13 @@ function map(found) {
   const hubCircles = found.map((c) => {
     const [x, y] = hubs.get(c.name);
     return [
-      h("circle", { class: "hub", cx: x, cy: y, r: size(c), style: { fill: color(c.name), stroke: color(c.name) } }),
+      h("circle", {
+        class: "hub",
+        cx: x,
+        cy: y,
+        r: size(c),
+        style: { fill: `color-mix(in srgb, ${color(c.name)} 16%, var(--surface))`, stroke: color(c.name) },
+      }),
       h(
         "text",
         { x, y: y + 4, "text-anchor": "middle" },

@@ -86,16 +86,16 @@ const MEANINGS = {
   "campaign-run": () => "Devices train again, from the models of the last campaign.",
 };
 
-/** A button for an action; what cannot be undone is asked about first. */
-export function act(words, name, body = {}, isDanger = false) {
+/** A button for an action. `asks`: whether one is asked first; "danger" if the action takes something away. */
+export function act(words, name, body = {}, asks = false) {
   return h(
     "button",
     {
       type: "button",
-      class: isDanger ? "danger" : null,
+      class: asks === "danger" ? "danger" : null,
       key: `a:${name}:${body.device ?? body.rollout ?? ""}`,
       "data-key": `a:${name}:${body.device ?? body.rollout ?? ""}`,
-      onclick: () => (isDanger ? confirm(words, name, body) : send(name, body)),
+      onclick: () => (asks ? confirm(words, name, body, asks === "danger") : send(name, body)),
     },
     words,
   );

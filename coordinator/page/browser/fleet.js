@@ -12,12 +12,14 @@ import {
   gigabytes,
   hint,
   link,
+  meanings,
   number,
   percent,
   pill,
   secret,
   span,
   age,
+  withCode,
 } from "./words.js";
 
 export const section = (title, about, ...children) =>
@@ -88,12 +90,26 @@ const one = (each) =>
     h(
       "p",
       { class: "what" },
-      each.device && [link(each.device), " "],
+      each.device && [h("strong", {}, link(each.device)), " "],
       capital(each.text),
       each.since && h("span", { class: "soft" }, ` since ${span(age(each.since))}`),
     ),
-    each.do && h("p", { class: "do" }, capital(each.do)),
+    each.do && h("p", { class: "do" }, withCode(capital(each.do))),
   );
+
+/** What is said of several devices at once, by kind. */
+const MANY = {
+  "two-processes": "have two processes each, which take turns",
+  "serve-down": "answer nobody: their fedge serve is down",
+  refused: "send what is refused",
+  "failed-repeatedly": "fail one order after the other",
+  "bundle-refused": "refused a bundle, went back, or could not fetch it",
+  quarantined: "are in quarantine",
+  "disk-near-full": "have a disk that is nearly full",
+  offline: "are away for longer than is usual for them",
+  drifting: "see something else than their bundle learned",
+  "wrong-clock": "have another time than the coordinator",
+};
 
 function many(key, members) {
   const oldest = Math.min(...members.map((each) => each.since ?? Infinity));
@@ -104,9 +120,9 @@ function many(key, members) {
       "summary",
       {},
       h("strong", {}, count(members.length, "device")),
-      `: ${members[0].kind.replaceAll("_", " ").replaceAll("-", " ")}`,
+      ` ${MANY[members[0].kind] ?? members[0].kind.replaceAll("-", " ")}`,
       Number.isFinite(oldest) && h("span", { class: "soft" }, ` the longest since ${span(age(oldest))}`),
-      members.every((each) => each.do === members[0].do) && h("p", { class: "do" }, capital(members[0].do)),
+      members.every((each) => each.do === members[0].do) && h("p", { class: "do" }, withCode(capital(members[0].do))),
     ),
     members.slice(0, MOST).map(one),
     members.length > MOST && hint(`And ${number(members.length - MOST)} more; fedge status lists them all.`),
@@ -130,7 +146,7 @@ function overview() {
     ["in training", percent(fleet.accuracy), "last cohort"],
     ["with a bundle", number(devices.filter((d) => d.bundle || d.release).length)],
     ["samples", number(devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
-    ["traffic", `${bytes(fleet.bytes_up)} ↑`, `${bytes(fleet.bytes_down)} ↓`],
+    ["from devices", bytes(fleet.bytes_up), `to them ${bytes(fleet.bytes_down)}`],
   ]);
 }
 
@@ -178,7 +194,7 @@ const COLUMNS = [
   ["load", (d) => context(d, "load", (x) => number(x, 2)), { kind: "n", sort: (d) => d["context.load"] }],
   ["free RAM", (d) => context(d, "free_ram_gb", gigabytes), { kind: "n", sort: (d) => d["context.free_ram_gb"] }],
   ["°C", (d) => context(d, "temperature_c", number), { kind: "n", sort: (d) => d["context.temperature_c"] }],
-  ["why", (d) => d.why || "", { kind: "why" }],
+  ["why", (d) => d.why && h("span", { class: "clamp", title: d.why }, d.why), { kind: "why" }],
 ];
 
 export function fleet() {
@@ -251,6 +267,14 @@ export function fleet() {
 
 // --------------------------------------------------------------------------------------------------------- samples
 
+const COLUMNS_OF_SAMPLES = [
+  ["may be used", "samples from which the device may learn"],
+  ["kept apart", "samples on which it tries a bundle before it uses it; accuracy there: of the bundle that answers"],
+  ["at work", "share of right answers among those that somebody labelled later"],
+  ["shift", "how far its inputs lie from the bundle's own samples, in their deviations; above 1 it sees something else"],
+  ["outliers", "share of predictions for inputs that are unlike the bundle's own samples"],
+];
+
 export function samples() {
   const usable = data.devices.reduce((n, d) => n + (d.n_samples ?? 0), 0);
   const sum = (name) => data.devices.reduce((n, d) => n + (d[`health.${name}`] ?? 0), 0);
@@ -266,7 +290,7 @@ export function samples() {
     ]),
     section(
       "Samples",
-      "What devices say of their data: how many samples may be used; how the bundle does on those that are kept apart; how it did at work, as far as labels came later; and what fedge serve has seen since it began. A shift is in deviations of the bundle's own samples: above 1, the device sees something else. Outliers are predictions of samples unlike the bundle's own.",
+      "What devices say of their data, and of what their bundle has seen and answered.",
       table({
         id: "samples",
         begin: { sort: "device" },
@@ -321,6 +345,7 @@ export function samples() {
           ["inputs", inputsCell, { kind: "s", sort: (d) => (drifts(d) ? 1 : 0) }],
         ],
       }),
+      meanings(COLUMNS_OF_SAMPLES),
     ),
   ];
 }

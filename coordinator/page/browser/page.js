@@ -101,7 +101,7 @@ function heading() {
   patch($("actions"), [
     may("pause") && (fleet.paused ? act("Resume", "resume") : !fleet.done && act("Pause", "pause")),
     may("run-now") && fleet.paused && act("Run one round", "run-now"),
-    may("recluster") && !fleet.done && act("Re-cluster", "recluster", {}, true),
+    may("recluster") && !fleet.done && act("Re-cluster", "recluster", {}, "asks"),
     session.login &&
       h("button", { type: "button", key: "login", "data-key": "login", onclick: () => login(begin) }, "Log in"),
     session.logout &&

@@ -37,9 +37,16 @@ export function rollouts(detail) {
   return found.map(rollout);
 }
 
+const FIGURES = [
+  ["accuracy", ([id, d]) => compare(id, d, "accuracy", (x) => (100 * x).toFixed(1), "\u00a0%"), { kind: "n" }],
+  ["latency", ([id, d]) => compare(id, d, "latency_ms", (x) => number(x, 1), "\u00a0ms", "load"), { kind: "n" }],
+  ["free energy", ([id, d]) => compare(id, d, "free_energy", (x) => number(x, 2)), { kind: "n" }],
+];
+
 /** What each device did with its bundle, and why. */
 export function devicesOf(r) {
   const lines = list(r);
+  const hasFigures = lines.some(([, d]) => d.before || d.now); // those of personal bundles stay on the devices
   return table({
     id: `rollout:${r.rollout}`,
     rows: lines,
@@ -48,18 +55,17 @@ export function devicesOf(r) {
       ["device", ([id]) => link(id), { sort: ([id]) => id }],
       [
         "phase",
-        ([, d]) => h("span", {}, pill(d.phase), ` release ${d.release}`),
-        { kind: "s", sort: ([, d]) => d.phase },
+        ([, d]) => pill(d.phase === "kept" ? "kept its own" : d.phase),
+        { kind: "s", sort: ([, d]) => d.phase, badge: true },
       ],
+      ["release", ([, d]) => number(d.release), { kind: "n", sort: ([, d]) => d.release }],
       [
         "takes part",
         ([, d]) => (d.takes_part ? "yes" : "not yet"),
         { kind: "s", sort: ([, d]) => (d.takes_part ? 0 : 1) },
       ],
       ["why", ([, d]) => d.reason ?? "", { kind: "why" }],
-      ["accuracy", ([id, d]) => compare(id, d, "accuracy", (x) => (100 * x).toFixed(1), " %"), { kind: "n" }],
-      ["latency", ([id, d]) => compare(id, d, "latency_ms", (x) => number(x, 1), " ms", "load"), { kind: "n" }],
-      ["free energy", ([id, d]) => compare(id, d, "free_energy", (x) => number(x, 2)), { kind: "n" }],
+      ...(hasFigures ? FIGURES : []),
       ["°C", ([id, d]) => untold(data.byId.get(id), "load", d.temperature_c, number(d.temperature_c)), { kind: "n" }],
       [
         "inputs",
@@ -80,7 +86,7 @@ export const steer = (r) =>
   data.session.may_act
     ? r.actions
         .filter((name) => NEXT[name])
-        .map((name) => act(NEXT[name], `rollout-${name}`, { rollout: r.rollout }, name === "abort"))
+        .map((name) => act(NEXT[name], `rollout-${name}`, { rollout: r.rollout }, name === "abort" && "danger"))
     : [];
 
 export const plainList = (texts) =>
@@ -103,7 +109,7 @@ function rollout(r) {
         r.supervised || progress.state === "done" || progress.state === "aborted" ? "" : " nobody supervises it now",
       ],
     ],
-    ["release", `${plan.release} (${plan.target})`],
+    ["release", plan.target ? `${plan.release} (${plan.target})` : String(plan.release)],
     [
       "stage",
       `${progress.stage + 1} of ${plan.stages.length}: ${lines.filter(([, d]) => d.takes_part).length} of ${lines.length} devices take part`,
@@ -112,8 +118,8 @@ function rollout(r) {
       "runs on",
       `${lines.filter(([, d]) => d.release === plan.release && (d.phase === "serving" || d.phase === "trial")).length} of ${lines.length} devices`,
     ],
-    ["first", plan.canaries?.join(", ") || "the first share"],
-    ["stages", plan.stages.map((x) => (x ? share(x) : "the first")).join(", ")],
+    plan.canaries?.length > 0 && ["first", plan.canaries.join(", ")],
+    ["stages", plan.stages.map((x) => (x ? share(x) : "those first")).join(", ")],
     ["since", ago(progress.began)],
     ["why", progress.reasons?.length ? plainList(progress.reasons) : "–"],
   ];

@@ -85,6 +85,7 @@ export function accuracy(detail) {
   ];
   const of = detail.value?.of ?? {};
   const few = data.devices.length <= 25;
+  const low = Math.min(...Object.values(of).flatMap((points) => points.map(([, share]) => share)), 1);
   return [
     section(
       "Accuracy",
@@ -131,10 +132,10 @@ export function accuracy(detail) {
         empty: "Nothing has been measured yet.",
         columns: [
           ["device", (d) => link(d.id), { sort: (d) => d.id }],
-          ["accuracy", accuracyCell, { kind: "n self", sort: (d) => findAccuracy(d)[0] }],
+          ["accuracy", accuracyCell, { kind: "n self", sort: (d) => findAccuracy(d)[0], badge: true }],
           ["in training", (d) => percent(d.accuracy), { kind: "n", sort: (d) => d.accuracy }],
           ["in round", (d) => number(d.accuracy_round), { kind: "n", sort: (d) => d.accuracy_round }],
-          ["over the rounds", (d) => (of[d.id] ? spark(of[d.id]) : "")],
+          ["over the rounds", (d) => (of[d.id] ? spark(of[d.id], low) : ""), { kind: "drawn" }],
         ],
       }),
       hidden.length > 0 && hint(secret(), ": ", names(hidden)),

@@ -1,7 +1,7 @@
 // Tables: sorted, grouped, in pages, and as cards on a phone. How each is looked at stays while its rows change.
 
 import { h } from "./dom.js";
-import { hint, number } from "./words.js";
+import { hint, isSecret, number } from "./words.js";
 
 const SIZE = 25;
 const kept = {};
@@ -35,9 +35,10 @@ export function change(id, values) {
  * @param columns [name, what a cell shows, {kind, sort: what it sorts by, about, head, badge: whether it stands on a card's first line, left or right}]
  * @param group what group a row is in, or nothing for no groups
  */
-export function table({ id, columns, rows, key, empty = "Nothing yet.", size = SIZE, group = null, begin = {} }) {
+export function table({ id, columns: all, rows, key, empty = "Nothing yet.", size = SIZE, group = null, begin = {} }) {
   const set = look(id, begin);
   if (!rows.length) return hint(empty);
+  const columns = all.filter(([, of, more]) => more?.kind !== "why" || rows.some((row) => !isEmpty(of(row))));
   const items = cut(arrange(id, set, columns, rows, key, group), set, group);
   const last = Math.max(Math.ceil(items.length / size) - 1, 0);
   set.page = Math.min(set.page, last);
@@ -79,6 +80,8 @@ export function table({ id, columns, rows, key, empty = "Nothing yet.", size = S
     last > 0 && pager(id, set, last, rows.length, items, size),
   );
 }
+
+const isEmpty = (told) => told === "" || told === "–" || told === null || told === undefined || told === false;
 
 function arrange(id, set, columns, rows, key, group) {
   const column = columns.find(([name]) => name === set.sort);
@@ -140,7 +143,7 @@ function heading(id, set, [name, , { kind, sort, about } = {}]) {
             onclick: () => change(id, { sort: name, down: current ? !set.down : Boolean(kind?.startsWith("n")) }),
           },
           name,
-          h("span", { class: "arrow", "aria-hidden": "true" }, current ? (set.down ? "▼" : "▲") : ""),
+          current && h("span", { class: "arrow", "aria-hidden": "true" }, set.down ? "▼" : "▲"),
         )
       : name,
   );
@@ -168,6 +171,7 @@ function sorter(id, set, columns) {
               down: columns.find(([name]) => name === e.target.value)?.[2]?.kind?.startsWith("n") ?? false,
             }),
         },
+        !set.sort && h("option", { value: "" }, "as listed"),
         sorted.map(([name]) => h("option", { value: name }, name)),
       ),
     ),
@@ -207,23 +211,23 @@ function groupRow(id, set, { heading, n, again }, width) {
 }
 
 function row({ row }, columns, key) {
-  return h(
-    "tr",
-    { key: key(row) },
-    columns.map(([name, of, { kind, head, badge } = {}], k) => {
-      const told = of(row);
-      const isEmpty = told === "" || told === "–" || told === null || told === undefined || told === false;
-      return h(
-        "td",
-        {
-          class: [kind, (head ?? k === 0) && "head", badge && "badge-cell"].filter(Boolean).join(" ") || null,
-          "data-label": name,
-          "data-empty": isEmpty,
-        },
-        isEmpty && told !== "–" ? null : told,
-      );
-    }),
-  );
+  const secrets = []; // a card names together what its owner does not tell
+  const cells = columns.map(([name, of, { kind, head, badge } = {}], k) => {
+    const told = of(row);
+    if (isSecret(told)) secrets.push(name);
+    return h(
+      "td",
+      {
+        class: [kind, (head ?? k === 0) && "head", badge && "badge-cell"].filter(Boolean).join(" ") || null,
+        "data-label": name,
+        "data-empty": isEmpty(told),
+        "data-secret": isSecret(told),
+      },
+      isEmpty(told) && told !== "–" ? null : told,
+    );
+  });
+  const rest = secrets.length > 0 && h("td", { class: "rest" }, `not told by its owner: ${secrets.join(", ")}`);
+  return h("tr", { key: key(row) }, cells, rest);
 }
 
 function pager(id, set, last, n, items, size) {

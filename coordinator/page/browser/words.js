@@ -4,34 +4,36 @@ import { h } from "./dom.js";
 
 export const UNTOLD = "not told by its owner";
 export const secret = () => h("span", { class: "untold" }, UNTOLD);
+export const isSecret = (told) => told?.attributes?.class === "untold";
 
+const JOIN = "\u00a0"; // between a figure and its unit no line ends
 export const number = (x, digits = 0) =>
   x === null || x === undefined ? "–" : x.toLocaleString("en", { maximumFractionDigits: digits });
-export const percent = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`);
+export const percent = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)}${JOIN}%`);
 export const bytes = (x) =>
   x == null
     ? "–"
     : x < 1000
-      ? `${x} B`
+      ? `${x}${JOIN}B`
       : x >= 1e9
-        ? `${(x / 1e9).toFixed(2)} GB`
+        ? `${(x / 1e9).toFixed(2)}${JOIN}GB`
         : x >= 1e6
-          ? `${(x / 1e6).toFixed(2)} MB`
-          : `${(x / 1e3).toFixed(1)} kB`;
-export const gigabytes = (x) => (x == null ? "–" : `${number(x, 1)} GB`);
+          ? `${(x / 1e6).toFixed(2)}${JOIN}MB`
+          : `${(x / 1e3).toFixed(1)}${JOIN}kB`;
+export const gigabytes = (x) => (x == null ? "–" : `${number(x, 1)}${JOIN}GB`);
 export function span(s) {
   if (s === null || s === undefined) return "–";
   if (s < 0) s = 0;
-  if (s < 90) return `${Math.round(s)} s`;
-  if (s < 5400) return `${Math.round(s / 60)} min`;
-  return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
+  if (s < 90) return `${Math.round(s)}${JOIN}s`;
+  if (s < 5400) return `${Math.round(s / 60)}${JOIN}min`;
+  return s < 172800 ? `${Math.round(s / 3600)}${JOIN}h` : `${Math.round(s / 86400)}${JOIN}days`;
 }
-export const took = (s) => (s !== null && s !== undefined && s < 10 ? `${number(s, 1)} s` : span(s));
+export const took = (s) => (s !== null && s !== undefined && s < 10 ? `${number(s, 1)}${JOIN}s` : span(s));
 export const capital = (text) => text && text[0].toUpperCase() + text.slice(1);
 export const count = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
 export const byName = new Intl.Collator("en", { numeric: true }).compare;
 export const age = (at) => Date.now() / 1000 - at;
-export const ago = (at) => (at ? `${span(age(at))} ago` : "–");
+export const ago = (at) => (at ? `${span(age(at))}${JOIN}ago` : "–");
 export const clock = (at) =>
   at
     ? new Date(at * 1000).toLocaleString("en-GB", {
@@ -76,6 +78,8 @@ export const pill = (word, kind = KIND[word] ?? "") =>
 export const link = (id) => h("a", { href: `#device/${encodeURIComponent(id)}`, "data-key": `d:${id}` }, id);
 export const roundLink = (r) => h("a", { href: `#round/${r}`, "data-key": `r:${r}` }, String(r));
 export const hint = (...words) => h("p", { class: "hint" }, words);
+/** Words with commands in them, which stand between backticks. */
+export const withCode = (text) => text.split("`").map((part, k) => (k % 2 ? h("code", {}, part) : part));
 
 /** The kinds of drift, and what each means. */
 export const DRIFTS = {
@@ -133,17 +137,17 @@ export function step(label) {
   const means = STEPS[baseStep(label)];
   return means ? h("abbr", { title: `The device ${means}.` }, label) : label;
 }
+/** Words that a table uses, each with what it means. */
+export const meanings = (pairs) =>
+  h(
+    "dl",
+    { class: "meanings" },
+    pairs.map(([name, means]) => [h("dt", {}, name), h("dd", {}, means)]),
+  );
 /** The steps that occur, each with what it means. */
 export function stepKey(labels) {
   const names = [...new Set(labels.map(baseStep))].filter((name) => STEPS[name]);
-  return (
-    names.length > 0 &&
-    h(
-      "dl",
-      { class: "meanings" },
-      names.map((name) => [h("dt", {}, name), h("dd", {}, `the device ${STEPS[name]}`)]),
-    )
-  );
+  return names.length > 0 && meanings(names.map((name) => [name, `the device ${STEPS[name]}`]));
 }
 
 /** Events by name. */
