@@ -201,7 +201,8 @@ class Registry:
         self._health[topic_id] = health
         if self._drifts(topic_id):
             self._changed.set()
-        values = {"serving": health.serving, "drift": health.drift, "phase": f"{health.phase} {health.reason}"}
+        phase = f"{health.phase} {health.reason}"
+        values = {"serving": health.serving, "drift": health.drift, "kind": health.drift_kind, "phase": phase}
         changed = [self._record_change(topic_id, name, str(value), now) for name, value in values.items()]
         return any(changed)
 
@@ -275,6 +276,7 @@ class Registry:
             found[i] = seen | _describe(
                 known.context, status.release, status.n_samples, status.withholds, self._health.get(i)
             )
+            found[i] |= {"data_version": status.data_version, "n_arrived": status.n_arrived}
             changes = self._changes.get(i, Changes())
             found[i]["since"] = {name: change.at or None for name, change in changes.last.items()}
             found[i]["habit_s"] = compute_habit_s(changes)

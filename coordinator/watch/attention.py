@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from coordinator.watch.words import format_duration
+from coordinator.watch.words import describe_drift, format_duration
 from fedge.system.text import format_time
 
 NAMED: Final = 3
@@ -227,7 +227,7 @@ def _check_devices(summary: Mapping[str, Any], _now: float) -> Iterator[Attentio
                 device=i,
                 since=since.get("drift"),
                 severity=Severity.WARNING,
-                text=_describe_drift(device.get("drift_kind")),
+                text=describe_drift(device.get("drift_kind")),
                 do="look at what the device sees; give it labelled samples of it, for the next campaign",
             )
         if (phase := health.get("phase")) in BUNDLE_PHASES:
@@ -243,14 +243,6 @@ def _check_devices(summary: Mapping[str, Any], _now: float) -> Iterator[Attentio
         free_gb = (device.get("context") or {}).get("free_disk_gb")
         if free_gb is not None and free_gb < DISK_GB:
             yield _make_disk_item(i, free_gb, "its disk", f"make room on {i}, or lower the limits of its sample store")
-
-
-def _describe_drift(kind: str | None) -> str:
-    what = {
-        "shares": "its classes come in other shares than those that its bundle learned",
-        "labels": "its labelled samples contradict its bundle",
-    }
-    return what.get(kind or "", "its inputs are unlike those that its bundle learned")
 
 
 BUNDLE_PHASES: Final = {

@@ -175,6 +175,15 @@ def format_devices(n: int) -> str:
     return "1 device" if n == 1 else f"{n} devices"
 
 
+def describe_drift(kind: str | None) -> str:
+    """Describe in which way a device drifts; an older runtime tells no kind."""
+    what = {
+        "shares": "its classes come in other shares than those that its bundle learned",
+        "labels": "its labelled samples contradict its bundle",
+    }
+    return what.get(kind or "", "its inputs are unlike those that its bundle learned")
+
+
 def describe_event(event: Event) -> str:
     """Describe an event in words."""
     f = event.fields
@@ -194,7 +203,7 @@ def describe_event(event: Event) -> str:
         case "closed":
             text = f"{f['label']}: {f['reason']}"
         case "health":
-            drift = ", its inputs drift" if f["drift"] else ""
+            drift = f", {describe_drift(f.get('kind'))}" if f["drift"] else ""
             text = ("fedge serve is down" if f["serving"] == "down" else f"bundle {f['phase']}{drift}") + (
                 f": {f['reason']}" if f["reason"] else ""
             )

@@ -138,8 +138,13 @@ class Presence(Intake):
     def _on_health(self, device: str, inbound: Inbound) -> None:
         health = decode_message(inbound.payload, Health)
         if self.registry.handle_health(device, health, time.time()):
-            serving = "serving" if health.serving else "down"
-            fields = {"serving": serving, "phase": health.phase, "drift": health.drift, "reason": health.reason}
+            fields = {
+                "serving": "serving" if health.serving else "down",
+                "phase": health.phase,
+                "drift": health.drift,
+                "kind": health.drift_kind or "",
+                "reason": health.reason,
+            }
             self._observe("health", {"device": device, **fields})
 
     async def _on_rollout(self, inbound: Inbound) -> None:

@@ -247,6 +247,23 @@ def test_other_class_shares_alone_need_no_other_bundle() -> None:
     assert registry.describe_devices()["a"]["at_work"] == {"right": 3, "wrong": 1, "recent": 0.75}
 
 
+def test_another_kind_of_drift_is_news_and_leaves_since_when_it_drifts() -> None:
+    registry = here("a")
+    drifts = [
+        msgspec.structs.replace(health(drift=True), drift_kind=kind) for kind in (DriftKind.LABELS, DriftKind.INPUTS)
+    ]
+    assert [registry.handle_health("a", told, at) for told, at in zip(drifts, (5.0, 6.0), strict=True)] == [True, True]
+    since: Any = registry.describe_devices()["a"]["since"]
+    assert since["drift"] == 5.0
+
+
+def test_how_many_samples_came_is_known_of_each_device() -> None:
+    registry = here("a")
+    registry.handle_status("a", status(data_version=7, n_arrived=3))
+    told = registry.describe_devices()["a"]
+    assert (told["data_version"], told["n_arrived"]) == (7, 3)
+
+
 def test_a_runtime_that_has_gone_stands_where_it_stood() -> None:
     registry = here("a")
     assert registry.describe_devices()["a"]["serving"] == "none"

@@ -231,6 +231,20 @@ def test_one_device_is_told_of_in_the_singular():
     assert [describe_event(event) for event in asked] == ["train: 1 device", "train: 2 devices"]
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"drift": False}, "bundle serving"),
+        ({"drift": True}, "bundle serving, its inputs are unlike those that its bundle learned"),
+        ({"drift": True, "kind": "labels"}, "bundle serving, its labelled samples contradict its bundle"),
+    ],
+    ids=["none", "of an earlier version", "labels"],
+)
+def test_drift_is_told_of_with_its_kind(more: dict[str, object], text: str) -> None:
+    fields = {"serving": "serving", "phase": "serving", "reason": "", **more}
+    assert describe_event(Event(at=1.0, round=2, name="health", device="cam1", fields=fields)) == text
+
+
 def test_what_became_of_new_bundles_is_told_in_words() -> None:
     stage = {"state": "running", "stage": 1, "stages": 3, "running": 2, "devices": 9, "reasons": []}
     kept = {"phase": "kept", "release": 4, "reason": "accuracy: x"}
