@@ -63,12 +63,11 @@ def _format_share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _format_at_work(counts: Mapping[str, Any] | None, withholds: Sequence[str]) -> str:
-    """Format the accuracy at work, with the number of answers that were labelled later."""
-    if counts is None:
-        return "not told" if "personal" in withholds else "-"
-    n = counts["right"] + counts["wrong"]
-    return f"{counts['right'] / n:.3f} of {n}"
+def _format_shown(shown: Mapping[str, Any] | None, withholds: Sequence[str]) -> str:
+    """Format the accuracy that is shown first, with what it is of."""
+    if shown is None:
+        return "not told" if "loss" in withholds else "-"
+    return f"{shown['share']:.3f} {shown['of']}" + ("" if shown["n"] is None else f" ({shown['n']})")
 
 
 @click.command(cls=Command)
@@ -78,8 +77,9 @@ def _format_at_work(counts: Mapping[str, Any] | None, withholds: Sequence[str]) 
 def devices(home: Path, store: str | None, as_json: bool) -> int:
     """List the devices of a federation: state, bundle, accuracy, outliers, what is wrong, and why it takes no part.
 
-    The column *heard* says when a device was last known to be connected, *serve* whether its `fedge serve` runs. What
-    is wrong with the server comes before.
+    The column *heard* says when a device was last known to be connected, *serve* whether its `fedge serve` runs.
+    *Accuracy* is of the bundle that answers: at work, on answers labelled later, or on its validation samples, with
+    their number; if neither is told, of the model in training. What is wrong with the server comes before.
 
     Examples:
       fedge devices --home shop
@@ -101,8 +101,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
         "release": lambda d: d["release"] or "-",
         "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
         "trained": itemgetter("trained"),
-        "accuracy": lambda d: _format_share(d["accuracy"][-1][1] if d["accuracy"] else None),
-        "at work": lambda d: _format_at_work(d.get("at_work"), d["withholds"]),
+        "accuracy": lambda d: _format_shown(d["shown"], d["withholds"]),
         "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
         "why": lambda d: "; ".join([*d["attention"], *([d["why"]] if d["why"] else [])]),
     }

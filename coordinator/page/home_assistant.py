@@ -82,6 +82,7 @@ ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
     "trouble": {"platform": "sensor", "name": "trouble"},
     "release": {"platform": "sensor", "name": "release"},
     "accuracy": {"platform": "sensor", "name": "accuracy", "unit_of_measurement": "%"},
+    "measured": {"platform": "sensor", "name": "accuracy measured"},
     "temperature": {
         "platform": "sensor",
         "name": "temperature",
@@ -107,6 +108,7 @@ def _collect_server_figures(state: Mapping[str, Any]) -> dict[str, Any]:
         "broker": _format_switch(on=connected) if running else None,
         "attention": "; ".join(texts)[:MAX_TEXT] or "nothing",
         "errors": sum(item["severity"] == "error" for item in items),
+        **_format_accuracy(next(iter(state["shown"]), None)),
     }
 
 
@@ -116,7 +118,7 @@ def _format_switch(*, on: bool) -> str:
 
 def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
     """Collect a device's values by entity; None if unknown yet."""
-    health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
+    health, context, shown = device["health"] or {}, device["context"] or {}, device["shown"]
     figures = {
         "online": None if device["presence"] == UNKNOWN else _format_switch(on=device["presence"] == "online"),
         "trouble": ("; ".join(device["attention"]) or device["why"])[:MAX_TEXT] or "none",
@@ -125,14 +127,19 @@ def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
     if (serving := device.get("serving", "none")) != "none":
         figures["serving"] = None if serving == UNKNOWN else _format_switch(on=serving == "serving")
     by_kind = {
-        "loss": {"accuracy": round(100 * accuracy[-1][1], 1) if accuracy else None},
+        "loss": {} if shown else _format_accuracy(None),
         "load": {"temperature": context.get("temperature_c")},
         "use": {"drift": "ON" if health.get("drift") else "OFF", "failed": health.get("n_failed", 0)} if health else {},
     }
     for kind, values in by_kind.items():
         if kind not in device["withholds"]:
             figures |= values
-    return figures
+    return figures | (_format_accuracy(shown) if shown else {})
+
+
+def _format_accuracy(shown: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Format the accuracy that is shown first, in percent, and what it is of."""
+    return {"accuracy": round(100 * shown["share"], 1), "measured": shown["of"]} if shown else {"accuracy": None}
 
 
 def _make_entity(name: str, key: str) -> dict[str, str]:

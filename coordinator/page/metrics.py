@@ -21,7 +21,11 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("fedge_rounds", "Rounds of training in all.", state["rounds"]),
         ("fedge_done", "1: the run is at its end.", float(state["done"])),
         ("fedge_paused", "1: no further round begins.", float(state["paused"])),
-        ("fedge_validation_accuracy", "Of the last cohort, between 0 and 1.", state["accuracy"]),
+        (
+            "fedge_validation_accuracy",
+            "Of the models in training, on validation samples of the last cohort, between 0 and 1.",
+            state["accuracy"],
+        ),
         ("fedge_coordinator_up", "1: the coordinator gave a sign of life in the last seconds.", float(running)),
         ("fedge_broker_up", "1: the coordinator runs and reaches the broker.", float(running and broker["connected"])),
         ("fedge_coordinator_age_seconds", "Since its last sign of life.", state["coordinator"]["age_s"]),
@@ -44,9 +48,8 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         "gauge", "fedge_runtimes", "Devices by the state of their fedge serve.", ["federation", "state"], rows
     )
     yield from iterate_attention(name, state["attention"])
-    accuracy = [d["accuracy"][-1][1] if d["accuracy"] else None for d in devices]
+    yield from iterate_accuracies(name, state)
     for kind, metric, about, values in (
-        ("gauge", "fedge_device_accuracy", "The last one that it told, between 0 and 1.", accuracy),
         ("gauge", "fedge_device_seen_timestamp_seconds", "When it was last heard.", [d["seen_at"] for d in devices]),
         ("gauge", "fedge_device_release", "The highest of a bundle that it has had.", [d["release"] for d in devices]),
         ("counter", "fedge_device_trainings", "Rounds that it trained in.", [d["trained"] for d in devices]),
@@ -59,6 +62,17 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         yield make_metric(
             "gauge", "fedge_round_orders", "Orders of the last round by outcome.", ["federation", "outcome"], rows
         )
+
+
+def iterate_accuracies(name: list[str], state: Mapping[str, Any]) -> Iterator[Metric]:
+    """Iterate over the accuracies of the fleet and its devices, each with what it is of."""
+    rows = [([*name, figure["of"]], figure["share"]) for figure in state["shown"]]
+    about = "At work, of the bundles that answer, and of the models in training, between 0 and 1."
+    yield make_metric("gauge", "fedge_accuracy", about, ["federation", "of"], rows)
+    shown = [(d["id"], d["shown"]) for d in state["devices"] if d["shown"] is not None]
+    rows = [([*name, i, figure["of"]], figure["share"]) for i, figure in shown]
+    about = "Of the bundle that answers there; of the model in training if that is not told."
+    yield make_metric("gauge", "fedge_device_accuracy", about, ["federation", "device", "of"], rows)
 
 
 def iterate_attention(name: list[str], items: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -10,10 +10,14 @@ import numpy as np
 
 from coordinator.page.differences import flatten
 from coordinator.store.requests import ACTIONS
+from coordinator.watch.accuracy import Measured
 
 TABLES: Final = ("fleet", "devices", "rounds", "history")
 UNSEEN: Final = frozenset(
-    {"labels", "context.type", "context.device_id", "context.at", "context.n_samples", "accuracy"}
+    {
+        *("labels", "context.type", "context.device_id", "context.at", "context.n_samples", "accuracy"),
+        *("of_bundle", "of_bundle.accuracy", "of_bundle.n", "of_bundle.release"),
+    }
 )
 """Fields of devices and rounds that the page leaves out, or shows otherwise."""
 MAX_POINTS: Final = 200
@@ -46,7 +50,10 @@ def _make_device(device: Mapping[str, Any]) -> dict[str, Any]:
         name: round(value, 2) if isinstance(value, float) else value
         for name, value in (device["context"] or {}).items()
     }
-    return _make_row({**device, "context": context}) | {"accuracy": share, "accuracy_round": number}
+    shown = device["shown"] or {}
+    if shown.get("of") == Measured.TRAINING:  # it travels already
+        shown = {}
+    return _make_row({**device, "context": context, "shown": shown}) | {"accuracy": share, "accuracy_round": number}
 
 
 def make_series(devices: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from coordinator.rollout.course import Course, Observer
 from coordinator.rollout.decision import Plan, Progress, make_message
 from coordinator.rollout.folder import Folder
 from coordinator.rollout.settings import CANARIES, IntroductionSettings, parse_stages
+from coordinator.store.registry import describe_accuracy
 from fedge.errors import ConfigError, raise_as
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Signed
@@ -113,6 +114,12 @@ class Introducer:
         if self._course is None:
             return None
         return {"campaign": self._course.plan.release, **self._course.summarise()}
+
+    def list_accuracies(self) -> dict[str, dict[str, object]]:
+        """List by device the accuracy of the bundle that answers there, as far as the last introduction measured it."""
+        fleet = {} if self._course is None else self._course.fleet
+        found = {device: describe_accuracy(seen.health) for device, seen in sorted(fleet.items())}
+        return {device: told for device, told in found.items() if told is not None}
 
     async def run(self) -> None:
         """Announce, decide and take requests, until cancelled.

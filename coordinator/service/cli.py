@@ -25,6 +25,12 @@ from coordinator.service.between import Observer, make_event
 from coordinator.service.service import serve, serve_role
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
+from coordinator.watch.accuracy import (
+    describe_fleet_accuracy,
+    find_accuracy,
+    find_trained,
+    summarise_accuracy,
+)
 from coordinator.watch.attention import Severity, describe_attention
 from coordinator.watch.liveness import show_life
 from coordinator.watch.notifying import notify
@@ -231,7 +237,8 @@ class Progress:
     def _format_round(self, summary: dict[str, Any]) -> str:
         number, rounds = summary["round"], summary["rounds"]
         nobody: dict[str, Any] = {"accuracy": None, "answered": 0, "asked": 0}
-        last = summary["history"][-1] if summary["history"] else nobody
+        history = summary["history"]
+        last = history[-1] if history else nobody
         problems = {i: Problem(**problem) for i, problem in summary["problems"].items()}
         devices = f"answered {last['answered']} of {last['asked']}"
         if last["answered"] < last["asked"] and (why := describe_reasons(select_reasons(problems, number))):
@@ -243,13 +250,16 @@ class Progress:
             why = describe_reasons(explain_no_bundle(summary))
             missing = f", NO BUNDLE on {why}" if why else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
-            return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s" + (
+            accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
+            how = f", accuracy {accuracy[0]}" if accuracy else ""
+            end = "done" if summary["installed"] else "ended"
+            return f"{end}: {bundles}{how}, {traffic}, {summary['wall_s']:.0f} s" + (
                 f"; privacy: {promise}" if promise else ""
             )
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
         return (
-            f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}{describe_time_left(summary)}"
+            f"round {number}/{rounds}  {devices}  accuracy in training {shown}  {traffic}{describe_time_left(summary)}"
         )
 
     def _print_line(self, text: str) -> None:
@@ -329,11 +339,11 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
     history, devices = summary["history"], summary["devices"]
-    accuracy = history[-1]["accuracy"] if history else None
+    accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
     lines = [
         f"federation  {summary['federation']} ({summary['method']}), as it was {format_duration(summary['age_s'])} ago",
         f"rounds      {summary['round']} of {summary['rounds']}, {describe_progress(summary)}",
-        f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
+        *(f"{'' if k else 'accuracy':<12}{text}" for k, text in enumerate(accuracy or ["-"])),
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
@@ -356,10 +366,12 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
         bundle = ", bundle installed" if device in summary["installed"] else ""
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
+        shown = find_accuracy(summary["fleet"].get(device, {}), None)
+        accuracy_text = "" if shown is None else f", accuracy {shown.share:.3f} {shown.of}"
         seen_at = summary["fleet"].get(device, {}).get("seen_at")
         heard = f", heard {format_age(seen_at)}" if seen_at else ""
         presence = f"{was}{devices[device]}" if device in devices else "not seen"
-        lines.append(f"  {device}: {presence}{heard}, trained {trained} times{bundle}")
+        lines.append(f"  {device}: {presence}{heard}, trained {trained} times{bundle}{accuracy_text}")
         if device in summary["clocks"]:
             ahead_s = summary["clocks"][device]
             where = f"{format_duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"

@@ -375,7 +375,8 @@ class Service:
             "introduction": None if self._introducer is None else self._introducer.describe(),
         }
         what = self._settings, self._method, self._state, self._store, self._fleet
-        return write_summary(*what, more=more, ended=ended)
+        introduced = {} if self._introducer is None else self._introducer.list_accuracies()
+        return write_summary(*what, more=more, introduced=introduced, ended=ended)
 
     def _record_event(self, event: str, fields: dict[str, Any]) -> None:
         """Pass an event to the caller and the store, and soon update HOME/summary.json."""

@@ -99,15 +99,20 @@ def write_summary(
     fleet: MqttFleet,
     *,
     more: Mapping[str, Any] = NOTHING,
+    introduced: Mapping[str, Mapping[str, object]] = NOTHING,
     ended: bool = False,
     failed: str = "",
 ) -> dict[str, Any]:
     """Write HOME/summary.json: the method's summary, and the counters of transport and store.
 
-    `more`: further entries. `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get
-    bundles.
+    `more`: further entries. `introduced`: accuracies of bundles in service, as the introduction knows them. `ended`:
+    the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
     """
     counters, wishes = store.get_counters(), read_requests(store)
+    devices = fleet.registry.describe_devices()
+    for i, told in introduced.items():
+        if (device := devices.get(i)) is not None and told["release"] == (device["health"] or {}).get("release"):
+            device["of_bundle"] = told
     summary = {
         "federation": settings.federation,
         "seed": settings.seed,
@@ -123,7 +128,7 @@ def write_summary(
         "expiring": list_expiring(settings),
         "quarantined": msgspec.to_builtins(fleet.quarantined),
         "at": time.time(),
-        "fleet": fleet.registry.describe_devices(),
+        "fleet": devices,
         "waiting": fleet.waiting,
         "paused": wishes.paused and not wishes.steps,
         "retired": wishes.retired,

@@ -403,11 +403,20 @@ def _describe(
         "withholds": list(withholds),
         "serving": "none" if health is None else "serving" if health.serving else "down",
         "health": None if health is None else {name: msgspec.to_builtins(getattr(health, name)) for name in SHOWN},
+        "of_bundle": None if health is None else describe_accuracy(health),
         "drift": health is not None and health.drift,
         "drift_held": health is not None and health.drift and _get_drift_release(health) != health.release,
         "drift_kind": None if health is None or health.drift_kind is None else str(health.drift_kind),
         "at_work": None if health is None or health.at_work is None else msgspec.to_builtins(health.at_work),
     }
+
+
+def describe_accuracy(health: Health) -> dict[str, object] | None:
+    """Describe the accuracy of the bundle that answers on the device's validation samples; None if it is not told."""
+    quality = health.in_service
+    if quality is None or quality.accuracy is None:
+        return None
+    return {"accuracy": quality.accuracy, "n": quality.n, "release": health.release}
 
 
 def _get_drift_release(health: Health) -> int:

@@ -19,6 +19,7 @@ import msgspec
 
 from coordinator.store.records import Event
 from coordinator.store.store import Store
+from coordinator.watch.accuracy import find_accuracy, find_trained, summarise_accuracy
 from coordinator.watch.attention import describe_attention, is_heard, list_attention
 from coordinator.watch.liveness import describe_coordinator, forget_presence, refresh_presence
 from coordinator.watch.words import (
@@ -153,7 +154,8 @@ class Watch:
         return {
             **{name: summary[name] for name in (*KEPT, *(KEPT_IF_THERE & summary.keys()))},
             "coordinator": summary["coordinator"],
-            "accuracy": next((r["accuracy"] for r in reversed(summary["history"]) if r["accuracy"] is not None), None),
+            "accuracy": (trained := find_trained(summary["history"])),
+            "shown": msgspec.to_builtins(summarise_accuracy(summary["fleet"].values(), trained)),
             "text": describe_progress(summary),
             "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
             "devices": [self._describe_device(i, summary, of[i]) for i in ids],
@@ -165,6 +167,7 @@ class Watch:
         why = explain_trouble(i, summary, self._answered.get(i, 0))
         if not why and self._now.get(i) == "not asked":
             why = self._passed.get(i, "")
+        points = list(self._accuracy.get(i, ()))
         return {
             "id": i,
             **known,
@@ -175,7 +178,8 @@ class Watch:
             "quarantine": summary["quarantined"].get(i),
             "retired": i in summary["retired"],
             "clusters": clusters,
-            "accuracy": list(self._accuracy.get(i, ())),
+            "accuracy": points,
+            "shown": msgspec.to_builtins(find_accuracy(known, points[-1][1] if points else None)),
             "now": self._now.get(i, ""),
             "why": why,
             "attention": [item["text"] for item in summary["attention"] if item["device"] == i],

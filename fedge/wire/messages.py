@@ -401,6 +401,13 @@ class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, o
     at_work: AtWork | None = None  # accuracy at work; only if the owner allows it
     serving: bool = True  # False: the runtime has ended; in its last will or its goodbye, whose other fields are older
 
+    @property
+    def in_service(self) -> Quality | None:
+        """Quality of the bundle that answers: of the two compared the earlier one, if it was kept or has come back."""
+        if self.phase in {Phase.KEPT, Phase.REFUSED, Phase.ROLLED_BACK}:
+            return self.before
+        return None if self.bundle_digest is None else self.now  # the one that was measured is no longer in service
+
 
 Message = Status | Context | Order | Report | Ack | Beacon | Claim | Want | Rollout | Announcement | Health
 

@@ -97,7 +97,7 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         "at": NOW,
         "fleet": {i: device(100 + k) for k, i in enumerate(ids)}
         | {
-            ids[0]: device(health=HEALTH),
+            ids[0]: device(health=HEALTH, of_bundle={"accuracy": 0.93, "n": 40, "release": 1}),
             ids[1]: device(
                 0, context={"type": "context", "device_id": "d"}, withholds=["count", "load", "loss", "use"]
             ),

@@ -74,12 +74,10 @@ export function forget() {
 
 export const withholds = (d, kind) => Boolean(d?.withholds?.includes(kind));
 
-/** The accuracy of the bundle that answers, before that of what is in training: [share, where it was measured]. */
+/** The accuracy of the bundle that answers, before that of what is in training: [share, of what it is, on how many]. */
 export function findAccuracy(d) {
-  const work = getWork(d);
-  if (work.n) return [work.recent ?? work.right / work.n, "at work"];
-  if (d["health.now.accuracy"] != null) return [d["health.now.accuracy"], "of its bundle"];
-  return d.accuracy == null ? [null, ""] : [d.accuracy, "in training"];
+  if (d["shown.of"]) return [d["shown.share"], d["shown.of"], d["shown.n"] ?? null];
+  return d.accuracy == null ? [null, "", null] : [d.accuracy, "in training", null];
 }
 
 export function getWork(d) {

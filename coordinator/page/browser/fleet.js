@@ -131,19 +131,23 @@ function many(key, members) {
 
 // -------------------------------------------------------------------------------------------------------- overview
 
+/** An accuracy of the fleet, and of what it is. The one that is shown first is the bundles' that answer. */
+const accuracyTile = ({ of, share, n, devices }) =>
+  of === "at work"
+    ? ["accuracy at work", percent(share), `${number(n)} answers labelled later`]
+    : of === "in training"
+      ? ["in training", percent(share), "last cohort"]
+      : ["accuracy of bundles", percent(share), `validation, on ${count(devices, "device")}`];
+
 function overview() {
   const { fleet, devices } = data;
   const online = devices.filter((d) => d.presence === "online").length;
   const isKnown = !devices.length || devices.some((d) => d.presence !== "unknown");
-  const work = devices.map(getWork).filter((each) => each.n);
-  const right = work.reduce((n, each) => n + each.right, 0),
-    answered = work.reduce((n, each) => n + each.n, 0);
   return tiles([
     ["devices online", isKnown ? `${number(online)} of ${number(devices.length)}` : "unknown"],
     fleet.campaign && ["campaign", number(fleet.campaign.number), fleet.campaign.state],
     ["round", `${number(fleet.round)} of ${number(fleet.rounds)}`, fleet.paused ? "paused" : ""],
-    answered > 0 && ["accuracy at work", percent(right / answered), `of ${number(answered)} labelled`],
-    ["in training", percent(fleet.accuracy), "last cohort"],
+    ...(fleet.shown?.length ? fleet.shown.map(accuracyTile) : [["accuracy", "–"]]),
     ["with a bundle", number(devices.filter((d) => d.bundle || d.release).length)],
     ["samples", number(devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
     ["from devices", bytes(fleet.bytes_up), `to them ${bytes(fleet.bytes_down)}`],

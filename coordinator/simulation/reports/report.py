@@ -36,6 +36,7 @@ from coordinator.simulation.reports.words import (
     is_tested_globally,
 )
 from coordinator.simulation.settings import Scenario
+from coordinator.watch.accuracy import find_trained, summarise_accuracy
 from fedge.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -276,9 +277,10 @@ def make_federation_report(summary: dict[str, Any]) -> Report:
         for device in ids
     ] or [dict.fromkeys(("device", "presence"), "")]
     plot = plots.draw_validation({summary["method"]: curve})
+    shown_first = summarise_accuracy(summary["fleet"].values(), find_trained(summary["history"]))
     figures = [
         (f"{summary['round']} of {summary['rounds']}", "rounds"),
-        (f"{100 * list(curve.values())[-1]:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
+        *([(f"{100 * each.share:.1f} %", f"accuracy {each.of}") for each in shown_first] or [(NOTHING, "accuracy")]),
         (f"{len(summary['installed'])} of {len(ids)}", "devices have a bundle"),
         (f"{format_megabytes(summary['bytes_up'])} ↑", f"{format_megabytes(summary['bytes_down'])} ↓"),
     ]

@@ -33,14 +33,20 @@ def test_a_device_has_an_entity_for_all_that_its_owner_tells(tmp_path: Path) -> 
     found = told(tmp_path)
     config = found["homeassistant/device/fedge_shop_cam4/config"]
     entities = {name.removeprefix("fedge_shop_cam4_"): entity for name, entity in config["components"].items()}
-    assert [*entities] == ["online", "trouble", "release", "accuracy", "temperature", "drift", "failed"]
+    assert [*entities] == [*("online", "trouble", "release", "temperature", "drift", "failed", "accuracy", "measured")]
     assert all({"platform", "unique_id", "value_template"} <= entity.keys() for entity in entities.values())
     assert {"device", "origin"} < config.keys()
     assert found[config["state_topic"]] == {
         "online": "ON", "trouble": "its inputs are unlike those that its bundle learned",
-        "release": 1, "accuracy": 66.0, "temperature": 51.0, "drift": "ON",
+        "release": 1, "accuracy": 66.0, "measured": "in training", "temperature": 51.0, "drift": "ON",
         "failed": 3,
     }  # fmt: skip
+    first = found["fedge-home/shop/devices/cam1"]
+    assert (first["accuracy"], first["measured"]) == (93.0, "of its bundle")
+    assert (found["fedge-home/shop/server"]["accuracy"], found["fedge-home/shop/server"]["measured"]) == (
+        93.0,
+        "of its bundle",
+    )
     assert [*found["fedge-home/shop/devices/cam2"]] == ["online", "trouble", "release"]
     assert found["fedge-home/shop/devices/cam3"]["online"] == "OFF"
 

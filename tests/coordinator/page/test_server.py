@@ -414,6 +414,9 @@ async def test_figures_for_prometheus(http: ClientSession) -> None:
     assert 'fedge_round{federation="shop"} 3.0' in lines
     assert 'fedge_devices{federation="shop",state="offline"} 1.0' in lines
     assert 'fedge_round_orders{federation="shop",outcome="late"} 1.0' in lines
+    assert 'fedge_accuracy{federation="shop",of="of its bundle"} 0.93' in lines
+    assert 'fedge_device_accuracy{device="cam1",federation="shop",of="of its bundle"} 0.93' in lines
+    assert 'fedge_device_accuracy{device="cam3",federation="shop",of="in training"} 0.64' in lines
     assert lines[-1] == "# EOF"
 
 

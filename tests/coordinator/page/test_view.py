@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from coordinator.page.view import MAX_POINTS, compute_band, make_series, make_tables
 from coordinator.watch.state import Watch
 from tests.support.shop import make_shop
@@ -15,6 +17,12 @@ def test_the_rows_of_a_thousand_devices_hold_only_what_a_refresh_needs(tmp_path:
     store.close()
     row = tables["devices"]["cam1"]
     assert (row["id"], row["accuracy"], row["health.now.n"], row["context.load"]) == ("cam1", 0.6, 40, 0.5)
+    assert (row["shown.share"], row["shown.of"], row["shown.n"]) == (0.93, "of its bundle", 40)
+    assert not [name for name in row if name.startswith("of_bundle")]
+    assert "shown.of" not in tables["devices"]["cam3"]  # of a device in training the figure travels once
+    assert [(each["of"], each["share"]) for each in tables["fleet"][""]["shown"]] == [
+        ("of its bundle", 0.93), ("in training", pytest.approx(0.6)),
+    ]  # fmt: skip
     assert not {"context.at", "context.type", "context.device_id", "health", "context"} & row.keys()
     assert tables["fleet"][""]["federation"] == "shop"
     assert "pause" in tables["fleet"][""]["actions"]

@@ -11,7 +11,7 @@ from coordinator.rollout.introduction import Introducer, make_plan
 from coordinator.rollout.settings import IntroductionSettings
 from fedge.errors import ConfigError
 from fedge.wire.connection.broker import BrokerSettings, Inbound
-from fedge.wire.messages import Health, Phase, Rollout, RolloutState, decode_message, encode_message
+from fedge.wire.messages import Health, Phase, Quality, Rollout, RolloutState, decode_message, encode_message
 from fedge.wire.topics import Topics
 from tests.support.broker import local_broker, settings, transport
 from tests.support.waiting import until
@@ -62,6 +62,20 @@ async def test_only_devices_with_a_bundle_of_the_campaign_count(tmp_path):
     assert one.describe()["devices"] == 3
     await hear(one, "cam3", Phase.KEPT, rollout=one._course.plan.id, reason="accuracy: x")
     assert one.describe()["kept"] == 1
+
+
+async def test_it_tells_the_accuracy_of_the_bundle_that_answers_as_far_as_the_owner_lets_it_out(tmp_path):
+    one = introducer(tmp_path)
+    assert one.list_accuracies() == {}
+    one.introduce(1, ["cam1", "cam2", "cam3"])
+    both = {"before": Quality(n=8, accuracy=0.5), "now": Quality(n=8, accuracy=0.75)}
+    await hear(one, "cam1", Phase.SERVING, bundle_digest="1" * 64, **both)
+    await hear(one, "cam2", Phase.KEPT, **both)
+    await hear(one, "cam3", Phase.SERVING, bundle_digest="1" * 64)
+    assert one.list_accuracies() == {
+        "cam1": {"accuracy": 0.75, "n": 8, "release": 2},
+        "cam2": {"accuracy": 0.5, "n": 8, "release": 2},
+    }
 
 
 def test_it_goes_on_after_a_restart_and_is_not_begun_twice(tmp_path):

@@ -96,6 +96,18 @@ def test_status_tells_rounds_devices_traffic_and_refusals(home: Path) -> None:
     assert "  cam2: not seen, trained 0 times\n    round 1: declined: hot" in said.output
 
 
+def test_status_shows_the_accuracy_of_the_bundles_that_answer_before_that_of_training(home: Path) -> None:
+    found = json.loads((home / "summary.json").read_bytes())
+    cam = {"presence": "online", "seen_at": None, "at_work": {"right": 30, "wrong": 10, "recent": 0.75}}
+    (home / "summary.json").write_text(json.dumps(found | {"fleet": {"cam1": cam}, "devices": {"cam1": "online"}}))
+    said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False).output
+    assert (
+        "accuracy    0.750 (at work, 40 answers labelled later on 1 device)\n"
+        "            0.875 (of the models in training, validation samples of the last cohort)\n"
+    ) in said
+    assert "trained 1 times, accuracy 0.750 at work" in said
+
+
 def test_status_after_the_end_says_that_devices_were_online_and_names_the_end(home: Path) -> None:
     file = home / "summary.json"
     found = json.loads(file.read_bytes()) | {"devices": {"cam1": "online"}}
@@ -270,11 +282,12 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     assert out == ""
     assert "waiting until 3 devices are there" in said
     assert (
-        "round 2/4  answered 2 of 3 (c: failed: its own code failed; its log says more)  validation accuracy 0.750  "
+        "round 2/4  answered 2 of 3 (c: failed: its own code failed; its log says more)  accuracy in training 0.750  "
         "1.50 MB up, 0.50 MB down\n"
     ) in said
     why = "round 3: declined: its disk has no room for the models; its log says more"
     assert f"done: 1 bundles installed, NO BUNDLE on b, c: {why}" in said
+    assert f"{why}, accuracy 0.750 (of the models in training, validation samples of the last cohort), 1.50 MB" in said
     assert f"ended: 0 bundles installed, NO BUNDLE on b: {why}" in said
     assert ("\r" in said) == live  # redrawn in place
     assert live or said.count("\n") == 5

@@ -20,6 +20,7 @@ from fedge.wire.messages import (
     Health,
     Phase,
     Presence,
+    Quality,
     SiteDevice,
     Status,
 )
@@ -262,6 +263,24 @@ def test_how_many_samples_came_is_known_of_each_device() -> None:
     registry.handle_status("a", status(data_version=7, n_arrived=3))
     told = registry.describe_devices()["a"]
     assert (told["data_version"], told["n_arrived"]) == (7, 3)
+
+
+def test_the_accuracy_of_a_bundle_is_that_of_the_one_in_service() -> None:
+    registry = here("a")
+    before, now = Quality(n=40, accuracy=0.75), Quality(n=40, accuracy=0.5)
+    found = []
+    for phase, digest in (
+        (Phase.SERVING, "1" * 64),
+        (Phase.REFUSED, None),
+        (Phase.ROLLED_BACK, None),
+        (Phase.KEPT, None),
+        (Phase.SERVING, None),  # another one answers than was measured
+    ):
+        told = Health(device_id="a", at=1.0, phase=phase, release=2, bundle_digest=digest, before=before, now=now)
+        registry.handle_health("a", told)
+        shown: Any = registry.describe_devices()["a"]["of_bundle"]
+        found.append(shown and (shown["accuracy"], shown["n"], shown["release"]))
+    assert found == [(0.5, 40, 2), (0.75, 40, 2), (0.75, 40, 2), (0.75, 40, 2), None]
 
 
 def test_a_runtime_that_has_gone_stands_where_it_stood() -> None:

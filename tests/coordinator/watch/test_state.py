@@ -208,9 +208,15 @@ def test_status_says_why_something_was_refused_and_how_old_all_that_is(tmp_path:
     lines = CliRunner().invoke(cli.status, ["--home", str(tmp_path)]).output.splitlines()
     assert lines[0] == "attention   warning   cam4: its inputs are unlike those that its bundle learned"
     assert lines[2].startswith("federation  shop (fedge), as it was ")
-    assert lines[7].startswith("refused     forged, 2 times; the last: cam12: <img src=x")
-    assert lines[8] == "refused     replayed, 7 times"
-    assert next(line for line in lines if line.startswith("  cam1: online, heard ")).endswith("ago, trained 3 times")
+    assert lines[4:6] == [
+        "accuracy    0.930 (of the bundles that answer, 40 validation samples on 1 device)",
+        "            0.600 (of the models in training, validation samples of the last cohort)",
+    ]
+    assert lines[8].startswith("refused     forged, 2 times; the last: cam12: <img src=x")
+    assert lines[9] == "refused     replayed, 7 times"
+    assert next(line for line in lines if line.startswith("  cam2: online, heard ")).endswith("ago, trained 3 times")
+    cam1 = next(line for line in lines if line.startswith("  cam1: online, heard "))
+    assert cam1.endswith("ago, trained 3 times, accuracy 0.930 of its bundle")
 
 
 def test_no_more_events_are_kept_than_there_is_room_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
