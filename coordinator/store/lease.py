@@ -16,15 +16,16 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from coordinator.store.store import LEASE, Store
-from fedge.errors import ConfigError, StoreError
-from fedge.system.text import format_time
+from coordinator.store.store import LEASE, Store, explain_unreadable
+from fedge.errors import MALFORMED, ConfigError, StoreError
+from fedge.system.text import escape_controls, format_time
+from fedge.wire.messages import MAX_AT
 
 RENEW_S: Final = 4.0
 """Pause between two renewals."""
@@ -40,7 +41,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     incarnation: str
     machine: str
     where: str
-    since: float
+    since: Annotated[float, Meta(ge=0, le=MAX_AT)]
     renewed: int = 0
 
 
@@ -56,6 +57,7 @@ def take_lease(store: Store, own: Lease) -> None:
 
     Raises:
         ConfigError: another coordinator works on the store.
+        StoreError: the lease in the store cannot be read.
     """
     until = time.monotonic() + LAPSED_S
     first = _read_lease(store)
@@ -73,6 +75,7 @@ def renew_lease(store: Store, own: Lease) -> Lease:
 
     Raises:
         ConfigError: another coordinator has taken it, or the store was replaced by another.
+        StoreError: the lease in the store cannot be read any more.
     """
     later = replace(own, renewed=own.renewed + 1)
     found = store.change_value(LEASE, lambda kept: _encode(later) if _is_of(kept, own) else kept or "")
@@ -91,11 +94,14 @@ def release_lease(store: Store, own: Lease) -> None:
 
 def _read_lease(store: Store) -> Lease | None:
     kept = store.find_value(LEASE)
-    return msgspec.json.decode(kept, type=Lease) if kept else None
+    with explain_unreadable(store):
+        return msgspec.json.decode(kept, type=Lease) if kept else None
 
 
 def _is_of(kept: str | None, own: Lease) -> bool:
-    return bool(kept) and msgspec.json.decode(kept or "", type=Lease).incarnation == own.incarnation
+    with contextlib.suppress(*MALFORMED):
+        return bool(kept) and msgspec.json.decode(kept or "", type=Lease).incarnation == own.incarnation
+    return False
 
 
 def _encode(lease: Lease) -> str:
@@ -103,4 +109,4 @@ def _encode(lease: Lease) -> str:
 
 
 def _describe(lease: Lease) -> str:
-    return f"another coordinator ({lease.where}, which began at {format_time(lease.since)})"
+    return f"another coordinator ({escape_controls(lease.where)}, which began at {format_time(lease.since)})"

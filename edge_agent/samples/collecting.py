@@ -22,6 +22,7 @@ from fedge.data.preprocessing import preprocess
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.system.files import compute_digest, get_version, require_there
+from fedge.system.text import escape_controls, is_text
 
 BATCH: Final = 500
 """Files between two notes of what was taken."""
@@ -39,10 +40,13 @@ def collect_samples(store: SampleStore, source: Path) -> Collected:
     """Take what is new in a folder of images, or in a file of rows.
 
     Raises:
-        ConfigError: there is no such source, the store does not know the task, or a mark cannot be read.
+        ConfigError: there is no such source, its path is not UTF-8, the store does not know the task, or a mark cannot
+            be read.
         StoreError: the store cannot be written.
     """
     require_there(source, "folder or file of samples")
+    if not is_text(at := str(source.absolute())):
+        raise ConfigError(f"the path {escape_controls(at)} is not UTF-8: rename it")
     task, found = store.require_task(), Collected()
     if source.is_dir():
         _collect_images(store, task, source, found)
@@ -55,8 +59,9 @@ def collect_samples(store: SampleStore, source: Path) -> Collected:
 
 
 def _collect_images(store: SampleStore, task: TaskSpec, folder: Path, found: Collected) -> None:
-    names, marked = list_images(folder)
-    at = str(folder.absolute())
+    images, marked = list_images(folder)
+    names, at = [name for name in images if is_text(name)], str(folder.absolute())
+    found.problems |= {escape_controls(name): "its name is not UTF-8" for name in images if not is_text(name)}
     known = _read_taken(store.database, at)
     versions = {name: repr(get_version(folder / name)) for name in names}
     new = iter([name for name in names if known.get(f"{at}/{name}") != versions[name]])

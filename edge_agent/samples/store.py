@@ -36,7 +36,7 @@ from edge_agent.samples.places import choose_place, compute_digests, compute_ran
 from edge_agent.samples.rules import read_rules, require_classes
 from fedge.data.preprocessing import choose_input_precision, preprocess, reshape_samples
 from fedge.data.task import TRAIN, TaskSpec
-from fedge.errors import ConfigError
+from fedge.errors import MALFORMED, ConfigError, DamagedError, raise_as
 
 MAX_REMEMBERED_BYTES: Final = 32 << 20
 """Most bytes of recent requests whose labels may still come."""
@@ -115,7 +115,8 @@ class SampleStore:
         """Return the task with which samples are read, and note one that has more classes than the noted one."""
         with self.database.write() as db:
             noted = get_fact(db, "task", "")
-            before = msgspec.json.decode(str(noted), type=TaskSpec) if noted else None
+            with raise_as(DamagedError, f"{self.database.file} is damaged, move it away to begin anew", on=MALFORMED):
+                before = msgspec.json.decode(str(noted), type=TaskSpec) if noted else None
             if task is None:
                 return before
             is_empty = not db.execute("SELECT 1 FROM samples LIMIT 1").fetchall()

@@ -26,17 +26,27 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from msgspec.structs import replace
 
 from coordinator.rollout.folder import Folder
+from coordinator.store import lease
+from coordinator.store.store import LEASE, Store
 from deploy.serving import protocol
+from deploy.serving.endpoints import ServedModel
+from deploy.serving.feedback import Feedback
 from deploy.serving.server import Server
 from deploy.updates import link
+from deploy.updates.answering import ActiveBundle
+from deploy.updates.drift import Alarm
+from deploy.updates.examination import Limits
+from deploy.updates.introduction import Introduction
 from deploy.updates.slots import Slots, read_state
 from deploy.updates.trust import Trust, install_root
 from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.settings import AgentSettings
 from edge_agent.learning import profile
 from edge_agent.privacy.dp_ledger import Ledger
+from edge_agent.samples import SampleStore, rules
+from edge_agent.samples.database import save_fact
 from edge_agent.steps.descriptions import describe_labels
-from fedge.bundle import graph_reader
+from fedge.bundle import campaign, graph_reader
 from fedge.bundle import manifest as bundle
 from fedge.data.images import read_sensitive_flags, read_split_numbers
 from fedge.data.task import Preprocessing, TaskSpec
@@ -65,13 +75,14 @@ from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo, from_bytes, to_bytes
 from fedge.wire import messages
 from fedge.wire.connection.broker import BrokerSettings
-from fedge.wire.messages import Announcement, BlobRef, Order, Outcome, Report, Rollout, RolloutState
+from fedge.wire.messages import Announcement, BlobRef, Health, Order, Outcome, Report, Rollout, RolloutState
 from fedge.wire.streams import open_connection
 from fedge.wire.transfer.partial_blob import PartialBlob
 from fedge.wire.transfer.receiving import Receiving
 from fedge.wire.transfer.sending import Sending
+from tests.deploy.bundles import GOLDEN, source
 from tests.deploy.repository import Simulator
-from tests.deploy.served import served
+from tests.deploy.served import body, golden, served
 from tests.support.identities import Authority
 
 KINDS: Final = get_args(messages.Message)
@@ -105,6 +116,7 @@ def folder() -> Path:
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+_open_now = contextlib.ExitStack()  # as long as the process
 
 
 def written(name: str, data: bytes) -> Path:
@@ -401,7 +413,8 @@ def state(data: bytes) -> None:
     """Files that a device or a coordinator wrote itself, on a disk that has changed them."""
     home = folder() / "state"
     outbox = ("outbox/acked", "outbox/orders/o")
-    for name in ("slots.json", "outcome.json", "noise.json", "rollout/state.json", PRIVACY_LEDGER, *outbox):
+    of_device = ("slots.json", "outcome.json", "drift.json", "introduced.json", "noise.json", "bundles/2/campaign.json")
+    for name in (*of_device, "rollout/state.json", PRIVACY_LEDGER, *outbox):
         written(f"state/{name}", data)
     written("state/outbox/version", b"2")
     written("state/outbox/reports/o", data)
@@ -410,6 +423,8 @@ def state(data: bytes) -> None:
         lambda: Slots(home),
         lambda: find_highest_release(home),
         lambda: link._read_json(home / "outcome.json", link.Outcome),
+        lambda: link._read_json(home / link.DRIFT, Alarm),
+        lambda: Introduction(home, "cam1", waits=True).list_held(1),
         lambda: Folder(home).read(),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(profile.Noise).decode),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.StoredAnswer).decode),
@@ -418,9 +433,31 @@ def state(data: bytes) -> None:
     )
 
 
+def lasting(data: bytes) -> None:
+    """Texts in the tables of a coordinator and of a device's samples, on a disk that has changed them."""
+    text, (tables, samples) = data.decode(errors="replace"), _tables()
+    tables.put_value(LEASE, text)
+    with samples.database.write() as db:
+        save_fact(db, "task", text)
+    all_of(
+        lambda: lease.renew_lease(tables, lease.make_lease(folder())),
+        lambda: lease.take_lease(tables, lease.Lease(incarnation="i", machine="m", where="w", since=0.0)),
+        lambda: samples._settle_task(None),
+    )
+
+
+@cache
+def _tables() -> tuple[Store, SampleStore]:
+    lease.LAPSED_S = lease.LOOK_S = 0.0  # type: ignore[misc]
+    opened = Store(folder() / "coordinator"), SampleStore(folder() / "kept")
+    for each in opened:
+        _open_now.callback(each.close)
+    return opened
+
+
 def owner(data: bytes) -> None:
-    """Files that a person brings: a task, a split, marks of sensitive images, what may leave."""
-    for name in ("task.json", "split.json", "sensitive.txt", FILE):
+    """Files that a person brings: a task, a split, marks of images, what may leave, which samples are kept."""
+    for name in ("task.json", "split.json", "sensitive.txt", FILE, rules.FILE):
         written(f"owner/{name}", data)
     home = folder() / "owner"
     all_of(
@@ -428,7 +465,31 @@ def owner(data: bytes) -> None:
         lambda: read_split_numbers(home, IMAGES),
         lambda: read_sensitive_flags(home, IMAGES),
         lambda: read_rules(home, None, None),
+        lambda: _read_samples_rules(home),
     )
+
+
+def _read_samples_rules(home: Path) -> None:
+    found = rules.read_rules(home)
+    rules.require_classes(found, GREY.classes)
+    assert found.max_bytes >= 0
+    if found.predicate is None:  # a name in the file is looked up, never called
+        found.is_sensitive(np.zeros(1), "a", "folder:porch/1.png")
+
+
+def introduction(data: bytes) -> None:
+    """What a coordinator announces, after what the device kept of an announcement before; then what the device says."""
+    number, payload = chosen(data, 3)
+    home, mark = folder() / "introduced", campaign.make_campaign_files(1)[campaign.FILE]
+    written("introduced/introduced.json", payload if number == 0 else b"{}")
+    written("introduced/bundles/2/campaign.json", payload if number == 1 else mark)
+    found = Introduction(home, "cam1", waits=True)
+    if number == 2:
+        found.announced = messages.decode_message(payload, Rollout)
+    assert found.list_held(1) <= {home / "bundles" / "2"}
+    found.adopt_running(2, "0" * 64)
+    health = found.make_health(1, "0" * 64, "worse", on_trial=False, at=0.0)
+    assert messages.decode_message(messages.encode_message(health), Health) == health
 
 
 # ---------------------------------------------------------------------------------------------------------- server
@@ -444,6 +505,36 @@ def request(data: bytes) -> None:
             assert len(protocol.load_images(GREY, found.x)) == len(found.x)
     else:
         assert np.isfinite(found.x).all()
+
+
+def feedback(data: bytes) -> None:
+    """Labels over HTTP or MQTT, of samples or of a request before: the length of their JSON object, and themselves."""
+    length, payload = int.from_bytes(data[:2], "little"), data[2:]
+    loop, model = _learning()
+    answer = loop.run_until_complete(model.learn(payload, length or None))
+    assert 0 <= msgspec.json.decode(answer.body)["stored"] <= msgspec.json.decode(answer.body)["labels"]
+
+
+@cache
+def _learning() -> tuple[asyncio.AbstractEventLoop, ServedModel]:
+    """A device that remembers the request `known`."""
+    loop, home = asyncio.new_event_loop(), folder() / "learning"
+    slots = Slots(home)
+    slots.stage(*source(GOLDEN))
+    slots.switch()
+    slots.confirm()
+
+    async def start() -> ServedModel:
+        answering = ActiveBundle(Slots(home), Limits(probation_predictions=10**9))
+        stack = contextlib.AsyncExitStack()
+        store = stack.enter_context(SampleStore(home, answering.runtime.task))
+        model: ServedModel = await stack.enter_async_context(served(answering))
+        model.feedback = Feedback(answering, store)
+        await model.infer(body(golden()["x"][:1], id="known"))
+        _open.append(stack)
+        return model
+
+    return loop, loop.run_until_complete(start())
 
 
 def http(data: bytes) -> None:
@@ -488,7 +579,7 @@ _open: list[contextlib.AsyncExitStack] = []
 
 ALL: Final = (
     *(message, step, safetensors, blob, difference, cohort, agreement, transfer, record),
-    *(npz, config, manifest, graph, metadata, credentials, sealed, state, owner),
-    *(request, http),
+    *(npz, config, manifest, graph, metadata, credentials, sealed, state, lasting, owner),
+    *(introduction, request, feedback, http),
 )
 DECODERS: Final[Mapping[str, Callable[[bytes], None]]] = {function.__name__: function for function in ALL}

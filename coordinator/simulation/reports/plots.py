@@ -1,6 +1,7 @@
 """The plots of all reports, as SVG inside a page, in the page's light and dark colours.
 
-Matplotlib draws with placeholder colours, which are then replaced by CSS variables of the page.
+Matplotlib draws with placeholder colours, which are then replaced by CSS variables of the page. It is imported
+where something is drawn, since most runs draw nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
     from coordinator.simulation.reports.comparison import Demonstration
     from coordinator.simulation.reports.outcome import Point, RunOutcome
+
+if find_spec("matplotlib") is None:  # said before a run, not when its report is drawn
+    raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 WIDTH_INCHES = 5.4  # 390 points: text keeps its size on a phone
 N_COLOURS = 8
@@ -85,6 +87,8 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
 
 def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
     """Draw means over the seeds, point by point, with a shade from the lowest seed to the highest."""
+    from matplotlib.ticker import MaxNLocator
+
     methods = tuple(dict.fromkeys(run.method for run in runs))
     for number, method in enumerate(methods):
         curves = select_common_points([run.curve for run in runs if run.method == method])
@@ -112,6 +116,8 @@ def select_common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]
 
 def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
     """Draw validation accuracy over the rounds; a method without one still takes up its colour."""
+    from matplotlib.ticker import MaxNLocator
+
     with open_figure(2.9) as (axes, svg):
         for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
             if curve:
@@ -177,6 +183,8 @@ def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
 
 def set_percent_ticks(axis: Axis, what: str, floor: float) -> None:
     """Set ticks at round percents, with no more digits than they need; the axis' label gives the axis' start."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
     axis.set_label_text(f"{what}, from {floor:.0%}" if floor else what)
@@ -195,8 +203,12 @@ def compute_floor(values: Sequence[float]) -> float:
 @contextmanager
 def open_figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
     """Open an empty plot; its SVG is in the list when the block ends."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     svg: list[str] = []
-    with mpl.rc_context(STYLE):
+    with rc_context(STYLE):
         drawing = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
         FigureCanvasSVG(drawing)
         yield drawing.add_subplot(), svg

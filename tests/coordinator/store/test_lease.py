@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from coordinator.store import lease
 from coordinator.store.lease import make_lease, release_lease, renew_lease, take_lease
 from coordinator.store.store import LEASE, Store
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 
 
 @pytest.fixture
@@ -76,4 +76,16 @@ def test_who_lost_the_store_ends_and_says_to_whom(store: Store, tmp_path: Path) 
         renew_lease(store, own)
     kept = store.find_value(LEASE)
     release_lease(store, own)  # not ours any more
+    assert store.find_value(LEASE) == kept
+
+
+@pytest.mark.parametrize("kept", ["{", '{"incarnation":"i","machine":"m","where":"w","since":1e300}'])
+def test_a_lease_that_cannot_be_read_is_refused_in_words(store: Store, tmp_path: Path, kept: str) -> None:
+    own = make_lease(tmp_path)
+    store.put_value(LEASE, kept)
+    with pytest.raises(StoreError, match="cannot be read; restore another backup"):
+        take_lease(store, own)
+    with pytest.raises(StoreError, match="cannot be read; restore another backup"):
+        renew_lease(store, own)
+    release_lease(store, own)
     assert store.find_value(LEASE) == kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,18 @@ def test_a_picture_that_cannot_be_read_waits_for_its_rest(tmp_path: Path) -> Non
         assert "cow is no class of the task (cat, dog)" in found.problems["cow/2.png"]
         (folder / "cat" / "1.png").write_bytes(whole)
         assert collect_samples(store, folder).n_added == 1
+
+
+def test_a_picture_whose_name_is_not_utf_8_is_a_problem_and_the_others_come(tmp_path: Path) -> None:
+    picture(tmp_path / "camera/cat/1.png", 10)
+    picture(tmp_path / "camera/cat" / os.fsdecode(b"\xff.png"), 20)
+    foreign = tmp_path / os.fsdecode(b"\xfe")
+    foreign.mkdir()
+    with SampleStore(tmp_path, PICTURES) as store:
+        found = collect_samples(store, tmp_path / "camera")
+        assert (found.n_added, found.problems) == (1, {"cat/\\udcff.png": "its name is not UTF-8"})
+        with pytest.raises(ConfigError, match=r"\\udcfe is not UTF-8: rename it"):
+            collect_samples(store, foreign)
 
 
 def test_pictures_in_no_classs_folder_have_no_label(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_agent.samples import Answered, Labelled, SampleStore, store
+from edge_agent.samples.database import save_fact
 from edge_agent.samples.places import choose_place, compute_digests, compute_rank
 from fedge.data.preprocessing import preprocess
 from fedge.data.task import TRAIN, Preprocessing, TaskSpec
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, DamagedError
 
 TASK = TaskSpec(
     name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp", preprocessing=Preprocessing(mean=3.0, std=2.0)
@@ -160,6 +161,13 @@ def test_the_task_is_noted_and_another_one_is_named(tmp_path: Path) -> None:
         SampleStore(tmp_path, other)
     with pytest.raises(ConfigError, match=r"holds samples of shape \(2,\), and the task has \(1, 4, 4\)"):
         SampleStore(tmp_path, GREY)
+
+
+def test_a_task_that_cannot_be_read_is_damage_of_the_file(tmp_path: Path) -> None:
+    with SampleStore(tmp_path, TASK) as samples, samples.database.write() as db:
+        save_fact(db, "task", "{")
+    with pytest.raises(DamagedError, match=r"samples\.db is damaged, move it away to begin anew"):
+        SampleStore(tmp_path, TASK)
 
 
 # ----------------------------------------------------------------------------------------------------------- bounds

@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -99,3 +101,9 @@ def test_no_two_groups_have_one_colour_even_if_one_cluster_holds_all() -> None:
     numbers = plots.choose_group_colours({"a": 0, "b": 1, "c": 2}, {"a": 1, "b": 1})
     assert numbers[0] == 1
     assert len(set(numbers.values())) == 3
+
+
+def test_matplotlib_is_imported_only_to_draw() -> None:
+    script = "import sys, coordinator.simulation.reports.report; print('matplotlib' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
