@@ -8,6 +8,7 @@ A certificate of the authority alone does not admit anybody: the name must be li
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from pathlib import Path
 from typing import Final
@@ -123,6 +124,11 @@ class WatchedMembers:
     def admits(self, name: str, role: Role) -> bool:
         """Return whether this name may speak in this role."""
         return self._members.admits(name, role)
+
+    def list_ends(self) -> dict[str, float]:
+        """List when each member's last certificate ends, in seconds since the epoch."""
+        members = self._members.members.items()
+        return {name: dt.datetime.fromisoformat(member.not_after).timestamp() for name, member in members}
 
     def update_authority(self, authority: Authority) -> bool:
         """Read what has changed since the last look, and pass it to the authority; return whether anything changed."""

@@ -17,6 +17,7 @@ import msgspec
 
 from coordinator.rollout.course import explain_misfit
 from coordinator.rollout.folder import Folder, Record, Request
+from coordinator.watch.expiring import write_repositories
 from export.signing import Repository
 from fedge.errors import ConfigError
 from fedge.system.child import make_command
@@ -46,6 +47,7 @@ class Overview:
 
     Raises:
         ConfigError: a folder is not a repository, or two have the same name.
+        StoreError: the coordinator's home cannot be written.
     """
 
     def __init__(self, repos: Sequence[Path], config: Path | None, home: Path | None = None) -> None:
@@ -55,6 +57,8 @@ class Overview:
             raise ConfigError("rollouts: two repositories have one name; rename one of the folders")
         for repo in repos:
             Repository(repo)
+        if home is not None and repos:
+            write_repositories(home, repos)
         self._config = config
         self._begun: list[subprocess.Popen[bytes]] = []  # kept to reap those that have ended
 

@@ -357,7 +357,6 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
     last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}
     refused = [f"{name}, {n} times{last.get(name, '')}" for name, n in summary["refused"].items()]
     lines += [f"refused     {text}" for text in refused or ["nothing"]]
-    lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     if second := summary.get("second"):
         lines.append(f"second      {second['where']} came {format_age(second['at'])} as this federation's coordinator")
     problems = summary["problems"]

@@ -194,7 +194,7 @@ class Service:
             contextlib.aclosing(self._slowly),
             contextlib.aclosing(self._noting),
             self._fleet,
-            warn_daily(self._settings),
+            warn_daily(self._settings, self._fleet),
             repeat(self._slowly.trigger, REFRESH_S),
         ):
             notify_ready()

@@ -22,10 +22,12 @@ from coordinator.methods.state import State
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.requests import read_requests
 from coordinator.store.store import Store
+from coordinator.watch.expiring import Expiring, list_of_broker, list_of_devices, list_own
 from coordinator.watch.state import read_summary
 from coordinator.watch.words import explain_no_bundle
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.system.files import write_atomically
+from fedge.system.text import format_time
 from fedge.wire.messages import BlobRef
 
 log = logging.getLogger("fedge.coordinator")
@@ -125,7 +127,7 @@ def write_summary(
         "devices": dict(sorted((fleet.registry.list_presence() | fleet.registry.list_behind_relays()).items())),
         "without_bundle": list_without_bundle(method, state, store),
         "clocks": fleet.registry.find_wrong_clocks(),
-        "expiring": list_expiring(settings),
+        "expiring": msgspec.to_builtins(list_expiring(settings, fleet)),
         "quarantined": msgspec.to_builtins(fleet.quarantined),
         "at": time.time(),
         "fleet": devices,
@@ -148,27 +150,25 @@ def write_summary(
     return summary
 
 
-def list_expiring(settings: CoordinatorSettings) -> list[str]:
-    """List warnings of certificates that must be renewed in the coming months."""
-    named = settings.with_files()
-    if named.ca_file is None or named.cert_file is None:
-        return []
-    from fedge.identity.certificates import get_time, list_overdue
-
-    try:
-        return list_overdue(Path(named.ca_file), Path(named.cert_file), get_time())
-    except ConfigError as error:  # the certificate was valid at the start, and the connection stands
-        return [str(error)]
+def list_expiring(settings: CoordinatorSettings, fleet: MqttFleet) -> list[Expiring]:
+    """List what must be renewed: certificates of the coordinator, the broker and devices, and the list of revoked."""
+    now, named = time.time(), settings.with_files()
+    own = []
+    if named.ca_file is not None and named.cert_file is not None:
+        own = list_own(Path(named.ca_file), Path(named.cert_file), now)
+    broker = list_of_broker(fleet.describe_broker()["address"], fleet.broker_certificate, now)
+    return [*own, *broker, *list_of_devices(fleet.list_certificates(), fleet.list_certified(), now)]
 
 
 @contextlib.asynccontextmanager
-async def warn_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
+async def warn_daily(settings: CoordinatorSettings, fleet: MqttFleet) -> AsyncIterator[None]:
     """Log once a day which certificates are about to expire."""
 
     async def warn_endlessly() -> None:
         while True:
-            for text in list_expiring(settings):
-                log.warning("event=expires detail=%r", text)
+            for item in list_expiring(settings, fleet):
+                date = "" if item.until is None else f" ends on {format_time(item.until)}"
+                log.warning("event=expires device=%s detail=%r", item.device, f"{item.what}{date}: {item.do}")
             await asyncio.sleep(WARN_S)
 
     running = asyncio.create_task(warn_endlessly())

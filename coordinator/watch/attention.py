@@ -154,11 +154,21 @@ def _check_server(summary: Mapping[str, Any], now: float) -> Iterator[Attention]
         yield _make_disk_item("", free_gb, "the coordinator's disk", "make room on the coordinator's machine")
 
 
-def _check_expiring(summary: Mapping[str, Any], _now: float) -> Iterator[Attention]:
-    for warning in summary.get("expiring", ()):
-        text, _, do = str(warning).partition(": ")
-        severity = Severity.ERROR if "expired on" in text else Severity.WARNING
-        yield Attention(kind=Kind.EXPIRING, severity=severity, text=text, do=do or "renew it")
+def _check_expiring(summary: Mapping[str, Any], now: float) -> Iterator[Attention]:
+    retired = summary.get("retired", ())
+    for item in (*summary.get("expiring", ()), *summary.get("signatures", ())):
+        if isinstance(item, Mapping) and item["device"] not in retired:  # an earlier version wrote texts
+            until = item["until"]
+            over = until is None or now >= until
+            date = "" if until is None else f" {'expired' if over else 'expires'} on {format_time(until)}"
+            yield Attention(
+                kind=Kind.EXPIRING,
+                device=item["device"],
+                since=item["since"],
+                severity=Severity.ERROR if over else Severity.WARNING,
+                text=f"{item['what']}{date}",
+                do=item["do"],
+            )
 
 
 def _check_releases(summary: Mapping[str, Any], _now: float) -> Iterator[Attention]:

@@ -21,6 +21,7 @@ from coordinator.store.records import Event
 from coordinator.store.store import Store
 from coordinator.watch.accuracy import find_accuracy, find_trained, summarise_accuracy
 from coordinator.watch.attention import describe_attention, is_heard, list_attention
+from coordinator.watch.expiring import list_signatures
 from coordinator.watch.liveness import describe_coordinator, forget_presence, refresh_presence
 from coordinator.watch.words import (
     describe_progress,
@@ -64,6 +65,7 @@ def read_summary(home: Path) -> dict[str, Any]:
         summary["age_s"] = max(now - summary["at"], 0.0)
         summary["coordinator"] = describe_coordinator(home, summary)
         summary["free_disk_gb"] = shutil.disk_usage(home).free / 1e9
+        summary["signatures"] = msgspec.to_builtins(list_signatures(home, now))
         summary["attention"] = msgspec.to_builtins(list_attention(summary, now))
         if is_heard(summary):
             refresh_presence(summary, now)

@@ -104,6 +104,10 @@ class Plain:
     def verify(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
         """Accept, since nothing can be checked."""
 
+    def list_certificates(self) -> dict[str, bytes]:
+        """List nothing, since nobody shows a certificate."""
+        return {}
+
     async def follow_revocations(self, transport: Transport, topics: Topics) -> None:
         """Do nothing, since nobody is revoked."""
 
@@ -261,6 +265,10 @@ class Signed:
                 "lost, or another process speaks with its key: revoke it, and enrol it again",
             )
         self.heard[source] = number
+
+    def list_certificates(self) -> dict[str, bytes]:
+        """List the certificates (DER) with which devices signed last, by name."""
+        return dict(self._certificates)
 
     async def follow_revocations(self, transport: Transport, topics: Topics) -> None:
         """Subscribe to revocations; call before the transport is entered."""

@@ -108,6 +108,11 @@ class Transport:
         return self._online.is_set()
 
     @property
+    def peer_certificate(self) -> bytes | None:
+        """The broker's certificate (DER) as the present or last connection saw it; None without TLS."""
+        return None if self._connection is None else self._connection.peer_certificate
+
+    @property
     def chunk_bytes(self) -> int:
         """The chunk payload size in bytes, which is halved when a chunk is refused and grows back slowly."""
         return self._limits.chunk_bytes

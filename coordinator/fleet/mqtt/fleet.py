@@ -80,6 +80,9 @@ class MqttFleet(Following, Fleet):
             watching = self._background.spawn(self._watch_broker())  # it may be away from the beginning
             stack.callback(watching.cancel)
             self._endless.append(watching)
+            looking = self._background.spawn(self._watch_certificate())
+            stack.callback(looking.cancel)
+            self._endless.append(looking)
             renewing = self._background.spawn(self._renew_lease(lease))
             stack.callback(renewing.cancel)
             self._endless.append(renewing)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -19,12 +20,14 @@ from coordinator.fleet.problems import Problem, Streak, prolong_streak
 from coordinator.store.registry import LastMessages, Registry
 from coordinator.store.store import DEVICES, Store
 from fedge import __version__
-from fedge.errors import MALFORMED, ProtocolError
+from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.identity.authority import MAX_REVOCATIONS_BYTES
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Signed
+from fedge.system.background import run_in_daemon
 from fedge.system.text import format_address, format_time
 from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.connection.route import read_peer_certificate
 from fedge.wire.messages import (
     BEACON_S,
     Announcement,
@@ -54,6 +57,8 @@ NEEDED: Final = "0.2 or later"
 """Versions of fedge that an agent may have."""
 LOOK_S: Final = 1.0
 """Pause between two looks whether the broker is there."""
+CERTIFICATE_S: Final = 6 * 3600.0
+"""Pause between two looks at the broker's certificate while a connection lasts."""
 AWAY_S: Final = 3.0
 """Time without the broker after which it counts as unreachable; a connection that is made anew takes less."""
 TROUBLES: Final = "troubles"
@@ -97,6 +102,7 @@ class Presence(Intake):
         self.second: dict[str, object] | None = None
         troubles = _read_troubles(store)
         self.refusals, self.failing, self.rollout = dict(troubles.refusals), dict(troubles.failing), troubles.rollout
+        self._broker_certificate: bytes | None = None
         self._away_since: float | None = None  # since when the broker is unreachable
         self._observe = observe
         self._round = 0
@@ -249,6 +255,36 @@ class Presence(Intake):
             "connected": self._away_since is None,
             "since": self._away_since,
         }
+
+    @property
+    def broker_certificate(self) -> bytes | None:
+        """The broker's certificate (DER) as last seen; None without TLS, or before the first connection."""
+        return self._broker_certificate
+
+    async def _watch_certificate(self) -> None:
+        """Look at the broker's certificate: at each connection, and from time to time while one lasts.
+
+        A broker that has loaded another certificate keeps its connections, so these do not show it.
+        """
+        settings, shown, looked_at = self._transport.settings, None, 0.0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if shown != (now := self._transport.peer_certificate):
+                self._broker_certificate, shown, looked_at = now, now, time.monotonic()
+            if shown is not None and time.monotonic() - looked_at > CERTIFICATE_S:
+                looked_at = time.monotonic()
+                with contextlib.suppress(OSError, ConfigError):  # who cannot connect is told elsewhere
+                    if (tls := settings.make_tls()) is not None:
+                        look = partial(read_peer_certificate, settings.address, settings.proxy, tls)
+                        self._broker_certificate = await run_in_daemon(look)
+
+    def list_certificates(self) -> dict[str, bytes]:
+        """List the certificates (DER) with which our devices signed last, by id."""
+        return {i: der for i, der in self._signed.list_certificates().items() if self.registry.knows(i)}
+
+    def list_certified(self) -> dict[str, float]:
+        """List when the last certificates end that the authority has issued, by name, in seconds since the epoch."""
+        return {} if self._members is None else self._members.list_ends()
 
     async def _watch_broker(self) -> None:
         """Tell people when the broker goes away and when it is back."""

@@ -80,7 +80,12 @@ class Connection:
         """Whether the connection speaks MQTT 5."""
         return self.protocol is MQTTProtocolVersion.MQTTv5
 
-    def _make_client(self) -> paho.Client:
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """The broker's certificate (DER); None without TLS."""
+        return self._client.peer_certificate
+
+    def _make_client(self) -> Client:
         settings, will = self._caller.settings, self._caller.will
         client = Client(
             settings.address,

@@ -35,6 +35,8 @@ class Client(paho.Client):
         transport = "tcp" if address.path is None else "websockets"
         super().__init__(CallbackAPIVersion.VERSION2, client_id, transport=transport, **settings)  # type: ignore[arg-type]
         self._address, self._proxy_server = address, proxy
+        self.peer_certificate: bytes | None = None
+        """The broker's certificate (DER), once a TLS handshake has shown it."""
 
     def _create_socket_connection(self) -> socket:
         return open_socket(self._address.host, self._address.port, self._proxy_server, self.connect_timeout)
@@ -46,6 +48,7 @@ class Client(paho.Client):
                 name = self._address.name
                 sock = self._ssl_context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
                 sock.do_handshake()
+                self.peer_certificate = sock.getpeercert(binary_form=True)
             return sock if self._address.path is None else _WebSocket(sock, self._address)
         except BaseException:
             sock.close()

@@ -222,6 +222,19 @@ def _receive_exactly(sock: socket.socket, n_bytes: int) -> bytes:
     return data
 
 
+def read_peer_certificate(address: Address, proxy: Proxy | None, tls: ssl.SSLContext) -> bytes | None:
+    """Return the certificate (DER) that a broker shows now, after a handshake alone. Blocks.
+
+    Raises:
+        OSError: the broker cannot be reached, or the handshake fails.
+    """
+    with (
+        open_socket(address.host, address.port, proxy, PROBE_S) as tcp,
+        tls.wrap_socket(tcp, server_hostname=address.name) as sock,
+    ):
+        return sock.getpeercert(binary_form=True)
+
+
 # ---------------------------------------------------------------------------------------------- what answers there
 
 

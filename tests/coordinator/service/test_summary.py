@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,16 +41,33 @@ def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path
     )
 
 
+class Fleet:
+    """A fleet without devices, at a broker without TLS."""
+
+    broker_certificate = None
+
+    def describe_broker(self) -> dict[str, object]:
+        return {"address": "localhost:1883"}
+
+    def list_certificates(self) -> dict[str, bytes]:
+        return {}
+
+    def list_certified(self) -> dict[str, float]:
+        return {}
+
+
 def test_what_will_lock_everybody_out_is_told_long_before(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "f")
     values = msgspec.structs.replace(settings(None, tmp_path), identity=authority.folder / "coordinator")
-    assert list_expiring(values) == []
+    fleet: Any = Fleet()
+    assert list_expiring(values, fleet) == []
     authority.ago = dt.timedelta(days=280)
     authority.issuer.publish_revoked()
-    (told,) = list_expiring(values)
-    assert "list of revoked certificates" in told
-    assert "expires in 84 days" in told
-    assert "run `fedge provision renew`" in told
+    (told,) = list_expiring(values, fleet)
+    assert "list of revoked certificates" in told.what
+    assert told.until is not None
+    assert 84 < (told.until - time.time()) / 86400 < 86
+    assert "run `fedge provision renew`" in told.do
     (authority.folder / "coordinator" / "own.crt").unlink()
-    assert "own.crt holds no certificate" in list_expiring(values)[0]
-    assert list_expiring(settings(None, tmp_path)) == []
+    assert "own.crt holds no certificate" in list_expiring(values, fleet)[0].what
+    assert list_expiring(settings(None, tmp_path), fleet) == []

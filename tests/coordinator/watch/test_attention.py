@@ -44,6 +44,7 @@ NO_BROKER = {"broker": {"connected": False, "since": NOW - 30, "address": "edge:
 STREAK = {"count": 3, "since": NOW - 50, "reason": "failed: its own code failed"}
 REFUSAL = {"name": "task-mismatch", "reason": "task-mismatch: other classes", "since": NOW - 9, "last": NOW - 2}
 QUARANTINE = {"until": 9, "evidence": [{"name": "forged", "round": 2, "detail": ""}]}
+CERTIFICATE = {"device": "", "what": "its certificate", "since": NOW - 5, "until": NOW + 60, "do": "renew it"}
 CASES: list[tuple[Kind, str, dict[str, Any], float | None, str]] = [
     (Kind.COORDINATOR_SILENT, "", SILENT, NOW - 60, "gives no sign of life"),
     (Kind.BROKER_UNREACHABLE, "", NO_BROKER, NOW - 30, "edge:1883"),
@@ -68,7 +69,9 @@ CASES: list[tuple[Kind, str, dict[str, Any], float | None, str]] = [
     (Kind.FAILED_REPEATEDLY, "cam1", {"failing": {"cam1": STREAK}}, NOW - 50, "its own code failed"),
     (Kind.QUARANTINED, "cam1", {"quarantined": {"cam1": QUARANTINE}}, None, "until round 9: forged"),
     (Kind.WRONG_CLOCK, "cam1", {"clocks": {"cam1": 90}}, None, "ahead of"),
-    (Kind.EXPIRING, "", {"expiring": ["the certificate own.crt expires in 3 days: run `fedge x`"]}, None, "in 3 days"),
+    (Kind.EXPIRING, "cam1", {"expiring": [CERTIFICATE | {"device": "cam1"}]}, NOW - 5, "certificate expires on 2026-"),
+    (Kind.EXPIRING, "", {"signatures": [CERTIFICATE | {"until": NOW - 1}]}, NOW - 5, "certificate expired on 2026-"),
+    (Kind.EXPIRING, "", {"expiring": [CERTIFICATE | {"since": None, "until": None}]}, None, "its certificate"),
     (Kind.ROLLOUT_ABORTED, "", {"rollout": {"state": "aborted", "release": 4, "since": NOW - 2}}, NOW - 2, "release 4"),
     (
         Kind.INTRODUCTION_ABORTED,
