@@ -167,6 +167,7 @@ def test_status_as_json_is_the_summary_and_who_wrote_it(home: Path) -> None:
     assert told.pop("coordinator")["state"] == "running"
     assert told.pop("attention") == []
     assert told.pop("free_disk_gb") > 0
+    assert told.pop("signatures") == []
     assert told == json.loads((home / "summary.json").read_bytes())
 
 
