@@ -7,7 +7,7 @@ All random numbers of a round come from (seed, round), so a round that is run ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Final, Generic, NamedTuple
 
 import msgspec
@@ -147,6 +147,14 @@ class Method(Generic[S]):
         `changed`: the devices whose samples have changed since the last campaign began.
         """
         return msgspec.structs.replace(state, campaign=state.campaign + 1, participations={}, history=(), installed={})
+
+    def add_classes(self, state: S, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> S:
+        """Return the state, before the first round of a campaign, for a network with the outputs of further classes.
+
+        `layout`: of that network. `grow`: returns a model with these outputs. A method that has more than models of the
+        whole network, and does not define this, takes no further classes.
+        """
+        raise NotImplementedError
 
     async def round(self, state: S, fleet: Fleet) -> S:
         """Do round `state.round + 1` of training."""

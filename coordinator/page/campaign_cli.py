@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from coordinator.page.tables import print_table
-from coordinator.store.requests import request_action
+from coordinator.store.requests import request_action, request_campaign
 from coordinator.watch.options import HOME, JSON, STORE, open_store
 from coordinator.watch.state import read_summary
 from coordinator.watch.words import describe_campaign, format_duration
+from fedge.data.task import TaskSpec
+from fedge.errors import MALFORMED
 from fedge.system.help import Command, CommandGroup
 from fedge.system.text import escape_controls
 
@@ -37,19 +40,33 @@ def campaign() -> None:
 @campaign.command(cls=Command)
 @HOME
 @STORE
+@click.option(
+    "--add-class", "classes", multiple=True, metavar="NAME", help="This class joins with the campaign; may be repeated."
+)
 @JSON
-def run(home: Path, store: str | None, as_json: bool) -> int:
+def run(home: Path, store: str | None, classes: tuple[str, ...], as_json: bool) -> int:
     """Ask for a campaign, which begins as soon as none is running.
+
+    With --add-class the network gets further outputs, and goes on from what it has learned. Devices take up the new
+    class by themselves; its samples count from then on (docs/campaigns.md).
 
     Examples:
       fedge campaign run --home shop
+      fedge campaign run --home shop --add-class bird --add-class fish
 
-    Exit codes: 0, 2 no coordinator's folder, 4 the store cannot be written.
+    Exit codes: 0, 2 no coordinator's folder, or no name of a further class, 4 the store cannot be written.
     """
     with contextlib.closing(open_store(home, store)) as found:
-        text = request_action(found, "campaign-run")
+        text = request_campaign(found, _read_task(home), classes) if classes else request_action(found, "campaign-run")
     click.echo(json.dumps({"asked": "campaign-run", "text": text}) if as_json else text)
     return 0
+
+
+def _read_task(home: Path) -> TaskSpec | None:
+    """Read the federation's present task; None if its coordinator has not written it yet."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        return msgspec.json.decode((home / "task.json").read_bytes(), type=TaskSpec)
+    return None
 
 
 @campaign.command(cls=Command)

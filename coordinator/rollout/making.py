@@ -17,6 +17,7 @@ from coordinator.methods.server.assembling import make_child_bundle
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state
 from coordinator.store.blobs import prevent_deletion
+from coordinator.store.classes import read_classes
 from coordinator.store.store import Store, explain_unreadable
 from coordinator.watch.options import open_store
 from coordinator.watch.state import read_summary
@@ -69,10 +70,10 @@ def _load_model(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, 
     if identity is None or start is None or saved is None:
         raise ConfigError(f"no round is done in {store.home} yet")
     with explain_unreadable(store):
-        _, name, fingerprint, seed, rounds, options = json.loads(identity)
+        _, name, _, seed, rounds, options = json.loads(identity)
     with raise_as(StoreError, f"{store.home / 'task.json'} cannot be read", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
-    if task.compute_fingerprint() != fingerprint:  # it may name code
+    if task.compute_fingerprint() != read_classes(store).fingerprint:  # it may name code
         raise ConfigError(f"{store.home / 'task.json'} is not the task of this federation any more")
     require_allowed(f"the run in {store.home}", (*find_code(name), *list_code(options), *task.code), allow, "--allow")
     if (frozen := find_device_weights(task)) is not None:

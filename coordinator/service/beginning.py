@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.method import Method, Server
 from coordinator.methods.settings import Option
-from coordinator.methods.state import State, decode_state
+from coordinator.methods.state import S, State, decode_state
 from coordinator.service.campaigns import Campaign, Campaigns
 from coordinator.service.checks import explain_no_profile, make_first_model
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
+from coordinator.store.classes import CLASSES, grow_model, read_classes, settle_task
 from coordinator.store.store import Store, explain_unreadable
+from fedge.data.classes import HOW_TO_ADD, MAX_ADDED, AddedClasses, add_classes
 from fedge.data.task import TaskSpec, list_differences
 from fedge.errors import MALFORMED, ConfigError
 from fedge.models import weights
@@ -26,16 +28,20 @@ from fedge.models.weights import find_device_weights
 from fedge.system.hardware import Processor
 from fedge.tasks import read_labelled, write_task
 from fedge.tensors.codecs import encode
+from fedge.tensors.heads import grow_layout
 from fedge.tensors.layout import Codec, Layout, unflatten
 from fedge.wire.messages import BlobRef
 
 IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
 """Settings that identify a federation; `rounds` is the number with which it began."""
 TASK: Final = IDENTITY.index("task")
+START: Final = "start"
+"""Name of a value (`Store.find_value`): the layout and the common first model, as JSON."""
 LENGTH: Final = "length"
 """Name of a value (`Store.find_value`): the `RunLength`, as JSON."""
 CAMPAIGNS: Final = "campaigns"
 """Name of a value: the record of the campaigns, as JSON."""
+USE_ANOTHER: Final = f"use another --home; {HOW_TO_ADD}"
 
 
 def start(
@@ -43,13 +49,20 @@ def start(
 ) -> tuple[Layout, BlobRef]:
     """Create layout and initial model, once per federation; HOME/task.json is for the devices.
 
+    `task`: the present one, or an earlier one, without classes that have joined since.
+
     Raises:
         ConfigError: the folder belongs to a federation with other settings.
     """
+    task, classes = settle_task(store, task), read_classes(store)
+    kept_identity = store.find_value("identity")
+    fingerprint = task.compute_fingerprint()
+    if kept_identity is not None and fingerprint == classes.fingerprint:
+        fingerprint = json.loads(kept_identity)[TASK]  # the first task, which has grown
     values = [
         settings.federation,
         settings.method,
-        task.compute_fingerprint(),
+        fingerprint,
         settings.seed,
         settings.rounds,
         dict(options),
@@ -61,8 +74,8 @@ def start(
             *(f"{name} was {old}, is {new}" for name, old, new in before if old != new and name != "task"),
             *(_list_task_differences(settings.home, task) if json.loads(kept)[TASK] != values[TASK] else ()),
         ]
-        raise ConfigError(f"{settings.home} holds another federation ({'; '.join(differences)}): use another --home")
-    if store.find_value("start") is None:
+        raise ConfigError(f"{settings.home} holds another federation ({'; '.join(differences)}): {USE_ANOTHER}")
+    if store.find_value(START) is None:
         store.put_value_once("blobs", settings.blobs or "")
     store.require_blobs(settings.blobs)
     write_task(task, settings.home / "task.json")
@@ -71,13 +84,13 @@ def start(
             weights.store_weights(store.blobs.get(frozen.digest))
         else:
             store.blobs.put(weights.read_weights(frozen.digest))
-    known = store.find_value("start")
+    known = store.find_value(START)
     if known is None:
         lacking = explain_no_profile(settings.method, options)
         layout, model = make_first_model(task, settings.seed, lacking, settings.task, settings.data)
         data = encode(unflatten(model, layout), Codec.FLOAT32)
         ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
-        known = store.put_value_once("start", msgspec.json.encode((layout, ref)).decode())
+        known = store.put_value_once(START, msgspec.json.encode((layout, ref)).decode())
     return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
 
 
@@ -152,6 +165,8 @@ def resume(
     with explain_unreadable(store):
         settings, length = read_length(wanted, store)
         campaigns = read_campaigns(store)
+    with explain_unreadable(store):
+        task = settle_task(store, task)
     method = make_settings_method(settings, task, options, length.last)
     with explain_unreadable(store):
         layout, model = start(settings, task, store, options)
@@ -161,7 +176,7 @@ def resume(
         state = first if saved is None else decode_state(saved, type(first))
     method = enter_campaign(method, campaigns.now, length.last)
     if state.campaign < campaigns.now.number:  # we were killed before its first round was done
-        state = method.begin_campaign(state, campaigns.now.changed)
+        state = enter_state(method, state, layout, store, campaigns.now)
     if (longer := prolong(wanted, length, method, state, store)) != length:
         store.put_value(LENGTH, msgspec.json.encode(longer).decode())
         method = enter_campaign(method, campaigns.now, longer.last)
@@ -189,17 +204,68 @@ def enter_campaign(method: Method[Any], campaign: Campaign, last: int) -> Method
     return type(method)(settings, method.server)
 
 
-def begin_campaign(method: Method[Any], state: State, store: Store, campaigns: Campaigns) -> tuple[Method[Any], State]:
+def enter_state(method: Method[S], state: S, layout: Layout, store: Store, campaign: Campaign) -> S:
+    """Return the state before the first round of a campaign; its models grow if classes join. `layout`: then theirs."""
+    state = method.begin_campaign(state, campaign.changed)
+    return method.add_classes(state, layout, lambda ref: grow_model(store, ref, layout)) if campaign.added else state
+
+
+def begin_campaign(
+    method: Method[Any], state: State, store: Store, campaigns: Campaigns, growth: Growth | None = None
+) -> tuple[Method[Any], State]:
     """Begin the campaign that the record names as the present one, durably.
+
+    `growth`: what changes if classes join.
 
     Returns: the method of this campaign, and the state before its first round.
     """
     now = campaigns.now
     length = RunLength(total=read_stored_length(method, store).total, last=now.first + now.planned)
-    encoded = {name: msgspec.json.encode(each).decode() for name, each in ((CAMPAIGNS, campaigns), (LENGTH, length))}
-    store.put_values(encoded)
+    values: dict[str, Any] = {CAMPAIGNS: campaigns, LENGTH: length}
+    if growth is not None:
+        values |= {CLASSES: growth.classes, START: (growth.layout, growth.first)}
+    store.put_values({name: msgspec.json.encode(each).decode() for name, each in values.items()})
     method = enter_campaign(method, now, length.last)
-    return method, method.begin_campaign(state, now.changed)
+    return method, enter_state(method, state, state.layout if growth is None else growth.layout, store, now)
+
+
+class Growth(NamedTuple):
+    """What changes when classes join: their names so far, the layout, and the common first model."""
+
+    classes: AddedClasses
+    layout: Layout
+    first: BlobRef
+
+
+def plan_growth(
+    settings: CoordinatorSettings, method: Method[Any], task: TaskSpec, names: Sequence[str], store: Store
+) -> Growth:
+    """Plan that classes join, and try the network with them, in a child process. `task`: the present one.
+
+    Raises:
+        ConfigError: a name is none or a class already, or the method or the network cannot take further classes.
+    """
+    classes = read_classes(store)
+    if len(classes.names) + len(names) > MAX_ADDED:
+        raise ConfigError(f"at most {MAX_ADDED} classes can join a federation: begin another one, with --home")
+    if type(method).add_classes is Method.add_classes:
+        raise ConfigError(
+            f"{method.name} cannot take further classes, since more than the network's outputs depends on them: fedge "
+            "and the methods of one model can; or begin another federation, with --home"
+        )
+    grown = add_classes(task, names)
+    layout, first = msgspec.json.decode(store.find_value(START) or "", type=tuple[Layout, BlobRef])
+    wanted = grow_layout(layout, grown.n_classes)
+    found, _ = make_first_model(grown, settings.seed, explain_no_profile(settings.method, method.settings.options))
+    if found != wanted:
+        raise ConfigError(
+            f"the network with {grown.n_classes} classes is not the present one with further outputs: let it make its "
+            "last layer from task.n_classes, or begin another federation, with --home"
+        )
+    if first.digest in store.blobs:  # later campaigns need it no more
+        first = grow_model(store, first, wanted)
+    fingerprint = grown.compute_fingerprint()
+    return Growth(AddedClasses(names=(*classes.names, *names), fingerprint=fingerprint), wanted, first)
 
 
 def make_settings_method(

@@ -47,8 +47,9 @@ class Conditions(Struct, frozen=True, kw_only=True):
 class Campaign(Struct, frozen=True, kw_only=True):
     """A campaign. first: the round after which its rounds are counted. planned: its rounds, as planned.
 
-    changed: devices whose samples changed since the last campaign. The figures after `ended_at` are those at its end:
-    rounds of training, validation accuracy, experts, and what became of experts (in sentences).
+    changed: devices whose samples changed since the last campaign. added: classes that joined with it. The figures
+    after `ended_at` are those at its end: rounds of training, validation accuracy, experts, and what became of experts
+    (in sentences).
     """
 
     number: Annotated[int, Meta(ge=1)] = 1
@@ -57,6 +58,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
     first: int = 0
     planned: int = 0
     changed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
     ended_at: float | None = None
     rounds: int = 0
     accuracy: float | None = None
@@ -279,7 +281,14 @@ def end_campaign(campaigns: Campaigns, summary: Mapping[str, Any], now: float) -
 
 
 def begin_next(
-    campaigns: Campaigns, why: str, facts: Iterable[DeviceFacts], *, first: int, planned: int, now: float
+    campaigns: Campaigns,
+    why: str,
+    facts: Iterable[DeviceFacts],
+    *,
+    first: int,
+    planned: int,
+    now: float,
+    added: tuple[str, ...] = (),
 ) -> Campaigns:
     """Return the record with the next campaign. Arguments as in `Campaign`; `facts`: of all known devices."""
     changed = sorted(d.id for d in facts if d.id in campaigns.seen and _has_changed(campaigns.seen[d.id], d))
@@ -290,6 +299,7 @@ def begin_next(
         first=first,
         planned=planned,
         changed=tuple(changed),
+        added=added,
     )
     past = (*campaigns.past, replace(campaigns.now, changed=()))[-PAST:]
     return replace(campaigns, now=next_, past=past, best_at_work=None, skipped_at=None)

@@ -12,7 +12,8 @@ import logging
 import resource
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -28,8 +29,10 @@ from coordinator.methods.state import State
 from coordinator.rollout.introduction import Introducer
 from coordinator.rollout.settings import IntroductionSettings
 from coordinator.service.beginning import (
+    Growth,
     begin_campaign,
     end_after,
+    plan_growth,
     read_campaigns,
     read_first_rounds,
     resume,
@@ -57,6 +60,7 @@ from coordinator.service.summary import (
     warn_daily,
     write_summary,
 )
+from coordinator.store.classes import read_classes, settle_task
 from coordinator.store.records import Event
 from coordinator.store.requests import (
     StandingRequests,
@@ -115,19 +119,27 @@ async def serve(
         raise ConfigError(f"{NO_MORE_NOISE}: leave out --every and --when")
     if store.find_value("start") is None:
         observe("beginning", {})
-    began = time.monotonic()
-    method, layout, first, state = resume(settings, task, store, options)
-    if (ended := find_finished(settings, method, state)) is not None:
-        observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
-        require_bundles(ended)
-        return ended
-    service = Service(settings, task, store, observe, method, layout, first, state, conditions, introduction, began)
-    runs.record_run(settings.home, "coordinator", settings, options)
-    return await service.run()
+    recorded = False
+    while True:
+        began, own = time.monotonic(), settle_task(store, task)
+        method, layout, first, state = resume(settings, own, store, options)
+        if (ended := find_finished(settings, method, state)) is not None:
+            observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
+            require_bundles(ended)
+            return ended
+        service = Service(settings, own, store, observe, method, layout, first, state, conditions, introduction, began)
+        if not recorded:
+            runs.record_run(settings.home, "coordinator", settings, options)
+            recorded = True
+        summary = await service.run()
+        if not service.has_grown:
+            return summary
 
 
 class Service:
     """A federation that is served: its method, the state after its last round, its devices.
+
+    `has_grown`: whether classes have joined, so that another `Service` must go on.
 
     Args:
         settings: the coordinator's settings.
@@ -161,6 +173,9 @@ class Service:
         self._method, self._first, self._state = method, first, state
         self._conditions, self._campaigns = conditions, read_campaigns(store)
         self._began = began
+        self._task = task
+        self._growth: Growth | None = None
+        self.has_grown = False
         self._settled_at = time.monotonic() + SETTLE_S  # until then devices may only be on their way
         self._slowly = Throttle(self._write_summary, TELL_S)
         self._noting = Throttle(self._record_news, NOTE_S)
@@ -175,6 +190,7 @@ class Service:
             seed=settings.seed,
             deadline_s=settings.deadline_s,
             no_relays=method.explain_no_relays(),
+            classes=read_classes(store),
         )
         broker = settings.make_broker_settings(settings.broker)
         self._fleet = MqttFleet(broker, store, about, self._record_event)
@@ -204,18 +220,24 @@ class Service:
                 await run_beside(self._run_campaigns(), self._introducer.run())
         self._record_news()
         self._store.add_counts(self._fleet.take_counts())
-        summary = self._write_summary(ended=True)
-        require_bundles(summary)
+        summary = self._write_summary(ended=not self.has_grown)
+        if not self.has_grown:
+            require_bundles(summary)
         return summary
 
     # ------------------------------------------------------------------------------------------------------ training
 
     async def _run_campaigns(self) -> None:
-        """Do the rounds that are left; unless we are to end then, rest and do one campaign after the other."""
+        """Do the rounds that are left; unless we are to end then, rest and do one campaign after the other.
+
+        Return when classes have joined, too.
+        """
         self._introduce()
         await self._train()
         while not self._settings.once:
             await self._rest()
+            if self.has_grown:
+                return
             await self._train()
 
     async def _train(self) -> None:
@@ -295,10 +317,11 @@ class Service:
         """Return why a campaign begins now; empty if none does."""
         number = self._campaigns.now.number + 1
         if wishes.campaign in {0, number} and take_campaign(self._store, number):
-            if self._settings.dp_epsilon is None:
-                return ASKED
-            clear_campaign(self._store)
-            self._record_event("campaign_refused", {"reason": NO_MORE_NOISE})
+            try:
+                return await self._grant_campaign(read_requests(self._store).classes)
+            except ConfigError as error:
+                clear_campaign(self._store)
+                self._record_event("campaign_refused", {"reason": str(error)})
         if self._conditions == Conditions() or time.monotonic() < self._settled_at:
             return ""
         facts = self._fleet.registry.list_facts()
@@ -309,8 +332,25 @@ class Service:
             self._record_event("campaign_skipped", {"reason": found.why})
         return found.why if found is not None and found.begins else ""
 
+    async def _grant_campaign(self, classes: Sequence[str]) -> str:
+        """Plan the campaign that somebody asked for, with these classes; return why it begins.
+
+        Raises:
+            ConfigError: there is none; the text says why.
+        """
+        if self._settings.dp_epsilon is not None:
+            raise ConfigError(NO_MORE_NOISE)
+        names = [name for name in classes if name not in self._task.classes]
+        if not names:
+            return ASKED
+        plan = partial(plan_growth, self._settings, self._method, self._task, names, self._store)
+        self._growth = await asyncio.to_thread(plan)
+        return f"{ASKED}, and {' and '.join(names)} join{'s' * (len(names) == 1)} the classes"
+
     def _begin_campaign(self, why: str) -> None:
         """Begin the next campaign: record it, and go on from what the last one has learned."""
+        growth = self._growth
+        n_before = len(read_classes(self._store).names)
         self._campaigns = begin_next(
             self._campaigns,
             why,
@@ -318,8 +358,11 @@ class Service:
             first=self._state.round,
             planned=self._settings.campaign_rounds or read_first_rounds(self._settings, self._store),
             now=time.time(),
+            added=() if growth is None else growth.classes.names[n_before:],
         )
-        self._method, self._state = begin_campaign(self._method, self._state, self._store, self._campaigns)
+        before = self._method, self._state, self._store
+        self._method, self._state = begin_campaign(*before, self._campaigns, growth)
+        self.has_grown = growth is not None
         self._began = time.monotonic()
         self._record_event("campaign_begun", {"number": self._campaigns.now.number, "reason": why})
 
@@ -403,6 +446,7 @@ async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store
     tune_malloc(large=True)
     raise_open_files()
     broker, federation = settings.make_broker_settings(settings.broker), settings.federation
+    task = settle_task(store, task)
     layout = load_layout(store, settings.home, task, settings.blobs)
     with lock_own_folder(settings.home) as folder:
         helper: Intake | BlobServer

@@ -24,6 +24,8 @@ LOOK_AGAIN_S: Final = 0.05
 """Shortest pause between two looks at all devices while waiting for some, since thousands may come in a second."""
 SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift", "outliers")
 """Fields of a Health that are shown to people."""
+GROWS_S: Final = 300.0
+"""Time that a device has to take up a class that has joined, before it is told of as one with another task."""
 CLOCKS_AGREE_S: Final = 60.0
 """Largest difference of clocks that is not shown. Rounds do not depend on clocks, but certificates, logs and signatures
 do."""
@@ -61,6 +63,7 @@ class Registry:
         contexts: contexts of the last round's devices. After a restart they count until the devices send new ones.
         no_relays: why relays are not possible; empty if they are.
         kept: last messages from an earlier registry. After a restart they count until the devices send new ones.
+        earlier: fingerprints of the task before further classes joined; devices that still have it take these up.
     """
 
     def __init__(
@@ -69,13 +72,15 @@ class Registry:
         contexts: Mapping[str, Context | None] | None = None,
         no_relays: str = "",
         kept: Mapping[str, LastMessages] | None = None,
+        earlier: Collection[str] = (),
     ) -> None:
-        self._fingerprint = task_fingerprint
+        self._fingerprint, self._earlier = task_fingerprint, frozenset(earlier)
         self._no_relays = no_relays
         self._contexts = dict(contexts or {})
         self._kept = dict(kept or {})
         self._known: dict[str, _KnownDevice] = {}
         self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
+        self._behind: dict[str, float] = {}  # devices without a class that has joined, and since when we know
         self._health: dict[str, Health] = {}
         self._changes: dict[str, Changes] = {}
         self._left_out: frozenset[str] = frozenset()
@@ -88,7 +93,8 @@ class Registry:
         announces a new bundle does not count. `now`: seconds since the epoch by our clock.
 
         Raises:
-            ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
+            ProtocolError: `foreign-id`, `no-relays`, `task-mismatch`, `task-behind` or `too-many-devices`; nothing
+                changed.
         """
         if status.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {status.device_id}")
@@ -98,12 +104,12 @@ class Registry:
             self._mismatched.add(topic_id)
         if refused:
             raise ProtocolError("no-relays", f"{topic_id} is a relay, and its devices are left out: {self._no_relays}")
+        if mismatched and status.task_fingerprint in self._earlier:
+            self._behind.setdefault(topic_id, now)
+            raise ProtocolError("task-behind", f"{topic_id} does not have a class yet that has joined")
+        self._behind.pop(topic_id, None)
         if mismatched:
-            raise ProtocolError(
-                "task-mismatch",
-                f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}: classes, input, network "
-                "or preprocessing differ; give the agent the task.json of the coordinator's home",
-            )
+            raise ProtocolError("task-mismatch", _explain_other_task(topic_id, status))
         self._mismatched.discard(topic_id)
         before = self._known.get(topic_id)
         if before is None and topic_id not in self._contexts and not self._has_room(status):
@@ -175,6 +181,12 @@ class Registry:
         """
         if context.device_id != topic_id:
             raise ProtocolError("foreign-id", f"{topic_id} speaks for {context.device_id}")
+        if now - self._behind.get(topic_id, now) > GROWS_S:
+            raise ProtocolError(
+                "task-mismatch",
+                f"{topic_id} does not take up the classes that have joined: update fedge there, or start its agent "
+                "with the task.json of the coordinator's home",
+            )
         if topic_id in self._mismatched:  # already logged with its status
             return
         if topic_id not in self._known:
@@ -431,3 +443,12 @@ def _is_news_only(before: Status, now: Status) -> bool:
 
 def _can_train(status: Status) -> bool:
     return status.capabilities is None or status.capabilities.trains
+
+
+def _explain_other_task(device_id: str, status: Status) -> str:
+    """Say that a device has another task, and what differs as far as it has said so."""
+    what = status.other_task or "the task is another one"
+    return (
+        f"{device_id} has another task than the federation ({what}), which is another federation: give its agent the "
+        "task.json of the coordinator's home, or another --federation"
+    )

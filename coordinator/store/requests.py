@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.store.store import Store
+from fedge.data.classes import add_classes
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.settings import NAME
 from fedge.system.text import suggest_nearest
@@ -23,7 +25,7 @@ class StandingRequests(Struct, frozen=True, kw_only=True):
     paused: whether no further round begins. steps: rounds that may begin all the same. recluster: the round before
     which clusters are made anew, 0 for the next round; None if they are not. retired: devices that get no more orders.
     finish: whether training ends with the present round. campaign: number of the campaign that was asked for last, 0
-    for the next one; None before the first such request.
+    for the next one; None before the first such request. classes: those that are to join with that campaign.
     """
 
     paused: bool = False
@@ -32,6 +34,7 @@ class StandingRequests(Struct, frozen=True, kw_only=True):
     retired: tuple[str, ...] = ()
     finish: bool = False
     campaign: Annotated[int, Meta(ge=0)] | None = None
+    classes: tuple[str, ...] = ()
 
 
 ACTIONS: Final = {
@@ -64,6 +67,26 @@ def request_action(store: Store, name: str, device: str = "") -> str:
 
     _change_requests(store, lambda wishes: add_request(wishes, name, device))
     return ACTIONS[name].format(device=device)
+
+
+def request_campaign(store: Store, task: TaskSpec | None, classes: Sequence[str]) -> str:
+    """Store a request for a campaign with which classes join; return the reply for the user.
+
+    `task`: the federation's present one, if it is known.
+
+    Raises:
+        ConfigError: a name is none, or a class already.
+    """
+    if task is not None:
+        add_classes(task, classes)
+    known = set(() if task is None else task.classes)
+
+    def add(wishes: StandingRequests) -> StandingRequests:
+        both = dict.fromkeys((*(name for name in wishes.classes if name not in known), *classes))
+        return msgspec.structs.replace(wishes, campaign=0, classes=tuple(both))
+
+    _change_requests(store, add)
+    return f"{ACTIONS['campaign-run']} With it {', '.join(classes)} join{'s' * (len(classes) == 1)} the classes."
 
 
 def require_device(store: Store, name: str, device: str) -> None:
@@ -130,7 +153,7 @@ def clear_finish(store: Store) -> None:
 
 def clear_campaign(store: Store) -> None:
     """Drop the request for a campaign, which there cannot be."""
-    _change_requests(store, lambda wishes: msgspec.structs.replace(wishes, campaign=None))
+    _change_requests(store, lambda wishes: msgspec.structs.replace(wishes, campaign=None, classes=()))
 
 
 def take_campaign(store: Store, number: int) -> bool:

@@ -314,7 +314,7 @@ def _check_orders(summary: Mapping[str, Any], now: float) -> Iterator[Attention]
 
 
 REFUSALS: Final = {
-    "task-mismatch": "give its agent the task.json of the coordinator's home",
+    "task-mismatch": "give its agent the task.json of the coordinator's home; another task is another federation",
     "version": "update fedge on the older side",
     "revoked": "its certificate was revoked: end its agent, or enrol the device anew with `fedge provision device`",
     "certificate": "enrol the device anew with `fedge provision device`, and check the clocks of both machines",

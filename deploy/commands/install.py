@@ -14,7 +14,8 @@ import msgspec
 from deploy.updates.examination import Limits, examine_bundle
 from deploy.updates.slots import Slots, find_inbox_bundle, find_slot, lock_slots, read_state
 from fedge.bundle.manifest import MANIFEST, Bundle, compute_bundle_digest, read_bundle, read_manifest, require_bundle
-from fedge.data.task import TaskSpec
+from fedge.data.classes import has_grown
+from fedge.data.task import TaskSpec, list_differences
 from fedge.errors import ConfigError, StoreError, UpdateRejected, raise_as
 from fedge.system.files import InUseError, fill_folder, write_atomically
 from fedge.system.help import Command, json_option, option
@@ -109,8 +110,9 @@ def install_bundle(home: Path, slots: Slots, new: Bundle) -> None:
     if slots.state.trial is not None:
         raise ConfigError(f"a bundle is on trial in {home}: start `fedge serve` and wait until it has proved itself")
     task = _find_task(slots)
-    if task is not None and task.compute_fingerprint() != new.manifest.task.compute_fingerprint():
-        raise UpdateRejected(f"task: {home} runs {task.name}, but the bundle is for {new.manifest.task.name}")
+    if task is not None and not has_grown(task, new.manifest.task):
+        differences = "; ".join(list_differences(task, new.manifest.task))
+        raise UpdateRejected(f"task: the bundle is for another task than the one that {home} runs: {differences}")
     slots.require_acceptable(new.manifest, new.digest)
     slots.stage((new.folder / MANIFEST).read_bytes(), new.folder)
     found = examine_bundle(slots.running, slots.staged, home, Limits())

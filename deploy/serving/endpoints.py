@@ -20,6 +20,7 @@ from deploy.updates.answering import ActiveBundle
 from deploy.updates.drift import Drift
 from edge_agent.samples.answers import AnswerCount
 from fedge.bundle.manifest import Manifest, Reference
+from fedge.data.classes import HOW_TO_ADD
 from fedge.errors import ConfigError
 from fedge.wire.messages import DriftKind
 
@@ -178,9 +179,12 @@ class ServedModel:
 
     def _parse_labels(self, labels: Sequence[str]) -> NDArray[np.int64]:
         classes = self.manifest.task.classes
+        if self.feedback is not None and not set(labels) <= set(classes):
+            classes = self.feedback.store.refresh_task().classes  # a class may have joined that no bundle knows yet
         for label in labels:
             if label not in classes:
-                raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
+                known = f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:900]
+                raise ConfigError(f"{known}; {HOW_TO_ADD}")
         return np.array([classes.index(label) for label in labels], np.int64)
 
     def _parse_label(self, label: str, n: int) -> NDArray[np.int64]:

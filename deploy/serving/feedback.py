@@ -91,7 +91,9 @@ class Feedback:
         ]
         sure = answer.probabilities[np.arange(len(y)), answer.class_index]
         self.model.record_labels(runtime.digest, answer.class_index == y, sure)
-        self.model.add_feedback(x, y)
+        known = y < runtime.task.n_classes  # the others are of a class that has joined since
+        if known.any():
+            self.model.add_feedback(x[known], y[known])
         return sum(number is not None for number in numbers)
 
     def add_of_requests(self, requests: Sequence[str], y: NDArray[np.int64], *, sensitive: bool = False) -> None:

@@ -68,8 +68,10 @@ def collect_metrics(
     )
     by_class: Counter[tuple[str, ...]] = Counter()
     for model in models:
-        for one in labelled[model.name]:
-            words = model.name, str(one.release), model.manifest.task.classes[one.label]
+        found = labelled[model.name]
+        classes = model.feedback.store.refresh_task().classes if model.feedback and found else ()
+        for one in found:
+            words = model.name, str(one.release), classes[one.label]
             by_class[(*words, "right")] += one.right
             by_class[(*words, "wrong")] += one.wrong
     yield make_metric(

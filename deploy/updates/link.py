@@ -47,6 +47,8 @@ from edge_agent.samples import SampleStore
 from edge_agent.samples.answers import MAX_ANSWERS
 from fedge.bundle.campaign import read_campaign
 from fedge.bundle.manifest import MANIFEST, Manifest, decode_manifest, read_bundle
+from fedge.data.classes import has_grown
+from fedge.data.task import list_differences
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, raise_as
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import Plain, Signed, make_speaker, open_unverified
@@ -541,8 +543,9 @@ class Link:
             self._record_refusal(digest, f"schema: {error}")
             return None
         mine = self.answering.runtime.task
-        if manifest.task.compute_fingerprint() != mine.compute_fingerprint():
-            self._record_refusal(digest, f"task: the release is for {manifest.task.name}; this device runs {mine.name}")
+        if not has_grown(mine, manifest.task):
+            differences = "; ".join(list_differences(mine, manifest.task))
+            self._record_refusal(digest, f"task: the release is for another task than this device's: {differences}")
             return None
         with raise_as(UpdateRejected, "rollback", on=UpdateRejected):
             self.slots.require_acceptable(manifest, digest)

@@ -116,9 +116,8 @@ class Carrier:
         if not self.me.rules.allows(action):
             text = f"its result would tell of {', '.join(kind for kind in self.me.rules.withheld)}"
             return Declined(why=Why.NOT_ALLOWED, reason=f"{action.STEP}: {text}")
-        mine = self.me.identity.task.compute_fingerprint()
-        if order.task_fingerprint != mine:
-            text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
+        if order.task_fingerprint != self.me.identity.task.compute_fingerprint():
+            text = "the order is for another task than this device's; event=other_task in this log says what differs"
             return Failed(why=Why.OTHER_TASK, reason=text)
         needed = self.models.count_missing_bytes(action)
         disk = shutil.disk_usage(self.home)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,6 +25,7 @@ from fedge.system.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from edge_agent.agent.loop import Agent
+    from edge_agent.agent.workplace import WorkerProcess
 
 
 @click.command(cls=Command)
@@ -49,14 +51,49 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     rules = read_rules(settings.home, settings.egress, config)
     bind(federation=settings.federation, device=settings.id)
     try:
-        asyncio.run(_run(make_agent(settings, rules, _make_observer(as_json))))
+        asyncio.run(run_agents(settings, rules, _make_observer(as_json)))
     finally:
         click.echo("", nl=sys.stdout.isatty() and not as_json)
     return INTERRUPTED
 
 
-def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
+async def run_agents(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> None:
+    """Run the agent until SIGTERM or Ctrl-C, and another one each time that a class has joined the federation.
+
+    Raises:
+        ConfigError, StoreError, TransportError: as `make_agent` and `Agent.run`.
+    """
+    from edge_agent.agent.workplace import WorkerProcess
+
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        agent.stop()
+
+    worker = WorkerProcess(settings)
+    agent = make_agent(settings, rules, observe, worker)
+    on_signal(stop, within_s=STOP_S)
+    await agent.run()
+    while agent.is_outdated and not stopped:
+        worker.close()
+        worker = WorkerProcess(settings)
+        agent = make_agent(settings, rules, observe, worker)
+        await asyncio.sleep(0)  # a signal may have come meanwhile
+        if not stopped:
+            await agent.run()
+
+
+def make_agent(
+    settings: AgentSettings,
+    rules: Rules,
+    observe: Callable[[str, dict[str, object]], None],
+    worker: WorkerProcess | None = None,
+) -> Agent:
     """Make the agent described by the settings, and read its data, without torch.
+
+    `worker`: does its work; a new one if None.
 
     Raises:
         ConfigError: the task, the data or an address is wrong, or there is no such GPU.
@@ -65,6 +102,7 @@ def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, di
     from edge_agent.agent.identity import Identity
     from edge_agent.agent.loop import Agent
     from edge_agent.agent.workplace import SampleWatch, WorkerProcess
+    from edge_agent.device.own_task import adopt_classes
     from fedge.steps.training.train_dp import explain_weak_delta
 
     task, steps = settings.make_spec(), settings.find_steps()
@@ -81,18 +119,14 @@ def make_agent(settings: AgentSettings, rules: Rules, observe: Callable[[str, di
         identity,
         settings.make_broker_settings(settings.broker, keepalive_s=settings.keepalive_s),
         settings.home,
-        lambda: WorkerProcess(settings),
+        lambda: worker or WorkerProcess(settings),
         limits=limits,
         context_interval_s=settings.context_interval_s,
         rules=rules,
         observe=observe,
         samples=samples,
+        adopt=partial(adopt_classes, settings.load_given_task(), settings.home),
     )
-
-
-async def _run(agent: Agent) -> None:
-    on_signal(agent.stop, within_s=STOP_S)
-    await agent.run()
 
 
 def _make_observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:

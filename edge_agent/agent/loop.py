@@ -33,6 +33,8 @@ from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.speech.ears import Listener
 from edge_agent.agent.speech.voice import Publisher
 from edge_agent.agent.uptime import get_uptime_s
+from edge_agent.device.own_task import explain_other_task
+from fedge.data.classes import AddedClasses
 from fedge.errors import StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.renewal import Renewal
@@ -44,7 +46,7 @@ from fedge.system.files import BlobFolder, find_highest_release
 from fedge.system.logs import bind_temporarily
 from fedge.system.systemd import notify_ready
 from fedge.wire.connection.broker import BrokerSettings, Will
-from fedge.wire.messages import Context, Order, Presence, Status, encode_message
+from fedge.wire.messages import Beacon, Context, Order, Presence, Status, encode_message
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transfer.sender import Sender
@@ -73,6 +75,13 @@ CHECK_RUN: Final = (
     "works for it, and gets its bundles, from now on"
 )
 
+CHECK_TASK: Final = (
+    "another task is another federation, and this device gets no orders of this one: start its agent with the "
+    "task.json of the coordinator's home, or with another --federation"
+)
+MAX_WORDS: Final = 1000
+"""Longest text in a status."""
+
 
 @dataclass(eq=False)
 class Agent:
@@ -88,6 +97,11 @@ class Agent:
         rules: what may leave, by the device's owner.
         observe: called with every event and its fields, on the event loop.
         samples: the device's samples if they may change while the agent runs, which then closes them.
+        adopt: called with the federation's classes if its task is another one; returns whether the device's is that one
+            now. Then `run` returns, and another agent goes on with the new task.
+
+    Attributes:
+        is_outdated: whether `run` has returned because another agent must go on.
     """
 
     identity: Identity
@@ -100,6 +114,7 @@ class Agent:
     rules: Rules = Rules()
     observe: Observe = ignore_event
     samples: CountedSamples | None = None
+    adopt: Callable[[AddedClasses], bool] | None = None
 
     def __post_init__(self) -> None:
         self._events = Events(self.identity.device_id, self.observe)
@@ -109,6 +124,8 @@ class Agent:
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
         self._run = ""  # run of the last order
+        self.is_outdated = False
+        self._other_task = ""  # in which way the federation's task is another one
         self._release = 0  # release in the last status sent
         self._told = self._counts  # of samples, in the last status sent
         self._end: asyncio.Future[None] | None = None
@@ -120,7 +137,7 @@ class Agent:
         return self._events.refused
 
     def publish_status(self) -> None:
-        """Publish again which devices are behind this relay."""
+        """Publish the status again, since something in it has changed."""
         if self._end is not None and self._transport.connected:
             self._voice.send(self._make_status(Presence.ONLINE))
 
@@ -192,7 +209,10 @@ class Agent:
         self._models = Models(folder, self._receiver, me)
         self._sender = Sender(transport, self._outbox.find_blob)
         self._voice = Publisher(me, transport, partial(self._run_timed, self._resume_speaking))
-        ears = Listener(me, self._incarnation, self._voice, self._sender, self._handle_event, self._resume_speaking)
+        ears = Listener(
+            *(me, self._incarnation, self._voice, self._sender, self._handle_event),
+            *(self._resume_speaking, self._handle_beacon),
+        )
         work = self.home, self.make_worker, self.limits, self._measure_context
         self._carrier = Carrier(me, *work, self._models, self._outbox, pool)
         await ears.attach(transport)
@@ -252,6 +272,26 @@ class Agent:
         notify_ready()
         self._events.log_event("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._resume_speaking()
+
+    def _handle_beacon(self, beacon: Beacon) -> None:
+        """Compare the federation's task with ours: take up classes that have joined, or say what differs."""
+        task, other = self.identity.task, ""
+        if beacon.classes is not None and beacon.classes.fingerprint != task.compute_fingerprint():
+            try:
+                self.is_outdated = self.adopt is not None and self.adopt(beacon.classes)
+            except StoreError as error:
+                self._fail(error)
+                return
+            if self.is_outdated:
+                self._events.log_event("classes_joined", classes=", ".join(beacon.classes.names))
+                self.stop()
+                return
+            other = explain_other_task(task, beacon.task)
+        if other != self._other_task:
+            self._other_task = other
+            if other:
+                self._events.log_event("other_task", logging.WARNING, reason=other, check=CHECK_TASK)
+            self.publish_status()
 
     # ------------------------------------------------------------------------------------------------- deciding
 
@@ -347,9 +387,10 @@ class Agent:
 
     def _make_status(self, presence: Presence) -> Status:
         self._release, self._told = find_highest_release(self.home), self._counts
-        return make_status(
+        status = make_status(
             self.identity, presence, self._told, incarnation=self._incarnation, release=self._release, rules=self.rules
         )
+        return replace(status, other_task=self._other_task[:MAX_WORDS])
 
     @property
     def _counts(self) -> SampleCounts:

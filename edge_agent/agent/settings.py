@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from edge_agent.device.own_task import read_own_task
 from fedge.data.task import TaskSpec
 from fedge.membership.credentials import Broker, Credentials, DeviceName, FederationName, KeepAlive
 from fedge.models.weights import Allow, TaskName
@@ -90,7 +91,15 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         return not self.inference_only and find_spec("torch") is not None
 
     def make_spec(self) -> TaskSpec:
-        """Read the description of the task.
+        """Read the description of the task, with the classes that have joined.
+
+        Raises:
+            ConfigError: the task is wrong.
+        """
+        return read_own_task(self.load_given_task(), self.home)
+
+    def load_given_task(self) -> TaskSpec:
+        """Load the task with which the agent was started.
 
         Raises:
             ConfigError: the task is wrong.

@@ -31,6 +31,7 @@ from fedge.steps.mixture.install import Installed
 from fedge.system.files import compute_digest, find_highest_release, remove_unread
 from fedge.system.moved import alias_members
 from fedge.system.stopping import Stop, never
+from fedge.tensors.heads import grow_tensors
 from fedge.tensors.layers import Layers
 from fedge.tensors.layout import Codec, Model, flatten, to_bytes, unflatten, view_bytes
 from fedge.wire.messages import BlobRef, Order, Why
@@ -318,6 +319,8 @@ class Device:
     def load_kept(self, step: str, layout: Layout, *, before: int | None = None) -> Layers | None:
         """Return what a training step kept last, up to this round or `before` another; None if nothing.
 
+        If classes have joined since, it has their outputs, too.
+
         Raises:
             FailedError: another step kept the tensors.
             ProtocolError: `layout`, because the tensors belong to another network.
@@ -329,7 +332,7 @@ class Device:
         found = decode_kept(data, KeptTensors)
         if found.step != step:
             raise FailedError(f"step {found.step} kept the tensors on this device, but the order names {step}")
-        return Layers(layout, flatten(view_bytes(found.tensors), layout))
+        return Layers(layout, flatten(grow_tensors(view_bytes(found.tensors), layout), layout))
 
     def overlay_kept(self, step: str, model: Model, kept: Layers | None) -> Model:
         """Combine a model and what a training step kept into one network with their joint predictions."""

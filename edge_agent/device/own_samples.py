@@ -5,6 +5,7 @@ Both are read again when they have changed. Each sample stays in its place for e
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Final
@@ -12,12 +13,15 @@ from typing import Final
 import numpy as np
 
 from edge_agent.samples import SampleStore
-from edge_agent.samples.sources import identify_source, place_source, read_further
+from edge_agent.samples.sources import identify_source, place_source, read_further, was_seen
+from fedge.data.classes import HOW_TO_ADD
 from fedge.data.preprocessing import preprocess
 from fedge.data.task import TEST, TRAIN, TaskSpec
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError
 from fedge.tasks import DeviceData, read_device_inputs, read_parts
+
+log = logging.getLogger("fedge.agent")
 
 SETTLE_S: Final = 1.0
 """Time after which a source that cannot be read, and has not changed meanwhile, is not just being written."""
@@ -91,7 +95,10 @@ class OwnSamples:
         return data
 
     def _place_source(self) -> DeviceData:
-        own = read_parts(self._task, self._path, seed=self._seed)
+        # a class that nobody knows is an error at first; later one may come that joins the federation soon
+        own = read_parts(self._task, self._path, seed=self._seed, only_known=was_seen(self._store))
+        if own.n_unknown:
+            log.warning("event=unknown_classes n=%d check=%r", own.n_unknown, HOW_TO_ADD)
         placed = place_source(
             self._store, own.x, own.y, own.sensitive, own.split, is_given=own.is_given, seen=self._seen
         )

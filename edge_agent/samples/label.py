@@ -129,7 +129,7 @@ class LabelPage:
 
     async def list_numbers(self, _: web.Request) -> web.Response:
         """Answer with the classes, and the samples without a label, newest first."""
-        task = self._store.require_task()
+        task = self._store.refresh_task()
         found = self._store.list_samples(labelled=False, limit=1000)
         pictures = task.preprocessing.image_mode is not None
         return _answer({"classes": task.classes, "pictures": pictures, "samples": found})

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, npz, tables
+from fedge.data.classes import HOW_TO_ADD
 from fedge.data.labels import require_class_numbers, require_whole_numbers
 from fedge.data.preprocessing import load_image
 from fedge.data.task import TaskSpec
@@ -49,7 +50,7 @@ def find_class(task: TaskSpec, name: str) -> int:
     """
     if name not in task.classes:
         hint = suggest_nearest(name, task.classes)
-        raise ConfigError(f"{name} is no class of the task ({', '.join(task.classes)}){hint}")
+        raise ConfigError(f"{name} is no class of the task ({', '.join(task.classes)}){hint}; {HOW_TO_ADD}")
     return task.classes.index(name)
 
 

@@ -52,6 +52,12 @@ def has_seen(store: SampleStore, source: Path) -> bool:
         return bool(get_fact(db, _SEEN, "") == now)
 
 
+def was_seen(store: SampleStore) -> bool:
+    """Return whether the source was ever placed."""
+    with store.database.read() as db:
+        return bool(get_fact(db, _SEEN, ""))
+
+
 def place_source(
     store: SampleStore,
     x: NDArray[np.float32],

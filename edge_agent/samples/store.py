@@ -34,6 +34,7 @@ from edge_agent.samples.answers import AnswerCount, Answered
 from edge_agent.samples.database import OVERHEAD, UNLABELLED, Database, get_fact, save_fact
 from edge_agent.samples.places import choose_place, compute_digests, compute_rank
 from edge_agent.samples.rules import read_rules, require_classes
+from fedge.data.classes import HOW_TO_ADD, has_grown
 from fedge.data.preprocessing import choose_input_precision, preprocess, reshape_samples
 from fedge.data.task import TRAIN, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, DamagedError, raise_as
@@ -112,7 +113,10 @@ class SampleStore:
         self.database.close()
 
     def _settle_task(self, task: TaskSpec | None) -> TaskSpec | None:
-        """Return the task with which samples are read, and note one that has more classes than the noted one."""
+        """Return the task with which samples are read, and note one that has more classes than the noted one.
+
+        If the noted one has further classes, which have joined the federation, samples are read with these.
+        """
         with self.database.write() as db:
             noted = get_fact(db, "task", "")
             with raise_as(DamagedError, f"{self.database.file} is damaged, move it away to begin anew", on=MALFORMED):
@@ -124,7 +128,34 @@ class SampleStore:
                 save_fact(db, "task", msgspec.json.encode(task).decode())
             if before is not None and not is_empty:
                 _require_same_samples(before, task)
+                return before if has_grown(task, before) else task
         return task
+
+    def refresh_task(self) -> TaskSpec:
+        """Return the task of the samples as it is now, after classes may have joined in another process.
+
+        Raises:
+            ConfigError: the store was never opened with a task.
+            StoreError: it cannot be read.
+        """
+        with self.database.read() as db:
+            noted = msgspec.json.decode(str(get_fact(db, "task", "null")), type=TaskSpec | None)
+        if noted is not None and (self.task is None or has_grown(self.task, noted)):
+            self.task = noted
+        return self.require_task()
+
+    def _find_class(self, label: int) -> str:
+        """Return the name of a class.
+
+        Raises:
+            ConfigError: there is no class of this number.
+        """
+        task = self.require_task()
+        if label >= task.n_classes:
+            task = self.refresh_task()
+        if not 0 <= label < task.n_classes:
+            raise ConfigError(f"the label {label} is not one of the {task.n_classes} classes; {HOW_TO_ADD}")
+        return task.classes[label]
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
@@ -157,11 +188,8 @@ class SampleStore:
         """
         if label is None and not self.keeps_unlabelled:
             return None
-        task = self.require_task()
-        if label is not None and not 0 <= label < task.n_classes:
-            raise ConfigError(f"the label {label} is not one of the {task.n_classes} classes")
-        shaped, digest = self._prepare(task, x)
-        name = None if label is None else task.classes[label]
+        name = None if label is None else self._find_class(label)
+        shaped, digest = self._prepare(self.require_task(), x)
         marked = sensitive or self.rules.is_sensitive(shaped, name, origin)
         now = time.time() if at is None else at
         with self.database.write() as db:
@@ -288,11 +316,9 @@ class SampleStore:
             ConfigError: there is no such sample or class, or the owner's predicate fails.
             StoreError: it cannot be written.
         """
-        task = self.require_task()
-        if not 0 <= label < task.n_classes:
-            raise ConfigError(f"there is no class {label}")
+        name = self._find_class(label)
         sample, x = self.read_sample(number), self.read_input(number)
-        marked = sample.sensitive or self.rules.is_sensitive(x, task.classes[label], sample.origin)
+        marked = sample.sensitive or self.rules.is_sensitive(x, name, sample.origin)
         with self.database.write() as db:
             for digest, before, sensitive in _iterate_keys(db, [number]):
                 _move(db, digest, before, sensitive=sensitive, to_label=label, to_sensitive=marked)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.data.classes import HOW_TO_ADD
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.preprocessing import load_image
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
@@ -86,6 +87,11 @@ def get_class(name: str) -> str:
     return PurePosixPath(name).parent.name
 
 
+def list_classes(images: Sequence[str], classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the classes, and after them those of images that are none of these."""
+    return tuple(dict.fromkeys((*classes, *sorted({get_class(image) for image in images}))))
+
+
 def get_labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
     """Return the class numbers of images, (n,).
 
@@ -96,7 +102,8 @@ def get_labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int6
     unknown = sorted({get_class(image) for image in images} - set(numbers))
     if unknown:
         hint = suggest_nearest(unknown[0], classes)
-        raise ConfigError(f"folders {unknown} are not classes of the task ({', '.join(classes)}){hint}")
+        text = f"folders {unknown} are not classes of the task ({', '.join(classes)}){hint}"
+        raise ConfigError(f"{text}; {HOW_TO_ADD}")
     return np.array([numbers[get_class(image)] for image in images], dtype=np.int64)
 
 

@@ -84,8 +84,12 @@ def get_scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     return mean.astype(np.float64), std.astype(np.float64)
 
 
-def read_table(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+def read_table(
+    schema: Schema, file: Path, *, labelled: bool = True, only_known: bool = False
+) -> dict[str, NDArray[Any]]:
     """Read a table's rows into arrays like those of an .npz; unless `labelled`, the class column may be missing.
+
+    If `only_known`, the caller leaves out rows of classes that the schema does not have; they get higher numbers.
 
     Returns:
         x (n, width), unscaled, in float32, or in float64 if a mean is large compared with its std; y (n,) int64; and if
@@ -107,6 +111,9 @@ def read_table(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str
         part = {"x": np.concatenate([reader.read_inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
         if schema.target in cells:
             numbers = {name: number for number, name in enumerate(schema.classes)}
+            for word in map(_format_cell, cells[schema.target]) if only_known else ():
+                if word.lower() not in NO_VALUE:
+                    numbers.setdefault(word, len(numbers))
             part["y"] = reader.number_cells(schema.target, cells[schema.target], numbers)
         if schema.sensitive:
             marks = [str(cell).lower() for cell in cells[schema.sensitive]]

@@ -87,15 +87,18 @@ class DeviceData:
         train, validation = parts == TRAIN, parts == VALIDATION
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
-    def to_task_types(self, task: TaskSpec) -> DeviceData:
+    def to_task_types(self, task: TaskSpec, *, only_known: bool = False) -> DeviceData:
         """Return the same data in the types that training takes, since a user's own class may return other types.
+
+        If `only_known`, the caller leaves out samples whose class the task does not have.
 
         Raises:
             ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
                 label is not a class number of the task, or a mark is neither 0 nor 1.
         """
-        x_train, y_train, sensitive = _convert_part(task, "training", self.x_train, self.y_train, self.sensitive)
-        x_val, y_val, marks = _convert_part(task, "validation", self.x_val, self.y_val, self.marks_val)
+        n = None if only_known else task.n_classes
+        x_train, y_train, sensitive = _convert_part(task, n, "training", self.x_train, self.y_train, self.sensitive)
+        x_val, y_val, marks = _convert_part(task, n, "validation", self.x_val, self.y_val, self.marks_val)
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
 
     def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
@@ -158,7 +161,7 @@ class DeviceData:
 
 
 def _convert_part(
-    task: TaskSpec, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
+    task: TaskSpec, n_classes: int | None, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
     """Check inputs, labels and marks of a part of the samples, and convert them to the types of `DeviceData`."""
     n, what = len(x), f"of the {part} samples"
@@ -170,7 +173,7 @@ def _convert_part(
         raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
     if not are_inputs(x) and (fault := explain_unfit(x, x)):
         raise ConfigError(f"{what}, {fault}")
-    y = require_class_numbers(y, n, task.n_classes, f"y {what}")
+    y = require_class_numbers(y, n, n_classes, f"y {what}")
     marks = require_whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
     return x.astype(np.float32, copy=False), y, marks
 

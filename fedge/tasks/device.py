@@ -42,7 +42,8 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 class Parts:
     """All samples of a source, also test samples: inputs (n, ...), labels, marks and parts (n,).
 
-    `is_given`: whether the source says which part a sample belongs to; otherwise it was drawn by the seed.
+    `is_given`: whether the source says which part a sample belongs to; otherwise it was drawn by the seed. `n_unknown`:
+    samples that were left out, since the task does not have their class.
     """
 
     x: NDArray[np.float32]
@@ -50,17 +51,24 @@ class Parts:
     sensitive: NDArray[np.bool_]
     split: NDArray[np.int64]
     is_given: bool
+    n_unknown: int = 0
 
 
-def read_parts(task: TaskSpec, source: Path, *, seed: int) -> Parts:
-    """Read all samples of one device with their parts; arguments and errors are those of `read_device_data`."""
+def read_parts(task: TaskSpec, source: Path, *, seed: int, only_known: bool = False) -> Parts:
+    """Read all samples of one device with their parts; arguments and errors are those of `read_device_data`.
+
+    `only_known`: samples whose class the task does not have are left out; otherwise they are refused.
+    """
     if ":" in task.name:
-        data = _read_by_own_task(task, source, seed)
+        data, n_unknown = _read_own_known(task, source, seed, only_known=only_known)
         (x, y), n_val = data.labelled, len(data.y_val)
         parts = np.repeat([TRAIN, VALIDATION], [data.n_train, n_val])
-        return Parts(x, y, np.concatenate([data.sensitive, data.marks_val]), parts, is_given=True)
-    x, y, split, sensitive = _read(task, source)
-    return Parts(x, y, sensitive, hold_out(y, sensitive, seed) if split is None else split, split is not None)
+        return Parts(x, y, np.concatenate([data.sensitive, data.marks_val]), parts, True, n_unknown)
+    x, y, split, sensitive = _read(task, source, only_known=only_known)
+    known = y < task.n_classes
+    x, y, sensitive = x[known], y[known], sensitive[known]
+    parts = hold_out(y, sensitive, seed) if split is None else split[known]
+    return Parts(x, y, sensitive, parts, split is not None, int((~known).sum()))
 
 
 def read_labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -79,7 +87,23 @@ def read_device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     return x[~sensitive if split is None else ~sensitive & (split != TEST)]
 
 
-def _read_by_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool = True) -> DeviceData:
+def _read_own_known(task: TaskSpec, source: Path, seed: int, *, only_known: bool) -> tuple[DeviceData, int]:
+    """Read the data by the user's own code; return them, and how many samples of unknown classes were left out."""
+    data = _read_by_own_task(task, source, seed, only_known=only_known)
+    train, validation = data.y_train < task.n_classes, data.y_val < task.n_classes
+    n_unknown = int((~train).sum() + (~validation).sum())
+    if not n_unknown:
+        return data, 0
+    known = DeviceData(
+        *(data.x_train[train], data.y_train[train], data.sensitive[train]),
+        *(data.x_val[validation], data.y_val[validation], data.marks_val[validation]),
+    )
+    return known, n_unknown
+
+
+def _read_by_own_task(
+    task: TaskSpec, source: Path, seed: int, *, labelled: bool = True, only_known: bool = False
+) -> DeviceData:
     try:
         own = load_user_task(task.name).device_data(source, seed=seed)
         if not isinstance(own, DeviceData):
@@ -87,7 +111,7 @@ def _read_by_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool
         if not labelled:
             none = (np.zeros(len(x), np.int64) for x in (own.x_train, own.x_val))
             own = replace(own, y_train=next(none), y_val=next(none))
-        return own.to_task_types(task)
+        return own.to_task_types(task, only_known=only_known)
     except FAILURES as error:
         require_there(source, "file or folder of samples")
         reason = error if isinstance(error, (OSError, ConfigError)) else describe_error(error)
@@ -97,20 +121,24 @@ def _read_by_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool
 _Read = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
 
 
-def _read(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Read:
-    """Read model inputs, labels (none if not needed), split and marks of a source."""
+def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bool = False) -> _Read:
+    """Read model inputs, labels (none if not needed), split and marks of a source.
+
+    If `only_known`, the caller leaves out samples whose class the task does not have; they have higher labels.
+    """
     if source.is_dir():
         images.require_known(source)
         names = images.list_images(source, labelled=labelled)
-        y = images.get_labels(names, task.classes) if labelled else np.zeros(0, np.int64)
+        classes = images.list_classes(names, task.classes) if only_known else task.classes
+        y = images.get_labels(names, classes) if labelled else np.zeros(0, np.int64)
         x = preprocessing.preprocess(task, images.load_images(task, source, names))
         return x, y, images.read_split_numbers(source, names), images.read_sensitive_flags(source, names)
     if source.suffix.lower() in tables.SUFFIXES:
-        found = tables.read_table(tables.get_schema(task), source, labelled=labelled)
+        found = tables.read_table(tables.get_schema(task), source, labelled=labelled, only_known=only_known)
     else:
         found = arrays.read_arrays(source, labelled=labelled)
-    n = len(found["x"])
-    y = require_class_numbers(found["y"], n, task.n_classes, f"{source}: y") if labelled else np.zeros(0, np.int64)
+    n, n_classes = len(found["x"]), None if only_known else task.n_classes
+    y = require_class_numbers(found["y"], n, n_classes, f"{source}: y") if labelled else np.zeros(0, np.int64)
     with raise_as(ConfigError, str(source), on=ConfigError):
         x = preprocessing.preprocess(task, found["x"])
     return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))

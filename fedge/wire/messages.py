@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fedge.data.classes import AddedClasses
 from fedge.errors import MALFORMED, ProtocolError
 from fedge.system.text import Worded
 from fedge.tensors.layout import Codec
@@ -30,6 +31,8 @@ MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES - 8 * 1024
 MAX_ROOTS: Final = 12
 """Most roots in one announcement, about 2 KB each. A device that missed more roots needs one installed by hand."""
 
+MAX_TASK_BYTES: Final = 16 * 1024
+"""Largest description of a task in a beacon; of a larger one, nobody learns in words what differs."""
 MAX_SITE: Final = 160
 """Most devices behind one relay, so that the relay's status has room for all of their statuses."""
 BEACON_S: Final = 60.0
@@ -124,6 +127,7 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
         tuple[Id, ...], Meta(max_length=64)
     ] = ()  # kinds (`fedge.steps.contract.Reveals`) that may not leave
     site: Annotated[tuple[SiteDevice, ...], Meta(max_length=MAX_SITE)] | None = None  # a relay's devices, else None
+    other_task: Text = ""  # in words, what its task is that the federation's is not; empty if both are the same
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
@@ -247,10 +251,12 @@ class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):
 
 
 class Beacon(_Message2, frozen=True, kw_only=True, tag="beacon"):
-    """The coordinator's time and version, retained; published at its start and every `BEACON_S` seconds."""
+    """The coordinator's time, version and task, retained; published at its start and every `BEACON_S` seconds."""
 
     at: NonNegative  # seconds since the epoch, the coordinator's clock
     fedge_version: Text = ""
+    classes: AddedClasses | None = None  # the classes that joined, and the task's fingerprint
+    task: Annotated[bytes, Meta(max_length=MAX_TASK_BYTES)] = b""  # a `TaskSpec` in JSON, only to say what differs
 
 
 class Claim(_Message2, frozen=True, kw_only=True, tag="claim"):

@@ -18,8 +18,9 @@ from coordinator.fleet.mqtt.process import Process
 from coordinator.fleet.mqtt.uploads import NO_EVIDENCE, Uploads, read_answer
 from coordinator.store.records import Entry, Offence, OrderStatus
 from coordinator.store.store import Store
+from fedge.data.classes import AddedClasses
 from fedge.data.task import TaskSpec
-from fedge.errors import ProtocolError, TransportError
+from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity.names import Role
 from fedge.steps.contract import Action, Refusal, Unsupported, decode_action, load_installed_steps
 from fedge.system.files import BlobFolder
@@ -46,6 +47,7 @@ LOST: Final = 3
 """If the first copy of a report comes after the broker took this many earlier ones, some copies were lost."""
 QUIET_S: Final = 60.0
 """Shortest connection after which missed copies are the broker's loss; before, this process may have missed them."""
+GROWN: Final = "classes have joined the federation since this process began: start it again"
 Key = tuple[str, str]
 """Ids of a device and an order."""
 
@@ -71,7 +73,7 @@ class Assignment:
     name. issue: another part of the ids, new after a restore from a backup, so that devices repeat what they did since
     the backup. seed: source of all devices' random numbers. deadline_s: minimum time for one step; extended for devices
     whose earlier reports show that they need more (`coordinator.fleet.mqtt.pace`). no_relays: why relays are not
-    possible; empty if they are.
+    possible; empty if they are. classes: those that have joined, which `task` has.
     """
 
     federation: str
@@ -83,6 +85,7 @@ class Assignment:
     seed: int = 0
     deadline_s: float = 60.0
     no_relays: str = ""
+    classes: AddedClasses = dataclasses.field(default_factory=AddedClasses)
 
 
 class Intake(Process):
@@ -101,6 +104,7 @@ class Intake(Process):
     ) -> None:
         super().__init__(broker, store, about.federation, home, role)
         self.task, self._layout = about.task, about.layout
+        self._fingerprint = about.task.compute_fingerprint()
         self._steps = {**load_installed_steps(), **{kind.STEP: kind for kind in about.steps}}
         received = store.blobs.get_received() if role is Role.COORDINATOR else BlobFolder(home / "received")
         seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
@@ -230,6 +234,9 @@ class Intake(Process):
         if entry.status is not OrderStatus.OPEN:
             await self._send_verdict(entry)
             raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
+        if entry.order.task_fingerprint != self._fingerprint:
+            self._fail(ConfigError(GROWN))
+            raise ProtocolError("task-behind", GROWN)
         return entry.order
 
     def _find_losses(self, report: Report) -> None:

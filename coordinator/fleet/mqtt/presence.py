@@ -20,6 +20,7 @@ from coordinator.fleet.problems import Problem, Streak, prolong_streak
 from coordinator.store.registry import LastMessages, Registry
 from coordinator.store.store import DEVICES, Store
 from fedge import __version__
+from fedge.data.classes import AddedClasses, iterate_earlier
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.identity.authority import MAX_REVOCATIONS_BYTES
 from fedge.identity.names import Role
@@ -30,6 +31,7 @@ from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.route import read_peer_certificate
 from fedge.wire.messages import (
     BEACON_S,
+    MAX_TASK_BYTES,
     Announcement,
     Beacon,
     Claim,
@@ -95,8 +97,17 @@ class Presence(Intake):
         self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
     ) -> None:
         super().__init__(broker, store, store.home, about, Role.COORDINATOR)
-        fingerprint = about.task.compute_fingerprint()
-        self.registry = Registry(fingerprint, store.get_last_contexts(), about.no_relays, _read_devices(store))
+        task, fingerprint = about.task, about.task.compute_fingerprint()
+        earlier = [each.compute_fingerprint() for each in iterate_earlier(task, about.classes)]
+        known = store.get_last_contexts(), about.no_relays, _read_devices(store)
+        self.registry = Registry(fingerprint, *known, earlier)
+        described = msgspec.json.encode(task)
+        self._beacon = Beacon(
+            at=0.0,
+            fedge_version=__version__,
+            classes=AddedClasses(names=about.classes.names, fingerprint=fingerprint),
+            task=described if len(described) <= MAX_TASK_BYTES else b"",
+        )
         self.problems: dict[str, Problem] = {}
         self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
         self.second: dict[str, object] | None = None
@@ -303,10 +314,10 @@ class Presence(Intake):
                 self._observe("broker_lost", {})
 
     async def _publish_time(self) -> None:
-        """Publish our time and version while connected, so that devices can compare theirs (`fedge doctor`)."""
+        """Publish our time, version and task while connected, so that devices can compare theirs (`fedge doctor`)."""
         topic = self._topics.beacon
         while True:
-            beacon = Beacon(at=time.time(), fedge_version=__version__)
+            beacon = msgspec.structs.replace(self._beacon, at=time.time())
             await self._publish(topic, self._signed.seal(topic, encode_message(beacon)), retain=True)
             await asyncio.sleep(BEACON_S)
 

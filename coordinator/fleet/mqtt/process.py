@@ -28,8 +28,8 @@ from fedge.wire.transport import Transport
 log = logging.getLogger("fedge.coordinator")
 LOOK_S: Final = 3.0
 """Pause between two reads of the members; a revoked device is refused from the next read on."""
-SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
-"""Refusals of repeated messages, which are not the device's fault."""
+SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order", "task-behind"})
+"""Refusals of repeated messages, and of devices that are just taking up a class: not the device's fault."""
 
 
 def load_signing(

@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from coordinator.fleet.mqtt.process import Process
+from coordinator.store.classes import read_classes
 from coordinator.store.store import OFFERED, Store
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
@@ -96,10 +97,10 @@ def load_layout(store: Store, home: Path, task: TaskSpec, blobs: str | None) -> 
     Raises:
         ConfigError: the federation has not begun, learns another task, or keeps its tensors elsewhere than `blobs`.
     """
-    known, identity = store.find_value("start"), store.find_value("identity")
-    if known is None or identity is None:
+    known = store.find_value("start")
+    if known is None or store.find_value("identity") is None:
         raise ConfigError(f"{home} holds no federation yet: start `fedge coordinator` without --role first")
-    if json.loads(identity)[2] != task.compute_fingerprint():
+    if read_classes(store).fingerprint != task.compute_fingerprint():
         raise ConfigError(f"{home} holds a federation with another task: give --task as its coordinator was given")
     store.require_blobs(blobs)
     layout, _ = msgspec.json.decode(known, type=tuple[Layout, msgspec.Raw])

@@ -7,7 +7,10 @@ equally many.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+import msgspec
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.method import Method
@@ -49,6 +52,10 @@ class FedAvg(Method[FedAvgState]):
     def get_gamma(self) -> float:
         """Return the momentum of the server, in [0, 1)."""
         return 0.0
+
+    def add_classes(self, state: FedAvgState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> FedAvgState:
+        """Return the state for a network with further outputs; the velocity begins anew."""
+        return msgspec.structs.replace(state, layout=layout, model=grow(state.model), velocity=None, descents={})
 
     async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
         """Do one round of Algorithm 1."""

@@ -11,8 +11,10 @@ working any more, the step takes the updates that have arrived.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -26,6 +28,7 @@ from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import finish_round
 from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train
+from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
 
 
@@ -57,6 +60,10 @@ class FedBuff(Method[FedBuffState]):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: the method takes answers one by one."""
         return super().explain_no_relays() or ONE_BY_ONE
+
+    def add_classes(self, state: FedBuffState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> FedBuffState:
+        """Return the state for a network with further outputs; the earlier updates were of another one."""
+        return msgspec.structs.replace(state, layout=layout, model=grow(state.model), seen=(), descents={})
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
         """Fill the buffer, then do a step of the server."""

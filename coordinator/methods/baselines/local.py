@@ -6,7 +6,7 @@ have had in the federation: rounds x steps x participation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -18,6 +18,7 @@ from coordinator.methods.state import ModelState
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
 from fedge.system.loading import FINE_TUNED
+from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
 
 
@@ -39,6 +40,10 @@ class Local(Method[ModelState]):
     def is_done(self, state: ModelState) -> bool:
         """Return whether the one round is done."""
         return state.round > self.settings.first
+
+    def add_classes(self, state: ModelState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> ModelState:
+        """Return the state for a network with further outputs."""
+        return msgspec.structs.replace(state, layout=layout, model=grow(state.model))
 
     async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
         """Train all devices, once, and install what they have learned."""

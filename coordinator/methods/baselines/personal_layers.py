@@ -6,6 +6,7 @@ installs the shared layers with its own; a device that never trained uses the in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -66,6 +67,11 @@ class PersonalLayers(Method[P], Generic[P]):
             layout.without(HEAD)
         state: P = self.State(round=0, layout=layout, model=model, initial=model, whole=model)
         return state
+
+    def add_classes(self, state: P, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> P:
+        """Return the state for a network with further outputs; devices let what they keep grow themselves."""
+        names = {name: grow(getattr(state, name)) for name in ("model", "initial", "whole")}
+        return msgspec.structs.replace(state, layout=layout, velocity=None, descents={}, **names)
 
     def make_order(self, state: P) -> Train:
         """Make the order of the next round."""

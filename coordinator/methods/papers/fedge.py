@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -34,6 +34,7 @@ from coordinator.methods.papers.fedge_campaigns import (
     carry_over,
     describe_fate,
     find_start,
+    grow_state,
     join_clusters,
     name_fates,
     restore_past,
@@ -159,6 +160,10 @@ class Fedge(Mixtures):
     def begin_campaign(self, state: FedgeState, changed: Collection[str]) -> FedgeState:
         """Return the state before the next campaign, in which the split is tested again (section 18)."""
         return carry_over(super().begin_campaign(state, changed), changed)
+
+    def add_classes(self, state: FedgeState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> FedgeState:
+        """Return the state for a network with further outputs (section 18)."""
+        return grow_state(state, layout, grow)
 
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Do steps 1 to 3 of section 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -41,6 +41,24 @@ def carry_over(state: FedgeState, changed: Collection[str]) -> FedgeState:
         experts=(),
         primary={},
         pool=None,
+    )
+
+
+def grow_state(state: FedgeState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> FedgeState:
+    """Return the state of a campaign that begins, with further outputs of all models; profiles do not see outputs."""
+    past = state.past
+    if past is not None:
+        experts = tuple(ServerModel(model=grow(expert.model)) for expert in past.experts)
+        past = msgspec.structs.replace(past, experts=experts, shared=grow(past.shared))
+    return msgspec.structs.replace(
+        state,
+        layout=layout,
+        initial_model=grow(state.initial_model),
+        shared=ServerModel(model=grow(state.shared.model)),
+        extractor=None if state.extractor is None else grow(state.extractor),
+        past=past,
+        seen=(),
+        descents={},
     )
 
 

@@ -13,7 +13,7 @@ from fedge.errors import ProtocolError
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import open_unverified
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Ack, Order, Presence, Status, Want, decode_message
+from fedge.wire.messages import Ack, Beacon, Order, Presence, Status, Want, decode_message
 from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 
@@ -29,6 +29,7 @@ class Listener:
         sender: serves the updates that are wanted.
         feed: takes orders and acknowledgements.
         speak_again: called when this process is to speak.
+        hear: takes what the coordinator says to all.
     """
 
     me: Member
@@ -37,6 +38,7 @@ class Listener:
     sender: Sender
     feed: Callable[[Order | Ack], None]
     speak_again: Callable[[], None]
+    hear: Callable[[Beacon], None]
 
     async def attach(self, transport: Transport) -> None:
         """Subscribe to the messages for this device."""
@@ -44,6 +46,7 @@ class Listener:
         await transport.subscribe(self.me.make_topic("orders"), self._on_order)
         await transport.subscribe(self.me.make_topic("acks"), self._on_ack)
         await transport.subscribe(self.me.topics.make_wants_topic(self.me.device_id), self._on_want)
+        await transport.subscribe(self.me.topics.beacon, self._on_beacon, refused=self._on_beacon_refused)
 
     async def _on_own_status(self, inbound: Inbound) -> None:
         """Give way for a while if another process speaks as this device and came later than this one."""
@@ -64,6 +67,16 @@ class Listener:
 
     def _on_status_refused(self, reason: str) -> None:
         self.me.events.log_event("cannot_overhear", logging.WARNING, detail=reason)
+
+    def _on_beacon_refused(self, reason: str) -> None:
+        self.me.events.log_event("cannot_hear_beacon", logging.WARNING, detail=reason)
+
+    async def _on_beacon(self, inbound: Inbound) -> None:
+        if not inbound.payload:
+            return
+        with self._drop_invalid(inbound):
+            payload = self.me.signed.open(inbound.topic, inbound.payload, Role.COORDINATOR)
+            self.hear(decode_message(payload, Beacon))
 
     async def _on_order(self, inbound: Inbound) -> None:
         if self.voice.silent:  # the message is for the other process

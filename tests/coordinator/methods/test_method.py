@@ -1,22 +1,32 @@
 """Methods run to their end, with parts exchanged by options."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
-from coordinator.methods.method import Server
+from coordinator.methods.method import Method, Server
 from coordinator.methods.option_values import parse_options
 from coordinator.methods.options import parse_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state, encode_state
 from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
+from fedge.data.preprocessing import preprocess
+from fedge.data.task import TaskSpec
+from fedge.models import build
 from fedge.steps.sgd import Sgd
-from tests.support.simulation import digits, predicted
+from fedge.tasks import DeviceData, Pool, load_pool, load_task
+from fedge.tensors.heads import grow_tensors
+from fedge.tensors.layout import Layout, unflatten
+from fedge.wire.messages import BlobRef
+from tests.support.simulation import Fleet, digits, predicted
 
 EXCHANGES = [
     *(f"cfic:clustering={how}" for how in ("aidc", "k-means", "agglomerative")),
@@ -120,3 +130,55 @@ def count_right(worker: Worker, release: int) -> int:
     """Validation samples that a bundle gets right."""
     x, y = worker.data.validation
     return int((predicted(worker, x, release).argmax(axis=1) == y).sum())
+
+
+TAKE_NO_CLASSES = {"cfic", "fedcoe", "fedepc", "pm-moe", "scmoe-pfl"}
+"""Methods that have more than models of the whole network."""
+
+
+@pytest.mark.parametrize("name", get_installed_methods())
+async def test_a_class_joins_and_the_others_are_not_forgotten(name: str, tmp_path: Path) -> None:
+    if name in TAKE_NO_CLASSES:
+        assert load_method_class(name).add_classes is Method.add_classes
+        return
+    pool, task = load_pool("digits", seed=0), load_task("digits")
+    devices = {f"d{i}": np.arange(i, 1200, 5) for i in range(5)}
+    right: list[list[float]] = []
+    state: Any = None
+    last: Any = None
+    for n in (8, 9):
+        few = msgspec.structs.replace(task, classes=task.classes[:n])
+        layout, model = build.make_initial_model(few, 0)
+        workers = {i: Worker(i, few, make_data(few, pool, mine), tmp_path / i) for i, mine in devices.items()}
+        fleet = Fleet(few, layout, workers, seed=0)
+        settings = MethodSettings(rounds=6, sgd=Sgd(steps=10), first=0 if state is None else state.round)
+        method = make_method(name, settings, Server(few))
+        if state is None:
+            begun = method.init(layout, fleet.put(unflatten(model, layout)))
+        else:
+            fleet._blobs = last._blobs
+            grow = partial(grow_in, fleet, layout)
+            begun = method.add_classes(method.begin_campaign(state, sorted(workers)), layout, grow)
+            assert begun == method.add_classes(method.begin_campaign(state, sorted(workers)), layout, grow)
+        state, last = await run_rounds(method, begun, fleet), fleet
+        test = make_data(few, pool, np.arange(1200, len(pool.y)))
+        right.append(measure_classes(workers["d0"], test, state.installed["d0"].release))
+    assert right[1][8] > 0.7
+    assert np.mean(right[1][:8]) > np.mean(right[0]) - 0.03
+
+
+def make_data(task: TaskSpec, pool: Pool, chosen: NDArray[np.int64]) -> DeviceData:
+    """The chosen samples of the pool whose classes the task has."""
+    own = chosen[pool.y[chosen] < task.n_classes]
+    return DeviceData.from_samples(preprocess(task, pool.x[own]), pool.y[own], seed=0)
+
+
+def grow_in(fleet: Fleet, layout: Layout, ref: BlobRef) -> BlobRef:
+    return fleet.put(grow_tensors(fleet.get_tensors(ref), layout))
+
+
+def measure_classes(worker: Worker, data: DeviceData, release: int) -> list[float]:
+    """The accuracy of a bundle on each class."""
+    x, y = data.labelled
+    right = predicted(worker, x, release).argmax(axis=1) == y
+    return [float(right[y == c].mean()) for c in range(worker.task.n_classes)]

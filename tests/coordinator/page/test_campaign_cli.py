@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from coordinator.page.campaign_cli import campaign
-from coordinator.store.requests import read_requests
+from coordinator.store.requests import StandingRequests, read_requests
 from coordinator.store.store import Store
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
+from fedge.tasks import write_task
 
 CAMPAIGN = {
     "number": 2, "state": "resting", "began_at": 1000.0, "ended_at": 1100.0, "why": "500 new samples on 12 devices",
@@ -45,6 +48,19 @@ def test_a_campaign_is_asked_for(home: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "A campaign begins as soon as none is running.\n"
     with contextlib.closing(Store(home)) as store:
         assert read_requests(store).campaign == 0
+
+
+def test_classes_are_to_join_with_the_next_campaign(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = TaskSpec(name="pets", classes=("cat", "dog"), input_shape=(2,), model="mlp")
+    write_task(task, home / "task.json")
+    for names in (["bird"], ["fish", "newt"]):
+        words = [word for name in names for word in ("--add-class", name)]
+        assert campaign.main(["run", "--home", str(home), *words], standalone_mode=False) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("With it fish, newt join the classes.")
+    with contextlib.closing(Store(home)) as store:
+        assert read_requests(store) == StandingRequests(campaign=0, classes=("bird", "fish", "newt"))
+    with pytest.raises(ConfigError, match="dog is a class already"):
+        campaign.main(["run", "--home", str(home), "--add-class", "dog"], standalone_mode=False)
 
 
 def test_the_campaigns_are_listed_with_their_reasons(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,29 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.service.beginning import RunLength, make_settings_method, prolong, read_length, resume, start
+from coordinator.methods.state import encode_state
+from coordinator.service import beginning
+from coordinator.service.beginning import (
+    RunLength,
+    begin_campaign,
+    make_settings_method,
+    plan_growth,
+    prolong,
+    read_campaigns,
+    read_length,
+    resume,
+    start,
+)
+from coordinator.service.campaigns import begin_next
+from coordinator.store.classes import read_classes, settle_task
 from coordinator.store.store import Store
+from fedge.data.classes import MAX_ADDED, add_classes
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError
 from fedge.system.hardware import Processor
 from fedge.tasks import load_task
 from fedge.tensors import codecs
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Layout, Model, TensorInfo, unflatten
 from fedge.wire.messages import BlobRef
 from tests.coordinator.service.test_service import settings
 from tests.support.device import TASK
@@ -54,7 +70,9 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store,
 def test_another_task_is_another_federation_and_what_differs_is_said(tmp_path: Path, store: Store) -> None:
     start(settings(None, tmp_path), TASK, store)
     more = msgspec.structs.replace(TASK, classes=(*TASK.classes, "fox"))
-    with pytest.raises(ConfigError, match=r"another federation \(the task is one with class fox\): use another --home"):
+    with pytest.raises(
+        ConfigError, match=r"another federation \(the task is one with class fox\): use another --home.*-add"
+    ):
         start(settings(None, tmp_path), more, store)
     (tmp_path / "task.json").unlink()
     with pytest.raises(ConfigError, match="the task is another one"):
@@ -117,3 +135,59 @@ def test_a_store_that_holds_garbage_is_an_error_that_says_what_to_do(tmp_path: P
         StoreError, match=r"server holds of the run cannot be read; restore another backup, or begin anew"
     ):
         resume(wanted, TASK, store, {})
+
+
+def first_model_with_head(task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
+    """Of a network whose head has an output for each class."""
+    head = TensorInfo(name="head.weight", shape=(task.n_classes, 2), layer="head")
+    layout = Layout(tensors=(head, TensorInfo(name="head.bias", shape=(task.n_classes,), layer="head")))
+    return layout, Model(np.full(layout.n_params, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
+
+
+def test_a_class_joins_for_good_whenever_the_coordinator_is_killed(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning, "make_first_model", first_model_with_head)
+    wanted = settings(None, tmp_path, rounds=1)
+    method, _, _, state = resume(wanted, TASK, store, {})
+    state = msgspec.structs.replace(state, round=2)
+    store.commit_round(2, encode_state(state), 0.0, {}, keep=1)
+
+    growth = plan_growth(wanted, method, TASK, ["fox"], store)
+    assert read_classes(store).names == (), "nothing is begun yet"
+    campaigns = begin_next(read_campaigns(store), "", [], first=2, planned=1, now=0.0, added=("fox",))
+    _, begun = begin_campaign(method, state, store, campaigns, growth)
+
+    grown = add_classes(TASK, ("fox",))
+    assert [settle_task(store, task) for task in (TASK, grown)] == [grown, grown]
+    for task in (TASK, grown):
+        _, layout, _, again = resume(wanted, task, store, {})
+        assert again == begun
+    assert layout == again.layout == first_model_with_head(grown, 0)[0]
+    model = codecs.decode(store.blobs.get(again.model.digest), again.model.codec, layout)
+    np.testing.assert_array_equal(model.params, np.full(9, 3, np.float32))
+    assert load_task(str(tmp_path / "task.json")) == grown
+    with pytest.raises(ConfigError, match="the task is one without class b, fox"):
+        start(wanted, msgspec.structs.replace(TASK, classes=("a", "c")), store)
+
+
+def test_a_network_that_does_not_grow_with_its_task_gets_no_class(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning, "make_first_model", first_model_with_head)
+    wanted = settings(None, tmp_path)
+    method, *_ = resume(wanted, TASK, store, {})
+    for names, why in (("a", "a class already"), ("c" * (MAX_ADDED + 1), f"at most {MAX_ADDED}")):
+        with pytest.raises(ConfigError, match=why):
+            plan_growth(wanted, method, TASK, [*names], store)
+    monkeypatch.setattr(beginning, "make_first_model", lambda *_: first_model_with_head(TASK, 0))
+    with pytest.raises(ConfigError, match=r"from task\.n_classes"):
+        plan_growth(wanted, method, TASK, ["c"], store)
+
+
+@pytest.mark.parametrize(("method", "why"), [("fedavg", "has no head"), ("cfic", "cfic cannot take further classes")])
+def test_who_takes_no_further_class_says_why(tmp_path: Path, store: Store, method: str, why: str) -> None:
+    wanted = settings(None, tmp_path, method=method)
+    made, *_ = resume(wanted, TASK, store, {})
+    with pytest.raises(ConfigError, match=why):
+        plan_growth(wanted, made, TASK, ["c"], store)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from coordinator.store.records import Device
-from coordinator.store.registry import MAX_DEVICES, Registry
+from coordinator.store.registry import GROWS_S, MAX_DEVICES, Registry
 from fedge.errors import ProtocolError
 from fedge.wire.messages import (
     AtWork,
@@ -404,3 +404,29 @@ def test_where_there_can_be_no_relays_they_are_refused_with_the_reason() -> None
         registry.handle_status("s", status("s", site=()))
     registry.handle_context("s", Context(device_id="s"), NOW)
     assert registry.list_online() == ()
+
+
+def test_a_device_with_another_task_is_told_of_in_words() -> None:
+    registry, words = here(), "the task is one without class bird; the network cnn in place of mlp"
+    for said, told in (("", "the task is another one"), (words, words)):
+        with pytest.raises(ProtocolError, match=told) as caught:
+            registry.handle_status("a", status(task_fingerprint="other", other_task=said))
+        assert caught.value.name == "task-mismatch"
+        assert "another federation" in str(caught.value)
+
+
+def test_a_device_that_lacks_a_class_has_time_to_take_it_up() -> None:
+    registry = Registry("t", earlier=("t0",))
+    with pytest.raises(ProtocolError) as caught:
+        registry.handle_status("a", status(task_fingerprint="t0"), NOW)
+    assert caught.value.name == "task-behind"
+    context = Context(device_id="a")
+    registry.handle_context("a", context, NOW + GROWS_S)
+    assert (registry.list_online(), registry.get_presence("a")) == ((), None)
+    with pytest.raises(ProtocolError, match="update fedge") as caught:
+        registry.handle_context("a", context, NOW + GROWS_S + 1)
+    assert caught.value.name == "task-mismatch"
+
+    registry.handle_status("a", status(), NOW)
+    registry.handle_context("a", context, NOW + 2 * GROWS_S)
+    assert [device.id for device in registry.list_online()] == ["a"]

@@ -19,6 +19,7 @@ from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
 from deploy.updates.slots import Slots
 from edge_agent.samples import SampleStore
+from fedge.data.classes import add_classes
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN, source
@@ -140,6 +141,18 @@ async def test_what_is_wrong_is_said_and_nothing_is_stored(home, data, says):
         with pytest.raises(ConfigError, match=says):
             await model.learn(data)
         assert len(store.read_labelled().y) == 0
+
+
+async def test_labels_of_a_class_that_has_joined_are_stored_before_any_bundle_knows_it(home):
+    async with device(home) as (model, store):
+        grown = add_classes(store.task, ("newcomer",))
+        data = feedback(X[:2], labels=["newcomer", predicted(X)[1]])
+        with pytest.raises(ConfigError, match="--add-class"):
+            await model.learn(data)
+        SampleStore(home, grown).close()  # as the agent does, when it has heard of it
+        await model.learn(data)
+        assert grown.n_classes - 1 in store.read_labelled().y
+        assert store.count_recent_answers(9) == (1, 1)
 
 
 async def test_a_bundle_alone_keeps_no_samples():

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,11 @@ from edge_agent.agent.context import Limits
 from edge_agent.agent.identity import Identity, SampleCounts
 from edge_agent.agent.loop import UNANSWERED, Agent
 from edge_agent.device.device import CACHED_MODELS, Fetch
+from edge_agent.device.own_task import adopt_classes, read_own_task
 from edge_agent.device.worker import FinishedOrder
 from fedge.commands.broker import LocalBroker
+from fedge.data.classes import AddedClasses, add_classes
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.privacy.egress import PRESETS, Rules
 from fedge.steps.contract import Action, Reveals, decode_result, load_installed_steps
@@ -46,6 +50,7 @@ from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import (
     MAX_LEFT_S,
     Ack,
+    Beacon,
     BlobRef,
     Context,
     Difference,
@@ -705,6 +710,41 @@ async def test_the_status_is_published_again_when_the_samples_have_changed(
             assert (status.n_samples, status.data_version, status.n_arrived) == (7, 2, 9)
             await peer.until(lambda: peer.contexts[-1].n_samples == 7)
         assert samples.closed
+
+
+async def say_task(peer: Peer, task: TaskSpec, *names: str) -> None:
+    """Say what the federation learns, as its coordinator does."""
+    classes = AddedClasses(names=names, fingerprint=task.compute_fingerprint())
+    beacon = Beacon(at=0.0, classes=classes, task=msgspec.json.encode(task))
+    await peer.transport.publish(peer.topics.beacon, encode_message(beacon), retain=True)
+
+
+async def test_a_device_with_another_task_says_in_words_what_differs_until_it_is_the_same(
+    one_broker: LocalBroker, tmp_path: Path
+) -> None:
+    events = Events()
+    agent = make_agent(one_broker, tmp_path / "pi", EchoWorker(), events)
+    async with Peer(one_broker, tmp_path) as peer, running(agent):
+        await peer.presence(Presence.ONLINE)
+        assert peer.statuses[-1].other_task == ""
+        await say_task(peer, msgspec.structs.replace(TASK, model="cnn"))
+        await peer.until(lambda: f"the network {TASK.model} in place of cnn" in peer.statuses[-1].other_task)
+        await say_task(peer, TASK)
+        await peer.until(lambda: peer.statuses[-1].other_task == "")
+    assert len(events.of("other_task")) == 1
+
+
+async def test_an_agent_ends_for_another_one_when_a_class_has_joined(one_broker: LocalBroker, tmp_path: Path) -> None:
+    grown, home = add_classes(TASK, ("bird",)), tmp_path / "pi"
+    adopt = partial(adopt_classes, TASK, home)
+    agent = make_agent(one_broker, home, EchoWorker(), Events(), adopt=adopt)
+    async with Peer(one_broker, tmp_path) as peer, running(agent) as task:
+        await peer.presence(Presence.ONLINE)
+        await say_task(peer, grown, "bird")
+        await asyncio.wait_for(asyncio.shield(task), WAIT_S)
+        assert agent.is_outdated
+        assert read_own_task(TASK, home) == grown
+        await say_task(peer, TASK)
 
 
 async def test_the_status_tells_the_steps_and_the_highest_release(one_broker: LocalBroker, tmp_path: Path) -> None:

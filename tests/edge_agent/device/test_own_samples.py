@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edge_agent.device import own_samples
 from edge_agent.device.own_samples import OwnSamples
 from edge_agent.samples import SampleStore
+from fedge.data.classes import add_classes
 from fedge.data.task import TaskSpec
 from fedge.data.validation import load_validation
 from fedge.errors import ConfigError
@@ -97,4 +98,30 @@ def test_a_device_that_does_not_train_takes_inputs_that_are_not_sensitive(source
 def test_a_source_that_stays_unreadable_is_said(own: OwnSamples, source: Path) -> None:
     source.write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"d\.npz is not an \.npz file"):
+        own.read()
+
+
+def test_samples_of_a_class_that_nobody_knows_yet_count_once_it_has_joined(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = pictures(range(60)), np.concatenate([np.arange(40) % 10, np.full(20, 10)])
+    with closing(OwnSamples(TASK, tmp_path, source, seed=3, trains=True)) as own:
+        before = own.read()
+        np.savez(source, x=x, y=y, sensitive=np.arange(60) % 4 == 0)
+        assert own.has_changed()
+        assert own.read().compute_digest() == before.compute_digest()
+        assert "event=unknown_classes n=20" in caplog.text
+    with closing(OwnSamples(add_classes(TASK, ("10",)), tmp_path, source, seed=3, trains=True)) as own:
+        after = own.read()
+    n = (after.labelled[1] == 10).sum()
+    assert 0 < n <= 20, "some are held out for tests"
+    assert len(after.labelled[1]) == len(before.labelled[1]) + n
+
+
+def test_a_class_that_nobody_knows_is_a_mistake_at_first(tmp_path: Path, source: Path) -> None:
+    np.savez(source, x=pictures(range(40)), y=np.arange(40) % 11)
+    with (
+        closing(OwnSamples(TASK, tmp_path, source, seed=3, trains=True)) as own,
+        pytest.raises(ConfigError, match="class numbers"),
+    ):
         own.read()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edge_agent.samples import Answered, Labelled, SampleStore, store
 from edge_agent.samples.database import save_fact
 from edge_agent.samples.places import choose_place, compute_digests, compute_rank
+from fedge.data.classes import add_classes
 from fedge.data.preprocessing import preprocess
 from fedge.data.task import TRAIN, Preprocessing, TaskSpec
 from fedge.errors import ConfigError, DamagedError
@@ -368,3 +369,17 @@ def test_sensitive_samples_shape_nothing_about_the_others_nor_does_when_they_cam
             kept = [(s.label, s.place, s.at) for s in samples.list_samples(limit=1000) if not s.sensitive and s.label]
             told.append((seen, rows, kept, samples.count_answers()))
     assert told[0] == told[1] == told[2]
+
+
+def test_a_class_that_has_joined_in_another_process_is_known_at_once(tmp_path: Path) -> None:
+    grown = add_classes(TASK, ("d",))
+    with SampleStore(tmp_path, TASK) as served:
+        add(served, x(1))
+        with pytest.raises(ConfigError, match="--add-class"):
+            add(served, x(2), 3)
+        SampleStore(tmp_path, grown).close()  # as the agent does
+        add(served, x(2), 3)
+        assert served.refresh_task() == grown
+    with SampleStore(tmp_path, TASK) as again:
+        assert again.task == grown
+        assert again.read_labelled().y.tolist() == [0, 3]

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedge.data.task import Preprocessing, TaskSpec
+from fedge.data.classes import add_classes
+from fedge.data.task import Column, Preprocessing, Schema, TaskSpec
 from fedge.errors import ConfigError
 from fedge.tasks import DeviceData, load_task, read_device_data, read_device_inputs, read_labelled, read_parts
 
@@ -224,3 +226,69 @@ def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
             read(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read .*dev1\.npz: KeyError: .*windows"):
         read_device_data(msgspec.structs.replace(mine, name="task_that_opens:Other"), tmp_path / "dev1.npz", seed=0)
+
+
+def write_folder(folder: Path) -> Path:
+    for name in ("a", "b", "new"):
+        (folder / name).mkdir(parents=True)
+        for k in range(5):
+            Image.fromarray(np.full((4, 4), 10 * k, np.uint8)).save(folder / name / f"{k}.png")
+    (folder / "sensitive.txt").write_text("new/0.png\nb/1.png\n")
+    return folder
+
+
+def write_table(folder: Path) -> Path:
+    (folder / "d.csv").write_text("load,kind\n" + "".join(f"{k},{['a', 'b', 'new'][k % 3]}\n" for k in range(15)))
+    return folder / "d.csv"
+
+
+PICTURES = TaskSpec(
+    name="p", classes=("a", "b"), input_shape=(1, 4, 4), model="mlp", preprocessing=Preprocessing(image_mode="L")
+)
+TABLE = TaskSpec(
+    name="table",
+    classes=("a", "b"),
+    input_shape=(1,),
+    model="mlp",
+    preprocessing=Preprocessing(table=Schema(target="kind", classes=("a", "b"), columns=(Column(name="load"),))),
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "write"),
+    [
+        (WINDOWS, lambda folder: npz(folder, 15, y=np.arange(15) % 3)),
+        (PICTURES, lambda folder: write_folder(folder / "pictures")),
+        (TABLE, write_table),
+    ],
+    ids=["npz", "folder", "table"],
+)
+def test_samples_of_classes_that_the_task_lacks_are_left_out_on_request(
+    tmp_path: Path, task: TaskSpec, write: Callable[[Path], Path]
+) -> None:
+    source = write(tmp_path)
+    with pytest.raises(ConfigError):
+        read_parts(task, source, seed=0)
+    known = read_parts(task, source, seed=0, only_known=True)
+    assert (len(known.x), np.bincount(known.y).tolist(), known.n_unknown) == (10, [5, 5], 5)
+    assert len(known.split) == len(known.sensitive) == 10
+    grown = read_parts(add_classes(task, ("new",)), source, seed=0)
+    assert (np.bincount(grown.y).tolist(), grown.n_unknown) == ([5, 5, 5], 0)
+
+
+def test_a_task_of_the_users_own_may_have_samples_of_a_class_that_joins_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "growing_sensor.py").write_text(
+        "import numpy as np\n"
+        "from fedge.tasks import DeviceData\n"
+        "class Sensor:\n"
+        "    def device_data(self, source, *, seed):\n"
+        "        x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 2, 1])\n"
+        "        return DeviceData(x[:3], y[:3], np.arange(3) == 2, x[3:], y[3:])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskSpec(name="growing_sensor:Sensor", classes=("a", "b"), input_shape=(2,), model="mlp")
+    known = read_parts(task, tmp_path, seed=0, only_known=True)
+    assert (known.y.tolist(), known.sensitive.tolist(), known.n_unknown) == ([0, 1, 1], [False] * 3, 1)
+    assert read_parts(add_classes(task, ("c",)), tmp_path, seed=0).y.tolist() == [0, 1, 2, 1]
