@@ -26,7 +26,7 @@ from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.relayed import Relay, Relayed, SiteAnswer, SiteOrders, Sum, Summed
 from coordinator.fleet.sites import SiteSums, average_updates
-from coordinator.store.records import Device
+from coordinator.store.records import Device, DeviceFacts
 from coordinator.store.store import Store
 from edge_agent.device.worker import FinishedOrder
 from fedge.data.task import TaskSpec
@@ -96,10 +96,24 @@ class SiteFleet(MqttFleet):
         )
         if len(there) > MAX_SITE:
             log.warning("event=site_full devices=%d most=%d", len(there), MAX_SITE)
-        return tuple(
-            SiteDevice(d.id, d.n_samples, d.incarnation, d.trains, d.drift, d.release, d.withholds, d.context)
-            for d in there[:MAX_SITE]
-        )
+        facts = {device.id: device for device in self.registry.list_facts()}
+        return tuple(_make_site_device(device, facts[device.id]) for device in there[:MAX_SITE])
+
+
+def _make_site_device(device: Device, facts: DeviceFacts) -> SiteDevice:
+    return SiteDevice(
+        device.id,
+        device.n_samples,
+        device.incarnation,
+        device.trains,
+        device.drift,
+        device.release,
+        device.withholds,
+        device.context,
+        facts.data_version,
+        facts.n_arrived,
+        facts.drift_kind if device.drift else None,
+    )
 
 
 class Site:
@@ -175,7 +189,7 @@ class Site:
         published: tuple[SiteDevice, ...] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
-            now = tuple(SiteDevice(*msgspec.structs.astuple(device)[:-1]) for device in self.list_present())
+            now = tuple(msgspec.structs.replace(device, context=None) for device in self.list_present())
             if now != published:
                 published = now
                 tell()

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.steps.contract import Action, Declined, Refusal, Unsupported
-from fedge.wire.messages import Context, Order, Report, Why
+from fedge.wire.messages import Context, DriftKind, Order, Report, Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class DeviceFacts:
     """What a device last said of its samples and its bundle.
 
     data_version: rises when its non-sensitive samples change. n_arrived: its non-sensitive labelled samples that ever
-    came. drift: whether its bundle drifts. at_work: share of right answers among its latest ones that were labelled
-    later, n_answers in all; None if it does not tell.
+    came. drift: whether its bundle drifts, and drift_kind in which way, if its runtime says so. at_work: share of right
+    answers among its latest ones that were labelled later, n_answers in all; None if it does not tell.
     """
 
     id: str
@@ -70,6 +70,7 @@ class DeviceFacts:
     data_version: int = 0
     n_arrived: int = 0
     drift: bool = False
+    drift_kind: DriftKind | None = None
     at_work: float | None = None
     n_answers: int = 0
 

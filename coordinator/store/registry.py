@@ -282,8 +282,10 @@ class Registry:
         found: dict[str, dict[str, object]] = {}
         for i, known in sorted(self._known.items()):
             seen = {"presence": str(known.status.presence), "seen_at": known.seen_at or None}
+            facts = {each.id: each for each in self._list_facts_behind(i)}
             for d in self._iterate_behind(i):
-                found.setdefault(d.id, seen | _describe(d.context, d.release, d.n_samples, d.withholds, None))
+                told = _describe(d.context, d.release, d.n_samples, d.withholds, None)
+                found.setdefault(d.id, seen | told | (_describe_facts(facts[d.id]) if d.id in facts else {}))
             status = known.status
             found[i] = seen | _describe(
                 known.context, status.release, status.n_samples, status.withholds, self._health.get(i)
@@ -297,12 +299,18 @@ class Registry:
         return found
 
     def list_facts(self) -> list[DeviceFacts]:
-        """List what the known devices last said of their samples and bundles, without those left out."""
+        """List what the known devices last said of their samples and bundles, without those left out.
+
+        Of devices behind a relay its status tells the same, but not their accuracy at work.
+        """
         found = []
         for i, known in sorted(self._known.items()):
             if i in self._left_out:
                 continue
             status, health = known.status, self._health.get(i)
+            if status.site is not None:
+                found += self._list_facts_behind(i)
+                continue
             at_work = None if health is None else health.at_work
             found.append(
                 DeviceFacts(
@@ -311,11 +319,29 @@ class Registry:
                     data_version=status.data_version,
                     n_arrived=status.n_arrived,
                     drift=health is not None and health.drift,
+                    drift_kind=None if health is None else health.drift_kind,
                     at_work=None if at_work is None else at_work.recent,
                     n_answers=0 if at_work is None else at_work.right + at_work.wrong,
                 )
             )
         return found
+
+    def _list_facts_behind(self, relay: str) -> list[DeviceFacts]:
+        """List what a relay says of the devices of its site."""
+        of = {f"{relay}.{d.id}": d for d in self._known[relay].status.site or ()}
+        online = self._known[relay].status.presence is Presence.ONLINE
+        return [
+            DeviceFacts(
+                id=device.id,
+                online=online,
+                data_version=of[device.id].data_version,
+                n_arrived=of[device.id].n_arrived,
+                drift=device.drift,
+                drift_kind=of[device.id].drift_kind,
+            )
+            for device in self._iterate_behind(relay)
+            if device.id not in self._known and device.id not in self._left_out
+        ]
 
     def find_wrong_clocks(self) -> dict[str, float]:
         """Return how many seconds devices' clocks are ahead of ours, for clocks that differ."""
@@ -429,6 +455,13 @@ def describe_accuracy(health: Health) -> dict[str, object] | None:
     if quality is None or quality.accuracy is None:
         return None
     return {"accuracy": quality.accuracy, "n": quality.n, "release": health.release}
+
+
+def _describe_facts(facts: DeviceFacts) -> dict[str, object]:
+    """Describe what a relay says of a device's samples and bundle."""
+    kind = None if facts.drift_kind is None else str(facts.drift_kind)
+    samples = {"data_version": facts.data_version, "n_arrived": facts.n_arrived}
+    return {**samples, "drift": facts.drift, "drift_kind": kind}
 
 
 def _get_drift_release(health: Health) -> int:

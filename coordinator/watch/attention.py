@@ -231,7 +231,7 @@ def _check_devices(summary: Mapping[str, Any], _now: float) -> Iterator[Attentio
                 do="end one of them: a copied card or container, or a second agent of this --id; if it is a stolen "
                 f"identity, run `fedge provision revoke {i}`",
             )
-        if health.get("drift"):
+        if health.get("drift") or device.get("drift"):  # behind a relay there is no health
             yield Attention(
                 kind=Kind.DRIFTING,
                 device=i,

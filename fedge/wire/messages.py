@@ -156,6 +156,9 @@ class SiteDevice(Struct, frozen=True, array_like=True):
     release: Count
     withholds: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()
     context: Context | None = None
+    data_version: Count = 0
+    n_arrived: Count = 0
+    drift_kind: DriftKind | None = None
 
 
 # ---------------------------------------------------------------------------------------------- orders and reports

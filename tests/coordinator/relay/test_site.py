@@ -109,6 +109,11 @@ async def test_a_new_run_does_not_make_devices_disappear(one_broker: LocalBroker
 
     async with agents(one_broker, SAMPLES.spec, dict.fromkeys(("a", "b"), data), tmp_path), site:
         await until(lambda: len(site.list_present()) == 2)
+        known = {facts.id: facts for facts in site.fleet.registry.list_facts()}
+        assert all(
+            (here.data_version, here.n_arrived) == (known[here.id].data_version, known[here.id].n_arrived)
+            for here in site.list_present()
+        )
         looking = asyncio.create_task(look())
         orders = msgspec.msgpack.encode(SiteOrders(seed=0, layout=LAYOUT, keep=(), asked=(), devices={}))
         action = Relay(orders=BlobRef(digest=compute_digest(orders), size_bytes=len(orders)), models=(), work=0.0)

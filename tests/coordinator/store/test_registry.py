@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.store.records import Device
+from coordinator.store.records import Device, DeviceFacts
 from coordinator.store.registry import GROWS_S, MAX_DEVICES, Registry
 from fedge.errors import ProtocolError
 from fedge.wire.messages import (
@@ -396,6 +396,26 @@ def test_the_devices_behind_a_relay_are_devices_and_the_relay_is_none() -> None:
     registry.exclude(())
     registry.handle_status("s", status("s", Presence.OFFLINE, site=behind))
     assert [device.id for device in registry.list_online()] == ["s.taken", "z"]
+
+
+def test_samples_and_drift_of_devices_behind_a_relay_count_as_those_of_others() -> None:
+    registry = here("z")
+    behind = (
+        SiteDevice("d1", 7, "i", True, True, 2, (), None, 4, 9, DriftKind.LABELS),
+        SiteDevice("d2", 5, "i", True, False, 2),  # a relay of an earlier version tells neither
+    )
+    registry.handle_status("s", status("s", site=behind))
+    assert registry.list_facts() == [
+        DeviceFacts(id="s.d1", data_version=4, n_arrived=9, drift=True, drift_kind=DriftKind.LABELS),
+        DeviceFacts(id="s.d2"),
+        DeviceFacts(id="z"),
+    ]
+    told = registry.describe_devices()["s.d1"]
+    assert (told["n_arrived"], told["data_version"], told["drift"], told["drift_kind"]) == (9, 4, True, "labels")
+    registry.handle_status("s", status("s", Presence.OFFLINE, site=behind))
+    assert [facts.online for facts in registry.list_facts()] == [False, False, True]
+    registry.exclude({"s"})
+    assert [facts.id for facts in registry.list_facts()] == ["z"]
 
 
 def test_where_there_can_be_no_relays_they_are_refused_with_the_reason() -> None:
