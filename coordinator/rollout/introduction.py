@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from coordinator.fleet.mqtt.process import load_signing
 from coordinator.rollout.course import Course, Observer
-from coordinator.rollout.decision import Plan, Progress, make_message
+from coordinator.rollout.decision import Plan, Progress, list_members, make_message
 from coordinator.rollout.folder import Folder
 from coordinator.rollout.settings import CANARIES, IntroductionSettings, parse_stages
 from coordinator.store.registry import describe_accuracy
@@ -41,6 +41,9 @@ QUIET_S: Final = 1.0
 """Time without another device after which the broker has named all that it knows."""
 TICK_S: Final = 1.0
 """Pause between two looks at requests and clocks."""
+SILENCE_S: Final = 600.0
+"""Time after which a device that is admitted has said that it examines its bundle, if it hears of the introduction."""
+INTRODUCING: Final = frozenset({RolloutState.RUNNING, RolloutState.DONE})
 EVENTS: Final = {"rollout": "introduction", "device": "introduced"}
 """Names of our events among those of the coordinator."""
 
@@ -79,6 +82,7 @@ class Introducer:
             self._signed.heard = self._folder.read_heard()
         self._said: Rollout | None = None
         self._news = asyncio.Event()
+        self._silent: dict[str, float] = {}  # since when
         self._heard: dict[str, tuple[Health, bool]] = {}  # the last messages, and whether they were retained
         record = self._folder.read()
         self._members = frozenset(() if record is None else record.members)
@@ -113,7 +117,25 @@ class Introducer:
         """Describe the last introduction for HOME/summary.json; None before the first."""
         if self._course is None:
             return None
-        return {"campaign": self._course.plan.release, **self._course.summarise()}
+        silent = self.list_silent(time.time())
+        return {"campaign": self._course.plan.release, **self._course.summarise(), "silent": silent}
+
+    def list_silent(self, now: float) -> dict[str, float]:
+        """List the devices that are admitted and say nothing of it for too long, each with since when.
+
+        Such a runtime is connected as far as it said, has a bundle of the campaign, and does not hear the announcement.
+        """
+        course = self._course
+        if course is None or course.progress.state not in INTRODUCING:
+            return {}
+        plan, progress = course.plan, course.progress
+        silent = {
+            device
+            for device in list_members(plan, progress, course.fleet)
+            if course.fleet[device].health.rollout != plan.id
+        }
+        self._silent = {device: self._silent.get(device, progress.began) for device in sorted(silent)}
+        return {device: since for device, since in self._silent.items() if now - since > SILENCE_S}
 
     def list_accuracies(self) -> dict[str, dict[str, object]]:
         """List by device the accuracy of the bundle that answers there, as far as the last introduction measured it."""

@@ -52,6 +52,7 @@ class Kind(StrEnum):
     REFUSED = "refused"
     FAILED_REPEATEDLY = "failed-repeatedly"
     BUNDLE_REFUSED = "bundle-refused"
+    WAITING = "waiting"
     QUARANTINED = "quarantined"
     EXPIRING = "expiring"
     DISK_NEAR_FULL = "disk-near-full"
@@ -194,6 +195,7 @@ def _check_presence(summary: Mapping[str, Any], now: float) -> Iterator[Attentio
         since = device.get("since") or {}
         presence, gone = device["presence"], since.get("presence")
         if presence == "online":
+            yield from _check_waiting(i, device, summary)
             if device.get("serving") == "down":
                 yield Attention(
                     kind=Kind.SERVE_DOWN,
@@ -215,6 +217,24 @@ def _check_presence(summary: Mapping[str, Any], now: float) -> Iterator[Attentio
                 text=f"it is {presence}, for longer than is usual for it ({usual})",
                 do=f"see whether {i} has power and network, and whether its agent runs (systemctl status fedge-agent)",
             )
+
+
+def _check_waiting(i: str, device: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[Attention]:
+    """Look at a bundle that waits on a connected device, although the introduction has admitted it."""
+    introduction = summary.get("introduction") or {}
+    since = introduction.get("silent", {}).get(i)
+    new, running = summary.get("installed", {}).get(i, {}), device.get("health") or {}
+    is_newer = new.get("release", 0) > running.get("release", 0)
+    if since is not None and device.get("serving") == "serving" and is_newer:
+        yield Attention(
+            kind=Kind.WAITING,
+            device=i,
+            since=since,
+            severity=Severity.WARNING,
+            text=f"its new bundle waits, although the introduction of campaign {introduction['campaign']} admits it",
+            do="if the broker has an access list of an earlier version, it hides the introduction from devices: run "
+            f"`fedge provision broker` again where the broker is; else see the log of fedge serve on {i}",
+        )
 
 
 def _check_devices(summary: Mapping[str, Any], _now: float) -> Iterator[Attention]:

@@ -28,6 +28,15 @@ from fedge.wire.rollout import compute_introduction_digest, takes_part
 FILE: Final = "introduced.json"
 
 
+SILENCE_S: Final = 1800.0
+"""Time for which a bundle waits, and no introduction was ever announced, before somebody should look at the broker. The
+last round of a campaign, before which none is announced, rarely takes longer."""
+UNHEARD: Final = (
+    "waits: this device has heard of no introduction: if the broker has an access list of an earlier version, it hides "
+    "them; run `fedge provision broker` again where the broker is"
+)
+
+
 class Introduced(Struct, frozen=True, kw_only=True):
     """Content of HOME/introduced.json: the last bundle of a campaign that was examined here.
 
@@ -49,6 +58,8 @@ class Introduction:
     `announced`: the last announcement; None before the first.
     `waits`: whether bundles wait for it, because a broker announces introductions.
     `examining`: whether a bundle of it is being examined.
+    `unheard`: what to do, if a bundle has waited long and no introduction was ever announced; else "". A broker whose
+    rules hide the topic may grant the subscription all the same, as Mosquitto does.
     """
 
     def __init__(self, home: Path, device_id: str, *, waits: bool) -> None:
@@ -56,6 +67,8 @@ class Introduction:
         self.waits = waits
         self.announced: Rollout | None = None
         self.examining = False
+        self.unheard = ""
+        self._waiting_since: float | None = None
         self._introduced = _read_introduced(home)
 
     def list_held(self, above: int) -> set[Path]:
@@ -63,6 +76,19 @@ class Introduction:
         folders = (self._home / "bundles").glob("[0-9]*") if self.waits else ()
         newer = (folder for folder in folders if folder.name.isdecimal() and int(folder.name) > above)
         return {folder for folder in newer if self.is_held(read_campaign(folder))}
+
+    def watch_silence(self, *, holds: bool, now: float) -> bool:
+        """Note whether a bundle waits for an announcement that never came; return whether `unheard` has changed.
+
+        `now`: by the monotonic clock.
+        """
+        if not holds or self.announced is not None:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        silent = self._waiting_since is not None and now - self._waiting_since >= SILENCE_S
+        before, self.unheard = self.unheard, UNHEARD if silent else ""
+        return before != self.unheard
 
     def is_held(self, campaign: int) -> bool:
         """Return whether a bundle of this campaign, or 0 for one of no campaign, must wait."""
@@ -136,6 +162,7 @@ class Introduction:
             phase, reason = compute_verdict(refused, switched=introduced.switched), refused
         if self.examining and announced is not None:
             phase, reason, concerned, in_service = Phase.FETCHING, "", True, False
+        reason = reason or self.unheard
         return Health(
             device_id=self._device_id,
             at=at,

@@ -409,7 +409,12 @@ class Link:
         runtime = self.answering.runtime
         known = {*self.slots.state.refused, runtime.digest}
         left = {folder for folder, seen in self._damaged.items() if get_versions(folder) == seen}
-        left |= self._introduction.list_held(runtime.manifest.release)
+        held = self._introduction.list_held(runtime.manifest.release)
+        if self._introduction.watch_silence(holds=bool(held - left), now=time.monotonic()):
+            if self._introduction.unheard:
+                log.error("event=no_introduction reason=%r", self._introduction.unheard)
+            self._unsaid.set()
+        left |= held
         return find_inbox_bundle(self.home, runtime.manifest.release, known, left)
 
     def _is_recalled(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.rollout.folder import Folder, Request
-from coordinator.rollout.introduction import Introducer, make_plan
+from coordinator.rollout.introduction import SILENCE_S, Introducer, make_plan
 from coordinator.rollout.settings import IntroductionSettings
 from fedge.errors import ConfigError
 from fedge.wire.connection.broker import BrokerSettings, Inbound
@@ -54,7 +54,7 @@ async def test_only_devices_with_a_bundle_of_the_campaign_count(tmp_path):
     one.introduce(1, ["cam1"])
     assert one.describe() == {
         "campaign": 1, "id": one._course.plan.id, "state": "running", "stage": 1, "stages": 3, "share": 0.0,
-        "devices": 1, "running": 0, "kept": 0, "reasons": [],
+        "devices": 1, "running": 0, "kept": 0, "reasons": [], "silent": {},
     }  # fmt: skip
     one.introduce(1, ["cam1", "cam2", "cam3"])  # two came late
     assert one.describe()["devices"] == 2
@@ -62,6 +62,23 @@ async def test_only_devices_with_a_bundle_of_the_campaign_count(tmp_path):
     assert one.describe()["devices"] == 3
     await hear(one, "cam3", Phase.KEPT, rollout=one._course.plan.id, reason="accuracy: x")
     assert one.describe()["kept"] == 1
+
+
+async def test_who_is_admitted_and_says_nothing_of_it_is_named_after_a_while(tmp_path):
+    one = introducer(tmp_path, how=replace(SOON, stages="1"))
+    assert one.list_silent(0.0) == {}
+    one.introduce(1, ["cam1", "cam2"])
+    await hear(one, "cam1", Phase.SERVING)
+    await hear(one, "cam2", Phase.FETCHING, rollout=one._course.plan.id)
+    one._course.advance()
+    began = one._course.progress.began
+    assert one.list_silent(began + SILENCE_S) == {}
+    assert one.list_silent(began + SILENCE_S + 1) == {"cam1": began}
+    await hear(one, "cam1", Phase.KEPT, rollout=one._course.plan.id)
+    assert one.list_silent(began + SILENCE_S + 1) == {}
+    await hear(one, "cam1", Phase.SERVING)
+    one._course.save(replace(one._course.progress, state=PAUSED))
+    assert one.list_silent(began + SILENCE_S + 1) == {}, "nobody is to begin"
 
 
 async def test_it_tells_the_accuracy_of_the_bundle_that_answers_as_far_as_the_owner_lets_it_out(tmp_path):

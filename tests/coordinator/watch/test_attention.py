@@ -44,6 +44,10 @@ NO_BROKER = {"broker": {"connected": False, "since": NOW - 30, "address": "edge:
 STREAK = {"count": 3, "since": NOW - 50, "reason": "failed: its own code failed"}
 REFUSAL = {"name": "task-mismatch", "reason": "task-mismatch: other classes", "since": NOW - 9, "last": NOW - 2}
 QUARANTINE = {"until": 9, "evidence": [{"name": "forged", "round": 2, "detail": ""}]}
+WAITING = of_device(serving="serving", health={"release": 4}) | {
+    "introduction": {"state": "running", "campaign": 3, "silent": {"cam1": NOW - 700}},
+    "installed": {"cam1": {"release": 5}},
+}
 CERTIFICATE = {"device": "", "what": "its certificate", "since": NOW - 5, "until": NOW + 60, "do": "renew it"}
 CASES: list[tuple[Kind, str, dict[str, Any], float | None, str]] = [
     (Kind.COORDINATOR_SILENT, "", SILENT, NOW - 60, "gives no sign of life"),
@@ -63,6 +67,13 @@ CASES: list[tuple[Kind, str, dict[str, Any], float | None, str]] = [
     (Kind.DRIFTING, "cam1", of_device(health={"drift": True}, since={"drift": NOW - 7}), NOW - 7, "unlike those"),
     (Kind.DRIFTING, "cam1", of_device(health={"drift": True}, drift_kind="shares"), None, "in other shares"),
     (Kind.BUNDLE_REFUSED, "cam1", of_device(health={"phase": "refused", "reason": "0.9 < 1.0"}), None, "0.9 < 1.0"),
+    (
+        Kind.WAITING,
+        "cam1",
+        WAITING,
+        NOW - 700,
+        "campaign 3 admits it",
+    ),
     (Kind.DISK_NEAR_FULL, "cam1", of_device(context={"free_disk_gb": 0.4}), None, "less than 500 MB"),
     (Kind.DISK_NEAR_FULL, "", {"free_disk_gb": 0.9}, None, "less than 1000 MB"),
     (Kind.REFUSED, "cam9", {"refusals": {"cam9": REFUSAL}}, NOW - 9, "other classes"),
@@ -97,6 +108,19 @@ def test_each_item_says_what_since_when_and_what_to_do(
 
 def test_every_kind_has_a_case() -> None:
     assert {kind for kind, *_ in CASES} == set(Kind)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"installed": {"cam1": {"release": 4}}},  # it answers already, or a later release does
+        of_device(serving="down", health={"release": 4}),
+        of_device(serving="serving", presence="offline", since={"presence": NOW - 5}),
+        {"introduction": None},
+    ],
+)
+def test_a_bundle_that_cannot_be_in_service_yet_waits_for_nobody(changes: dict[str, Any]) -> None:
+    assert "waiting" not in [kind for kind, _ in kinds(**(WAITING | changes))]
 
 
 @pytest.mark.parametrize("silence", [SILENT, NO_BROKER])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from deploy.updates import introduction as introduction_of_deploy
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Examination, Limits
 from deploy.updates.introduction import FILE, Introduction
@@ -239,6 +240,22 @@ async def test_what_a_stranger_announces_is_refused(home):
     with pytest.raises(ProtocolError):
         await link._on_introduction(Inbound("", b"\x95junk", retained=False))
     assert link._introduction.announced is None
+
+
+async def test_a_broker_that_hides_introductions_without_a_word_is_named_after_a_while(home, monkeypatch, caplog):
+    bundle(home / "bundles" / "2", 3, release=2, gate=other_gate)
+    link = link_of(home)
+    assert link._find_inbox_bundle() is None
+    assert link._make_introduced().reason == ""
+    monkeypatch.setattr(introduction_of_deploy, "SILENCE_S", 0.0)
+    link._find_inbox_bundle()
+    link._find_inbox_bundle()
+    assert link._make_introduced().reason.startswith("waits: this device has heard of no introduction")
+    assert caplog.text.count("event=no_introduction") == 1
+    assert "fedge provision broker" in caplog.text
+    await hear(link, replace(ANNOUNCED, share=0.0))  # it waits for its turn
+    assert link._find_inbox_bundle() is None
+    assert link._make_introduced().reason == ""
 
 
 async def test_where_the_broker_lets_it_hear_of_no_introduction_it_waits_for_none(home):
