@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from numpy.typing import NDArray
 
 from export import parity
@@ -57,6 +57,7 @@ def write_bundle(
     metrics: Mapping[str, float],
     compared: NDArray[np.floating] | None = None,
     beside: Mapping[str, bytes] = MappingProxyType({}),
+    quarters: int = 0,
 ) -> Manifest:
     """Write a mixture as a bundle, replacing an older bundle in the folder; equal arguments give equal bytes.
 
@@ -73,6 +74,7 @@ def write_bundle(
         metrics: figures for people; all must be finite.
         compared: model inputs for the parity check, if not all of `validation`.
         beside: small files for the folder by name, of which the manifest says nothing.
+        quarters: by how many the runtime turns images before the graph takes them; `validation` is turned already.
 
     Raises:
         ValueError: the mixture is inconsistent (shapes, a non-finite number, a weight outside [0, 1]).
@@ -101,6 +103,7 @@ def write_bundle(
             task, layout, mixture, insert_file_names(graph, names), unfinished, validation, compared
         )
         manifest = _make_manifest(task, mixture, names, graphs, release, method, metrics, found)
+        manifest = structs.replace(manifest, turned=quarters or UNSET)
         write_atomically(unfinished / MANIFEST, encode_manifest(manifest))
     return manifest
 

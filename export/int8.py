@@ -30,6 +30,7 @@ from export.bundle import pack_bundle
 from export.graph import embed_parts
 from export.parity import run_graph
 from fedge.bundle.manifest import INT8, MANIFEST, Bundle, Part, encode_manifest
+from fedge.data.preprocessing import turn_images
 from fedge.data.task import INPUT
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
@@ -95,6 +96,8 @@ def quantise_bundle(
         raise ConfigError(
             f"there are {len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
         )
+    turned = turn_images(validation.x, bundle.manifest.quarters)
+    validation = Validation(turned, validation.y, validation.sensitive)
     with pack_bundle(bundle, target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
         graph = _quantise_graph(embed_parts(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
         report = _evaluate_int8(bundle, graph, validation, limits or Int8Limits())

@@ -21,7 +21,7 @@ from deploy.inference.engines import EngineChoice, EngineName, EngineOptions, Mo
 from deploy.inference.sessions import CPU, list_provider_chains
 from fedge.bundle.energies import compute_free_energy
 from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
-from fedge.data.preprocessing import preprocess
+from fedge.data.preprocessing import preprocess, turn_images
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.system.files import lock_for_reading, require_utf8
@@ -153,7 +153,7 @@ class Runtime:
     def predict_inputs(self, x: Floats, begin: float | None = None) -> Prediction:
         """Predict preprocessed model inputs, (n, *input_shape) float32; latency counts from `begin`, by default now."""
         begin = time.perf_counter() if begin is None else begin
-        probabilities, weights, energies = self._engine.run(x)
+        probabilities, weights, energies = self._engine.run(turn_images(x, self.manifest.quarters))
         index = probabilities.argmax(axis=1).astype(np.int64)
         return Prediction(
             class_index=index,

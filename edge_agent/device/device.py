@@ -360,6 +360,7 @@ class Device:
             method=method,
             metrics=metrics,
             beside=make_campaign_files(self.campaign),
+            quarters=data.quarters,
         )
         prune_bundles(self.home)
         return Installed(release=release)

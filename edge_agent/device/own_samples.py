@@ -1,22 +1,26 @@
 """The samples that a device has at this moment: those of its source, and those that came into its store since.
 
-Both are read again when they have changed. Each sample stays in its place for ever (`edge_agent.samples.places`).
+Both are read again when they have changed. Each sample stays in its place for ever (`edge_agent.samples.places`), but
+what the newest ones contradict takes part in nothing, or is turned (`edge_agent.samples.past`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_agent.samples import SampleStore
+from edge_agent.samples.past import SET_ASIDE, examine_past, preserve_frame, recall_frame, turn_inputs
 from edge_agent.samples.sources import identify_source, place_source, read_further, was_seen
 from fedge.data.classes import HOW_TO_ADD
-from fedge.data.preprocessing import preprocess
-from fedge.data.task import TEST, TRAIN, TaskSpec
+from fedge.data.preprocessing import preprocess, turn_images
+from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError
 from fedge.tasks import DeviceData, read_device_inputs, read_parts
@@ -48,6 +52,7 @@ class OwnSamples:
         self._seen, self._revision = "", -1
         self._source: DeviceData | None = None  # in memory, a part of `_data`
         self._data: DeviceData | None = None
+        self._saved = ""  # version of the validation samples that were saved last
 
     def close(self) -> None:
         """Close the store."""
@@ -80,7 +85,7 @@ class OwnSamples:
         return self._data
 
     def _read_source(self) -> DeviceData:
-        """Read the source, note where its samples belong, and save its validation samples to examine bundles with."""
+        """Read the source, and note where its samples belong."""
         while True:
             self._seen = identify_source(self._store, self._path)
             try:
@@ -90,8 +95,6 @@ class OwnSamples:
                 time.sleep(SETTLE_S)
                 if identify_source(self._store, self._path) == self._seen:
                     raise
-        if self._trains:
-            Validation(data.x_val, data.y_val, data.marks_val).save(self._home)
         return data
 
     def _place_source(self) -> DeviceData:
@@ -112,11 +115,92 @@ class OwnSamples:
         return DeviceData.from_inputs(x[placed.kept & ~placed.sensitive])
 
     def _join(self, source: DeviceData) -> tuple[DeviceData, DeviceData]:
-        """Return the source's samples, and these with what came since."""
+        """Return the source's samples, and these with what came since and without what the newest contradict.
+
+        The validation samples are saved to examine bundles with: the source's, or all that hold after a contradiction.
+        """
         found = read_further(self._store) if self._trains else None
         if found is None or not len(found.y):
+            self._save_validation(source, self._seen)
             return source, source
         x = preprocess(self._task, found.x)
         further = DeviceData.from_samples(x, found.y, sensitive=found.sensitive, split=found.place, seed=self._seed)
         both, own = source.join(further)
-        return own, both
+        arrived = _InOrder.from_parts(both, own, found.place)
+        turns, now = self._examine(arrived, found.number[found.place != TEST])
+        if not turns.any():
+            self._save_validation(own, self._seen)
+            return own, both
+        held = arrived.hold(turns, now, seed=self._seed)
+        self._save_validation(held, f"{self._seen} {self._revision}")
+        return source, held
+
+    def _examine(self, arrived: _InOrder, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """Return how samples are turned or set aside, and what the device sees now, and note where that begins.
+
+        `numbers`: those of the stored samples, which came last.
+        """
+        noted, noted_quarters = self._store.load_present()
+        known = arrived.n_source + int((numbers < noted).sum()) if noted else 0
+        marks = arrived.sensitive
+        quarters = examine_past(arrived, arrived.y, marks, begun_with=arrived.n_source, known=known)
+        if not quarters.any() and (recalled := recall_frame(marks, known, noted_quarters)) is not None:
+            return recalled, noted_quarters
+        turns, now = preserve_frame(quarters)
+        past = np.flatnonzero(quarters)
+        begins = int(past[-1]) + 1 - arrived.n_source if len(past) else 0
+        self._store.save_present(int(numbers[begins]) if len(past) else 0, now)
+        return turns, now
+
+    def _save_validation(self, data: DeviceData, version: str) -> None:
+        """Save the validation samples, as the device sees them now, if this version of them is not saved yet."""
+        if self._trains and version != self._saved:
+            Validation(turn_images(data.x_val, -data.quarters % 4), data.y_val, data.marks_val).save(self._home)
+            self._saved = version
+
+
+@dataclass(frozen=True, slots=True)
+class _InOrder:
+    """Samples in order of arrival, of which `rows` says where they are in the data, training before validation."""
+
+    data: DeviceData
+    rows: NDArray[np.int64]
+    n_source: int
+
+    @classmethod
+    def from_parts(cls, both: DeviceData, source: DeviceData, place: NDArray[np.int64]) -> _InOrder:
+        """Order the source's samples, then those in these places that came since, but not those for tests."""
+        n, m, n_train = source.n_train, len(source.y_val), both.n_train
+        further = np.where(place == TRAIN, n + np.cumsum(place == TRAIN) - 1, 0)
+        held_out = place == VALIDATION
+        further[held_out] = n_train + m + np.arange(held_out.sum())
+        rows = np.concatenate([np.arange(n), n_train + np.arange(m), further[place != TEST]])
+        return cls(both, rows, n + m)
+
+    def __getitem__(self, numbers: NDArray[np.int64], /) -> NDArray[np.float32]:
+        """Return the model inputs of some samples, by number in order of arrival."""
+        rows, n = self.rows[numbers], self.data.n_train
+        x = np.empty((len(rows), *self.data.x_train.shape[1:]), np.float32)
+        x[rows < n] = self.data.x_train[rows[rows < n]]
+        x[rows >= n] = self.data.x_val[rows[rows >= n] - n]
+        return x
+
+    @property
+    def y(self) -> NDArray[np.int64]:
+        """The labels."""
+        labels: NDArray[np.int64] = np.concatenate([self.data.y_train, self.data.y_val])[self.rows]
+        return labels
+
+    @property
+    def sensitive(self) -> NDArray[np.bool_]:
+        """The marks."""
+        marks: NDArray[np.bool_] = np.concatenate([self.data.sensitive, self.data.marks_val])[self.rows]
+        return marks
+
+    def hold(self, turns: NDArray[np.int64], now: int, *, seed: int) -> DeviceData:
+        """Make the data of what is not set aside, turned; what the device sees now is turned by `now` quarters."""
+        held = np.flatnonzero(turns != SET_ASIDE)
+        split = np.where(self.rows[held] < self.data.n_train, TRAIN, VALIDATION)
+        x = turn_inputs(self[held], turns[held])
+        data = DeviceData.from_samples(x, self.y[held], sensitive=self.sensitive[held], split=split, seed=seed)
+        return replace(data, quarters=now)

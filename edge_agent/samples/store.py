@@ -42,18 +42,21 @@ from fedge.errors import MALFORMED, ConfigError, DamagedError, raise_as
 MAX_REMEMBERED_BYTES: Final = 32 << 20
 """Most bytes of recent requests whose labels may still come."""
 
+_PRESENT: Final = "present"
+_QUARTERS: Final = "quarters"
 _COLUMNS: Final = "number, label, sensitive, place, at, origin, size"
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Labelled samples in order of arrival: raw x (n, ...), y (n,) int64, marks (n,), places (n,) and times (n,)."""
+    """Labelled samples in order of arrival: raw x (n, ...), y (n,) int64, marks, places, times and numbers (n,)."""
 
     x: NDArray[Any]
     y: NDArray[np.int64]
     sensitive: NDArray[np.bool_]
     place: NDArray[np.int64]
     at: NDArray[np.float64]
+    number: NDArray[np.int64]
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -362,15 +365,39 @@ class SampleStore:
         """Read n labelled samples, raw: the newest held out for validation or test, then the newest others.
 
         They come in order of arrival; nothing has trained on those that are held out. Of sensitive samples there are n
-        more.
+        more. What newer ones contradict (`edge_agent.samples.past`) is left out.
 
         Raises:
             StoreError: they cannot be read.
         """
-        newest = "SELECT number FROM samples WHERE label >= 0 AND sensitive = ? ORDER BY place = ?, number DESC LIMIT ?"
+        newest = (
+            "SELECT number FROM samples WHERE label >= 0 AND sensitive = ? AND number >= ? "
+            "ORDER BY place = ?, number DESC LIMIT ?"
+        )
         with self.database.read() as db:
-            numbers = [str(number) for marked in (0, 1) for (number,) in db.execute(newest, (marked, TRAIN, n))]
+            since = get_fact(db, _PRESENT, 0)
+            numbers = [str(number) for marked in (0, 1) for (number,) in db.execute(newest, (marked, since, TRAIN, n))]
             return self.read_rows(db, f"number IN ({', '.join(numbers)})")
+
+    def load_present(self) -> tuple[int, int]:
+        """Return the number of the first sample after what newer ones contradict, and by how many quarters they turned.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        with self.database.read() as db:
+            return int(get_fact(db, _PRESENT, 0)), int(get_fact(db, _QUARTERS, 0))
+
+    def save_present(self, number: int, quarters: int) -> None:
+        """Note what `load_present` returns; 0 and 0 if samples contradict nothing.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if self.load_present() != (number, quarters):
+            with self.database.write() as db:
+                save_fact(db, _PRESENT, number)
+                save_fact(db, _QUARTERS, quarters)
 
     def read_rows(self, db: sqlite3.Connection, where: str) -> Labelled:
         """Read the labelled samples of a condition into arrays, one row after the other."""
@@ -379,9 +406,10 @@ class SampleStore:
         kinds = db.execute(f"SELECT dtype, COUNT(*) {source} GROUP BY dtype").fetchall()
         n = sum(count for _, count in kinds)
         x = np.empty((n, *shape), np.result_type(*(kind for kind, _ in kinds)) if kinds else np.float32)
-        found = Labelled(x, np.empty(n, np.int64), np.empty(n, np.bool_), np.empty(n, np.int64), np.empty(n))
-        columns = found.y, found.sensitive, found.place, found.at
-        rows = db.execute(f"SELECT label, sensitive, place, at, dtype, x {source} ORDER BY number")
+        y, place, number = (np.empty(n, np.int64) for _ in range(3))
+        found = Labelled(x, y, np.empty(n, np.bool_), place, np.empty(n), number)
+        columns = found.y, found.sensitive, found.place, found.at, found.number
+        rows = db.execute(f"SELECT label, sensitive, place, at, number, dtype, x {source} ORDER BY number")
         for i, (*values, dtype, data) in enumerate(rows):
             x[i] = np.frombuffer(data, dtype).reshape(shape)
             for column, value in zip(columns, values, strict=True):

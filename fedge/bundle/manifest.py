@@ -33,6 +33,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.bundle.graph_reader import explain_unbounded
+from fedge.data.preprocessing import is_square_image
 from fedge.data.task import MAX_POOL, PRINTABLE, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, raise_as
 from fedge.system.files import compute_digest
@@ -154,6 +155,12 @@ class Manifest(_Part, frozen=True, kw_only=True):
     reference: Reference | UnsetType = UNSET  # omitted with fewer than 2 validation samples
     metrics: dict[str, float]
     max_abs_diff: NonNegative
+    turned: Annotated[int, Meta(ge=1, le=3)] | UnsetType = UNSET  # quarters; omitted if nothing is turned
+
+    @property
+    def quarters(self) -> int:
+        """By how many quarters the runtime turns images counter-clockwise before the graph takes them."""
+        return 0 if isinstance(self.turned, UnsetType) else self.turned
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -202,6 +209,8 @@ def decode_manifest(data: bytes) -> Manifest:
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):
         raise UpdateRejected(f"manifest: guard names candidate {guard.candidate} of {len(manifest.candidates)}")
+    if manifest.quarters and not is_square_image(manifest.task.input_shape):
+        raise UpdateRejected("manifest: only square images can be turned")
     return manifest
 
 

@@ -49,6 +49,16 @@ def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     return inputs
 
 
+def is_square_image(input_shape: tuple[int, ...]) -> bool:
+    """Return whether model inputs of this shape, (channels, height, width), can be turned by quarters."""
+    return len(input_shape) == 3 and input_shape[1] == input_shape[2]
+
+
+def turn_images(x: NDArray[np.float32], quarters: int) -> NDArray[np.float32]:
+    """Turn model inputs that are square images, (n, channels, size, size), counter-clockwise by quarters."""
+    return np.ascontiguousarray(np.rot90(x, quarters, axes=(2, 3))) if quarters else x
+
+
 def choose_input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
     """Return the type in which raw samples keep their differences until they are scaled."""
     return choose_precision(*_get_scale(task))

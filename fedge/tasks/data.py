@@ -25,7 +25,8 @@ class DeviceData:
     """A device's model inputs and labels, without test samples, which no step may see.
 
     Shapes: x_train (n, *input_shape) float32, y_train (n,) int64, sensitive (n,) bool, x_val (m, *input_shape) float32,
-    y_val (m,) int64. A sample marked `sensitive` trains no model that is uploaded.
+    y_val (m,) int64. A sample marked `sensitive` trains no model that is uploaded. `quarters`: by how many the inputs
+    are turned, counter-clockwise, against what the device sees now (`edge_agent.samples.past`).
     """
 
     x_train: NDArray[np.float32]
@@ -34,6 +35,7 @@ class DeviceData:
     x_val: NDArray[np.float32]
     y_val: NDArray[np.int64]
     sensitive_val: NDArray[np.bool_] | None = None
+    quarters: int = 0
 
     def __post_init__(self) -> None:
         n, m = len(self.x_train), len(self.x_val)
@@ -99,7 +101,8 @@ class DeviceData:
         n = None if only_known else task.n_classes
         x_train, y_train, sensitive = _convert_part(task, n, "training", self.x_train, self.y_train, self.sensitive)
         x_val, y_val, marks = _convert_part(task, n, "validation", self.x_val, self.y_val, self.marks_val)
-        return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
+        marks_val = None if self.sensitive_val is None else marks
+        return DeviceData(x_train, y_train, sensitive, x_val, y_val, marks_val, self.quarters)
 
     def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
         """Return the data with further samples, and the data themselves, now as part of the former in memory."""

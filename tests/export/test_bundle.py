@@ -8,7 +8,8 @@ import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from fedge.bundle.energies import compute_reference
-from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode_manifest
+from fedge.bundle.formula import count_gate_features
+from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode_manifest, encode_manifest
 from fedge.data.task import TaskSpec, choose_gate_pool
 from fedge.errors import UpdateRejected
 from fedge.models.build import make_initial_model
@@ -18,6 +19,7 @@ from fedge.wire.messages import Role
 from tests.support.tables import mixture_of, write
 
 IMAGES = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(2, 20, 28), model="cnn")
+SQUARE = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(2, 20, 20), model="cnn")
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +31,26 @@ def files(folder):
     return {path.name: (path.stat().st_ino, compute_digest(path.read_bytes())) for path in folder.iterdir()}
 
 
-def image_mixture(seed=0, m=3):
+def image_mixture(seed=0, m=3, task=IMAGES):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return rng.normal(size=shape) * 0.2
 
     roles = (Role.PRIVATE, Role.GLOBAL, Role.EXPERT)
-    layout, _ = make_initial_model(IMAGES, 0)
+    layout, _ = make_initial_model(task, 0)
     candidates = tuple(
-        Candidate(roles[k], roles[k].value, make_initial_model(IMAGES, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m)
+        Candidate(roles[k], roles[k].value, make_initial_model(task, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m)
         for k in range(m)
     )
-    n_features = 2 * (20 // 3) * (28 // 4)
+    n_features = count_gate_features(task.input_shape)
     gate = GateWeights(normal(16, n_features), normal(16), normal(m, 16), normal(m))
     return layout, Mixture(candidates, np.log([0.2, 0.3, 0.5]), 0.5, gate, Guard(1))
 
 
 def write_images(folder, layout, mixture, validation, **changes):
-    arguments = {"release": 1, "method": "fedge", "metrics": {"accuracy": 0.5}} | changes
-    return write_bundle(folder, task=IMAGES, layout=layout, mixture=mixture, validation=validation, **arguments)
+    arguments = {"task": IMAGES, "release": 1, "method": "fedge", "metrics": {"accuracy": 0.5}} | changes
+    return write_bundle(folder, layout=layout, mixture=mixture, validation=validation, **arguments)
 
 
 def test_images_through_gate_pooling_and_convolutions(tmp_path):
@@ -61,6 +63,27 @@ def test_images_through_gate_pooling_and_convolutions(tmp_path):
     np.testing.assert_allclose(found.probabilities, p, atol=1e-6)
     np.testing.assert_allclose(found.weights, weights, atol=1e-5)
     assert weights.std(axis=0).min() > 1e-3  # the gate sees the images
+
+
+@pytest.mark.parametrize("quarters", [1, 2, 3])
+def test_what_a_turned_camera_sees_is_turned_back_before_any_graph(tmp_path, quarters):
+    layout, mixture = image_mixture(task=SQUARE)
+    x = np.random.default_rng(1).random((12, 2, 20, 20), dtype=np.float32)
+    write_images(tmp_path / "plain", layout, mixture, x, task=SQUARE)
+    write_images(tmp_path / "turned", layout, mixture, x, task=SQUARE, quarters=quarters)
+    wanted = deploy.load(tmp_path / "plain").predict(x)
+    seen = np.rot90(x, -quarters, axes=(2, 3))
+    for engine in ("fused", "separate", "lazy"):
+        found = deploy.load(tmp_path / "turned", engine=engine).predict(seen)
+        np.testing.assert_allclose(found.probabilities, wanted.probabilities, atol=1e-6)
+    assert b"turned" not in (tmp_path / "plain" / MANIFEST).read_bytes(), "bundles of others stay as they are"
+
+
+def test_only_square_images_are_turned(tmp_path):
+    layout, mixture = image_mixture()
+    x = np.zeros((0, *IMAGES.input_shape))
+    with pytest.raises(UpdateRejected, match="only square images can be turned"):
+        decode_manifest(encode_manifest(write_images(tmp_path / "1", layout, mixture, x, quarters=1)))
 
 
 def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path):

@@ -5,7 +5,9 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -59,6 +61,16 @@ def home(tmp_path_factory, digits):
     )  # fmt: skip
     Validation(x[1200:1400], y[1200:1400]).save(home)
     return home
+
+
+def test_a_turned_bundle_is_calibrated_and_examined_on_what_the_graph_takes(home, digits, tmp_path):
+    x, y = digits
+    bundle = read_bundle(home / "bundles" / "1")
+    turned = replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, turned=1))
+    seen = np.rot90(x[1200:1400], -1, axes=(2, 3))
+    report = quantise_bundle(turned, Validation(seen, y[1200:1400]), tmp_path / "int8", ANY_SPEED)
+    again = quantise_bundle(bundle, Validation(x[1200:1400], y[1200:1400]), tmp_path / "plain", ANY_SPEED)
+    assert (report.accuracy, report.accuracy_int8) == (again.accuracy, again.accuracy_int8)
 
 
 def _trained(network, x, y, seed):

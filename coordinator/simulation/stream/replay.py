@@ -6,15 +6,16 @@ of the class (`KEEP_OLD`) stays an even choice of all its samples that ever came
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_agent.samples.past import SET_ASIDE, examine_past, preserve_frame, turn_inputs
 from edge_agent.samples.places import choose_place, compute_digests, compute_rank
 from fedge.data.preprocessing import preprocess
-from fedge.data.task import TRAIN, VALIDATION, TaskSpec
+from fedge.data.task import TEST, TaskSpec
 from fedge.tasks import DeviceData
 
 KEEP_OLD: Final = 0.5
@@ -58,16 +59,13 @@ class Replay:
         return type(self)(self.x[kept], self.y[kept], self.sensitive[kept], self.place[kept], self.rank[kept])
 
     def make_data(self) -> DeviceData:
-        """Make what a worker sees: the places train and validation."""
-        train, held_out = self.place == TRAIN, self.place == VALIDATION
-        return DeviceData(
-            x_train=self.x[train],
-            y_train=self.y[train],
-            sensitive=self.sensitive[train],
-            x_val=self.x[held_out],
-            y_val=self.y[held_out],
-            sensitive_val=self.sensitive[held_out],
-        )
+        """Make what a worker sees: the places train and validation, without what the newest samples contradict."""
+        seen = np.flatnonzero(self.place != TEST)
+        turns, now = preserve_frame(examine_past(self.x[seen], self.y[seen], self.sensitive[seen]))
+        held = seen[turns != SET_ASIDE]
+        x, y = turn_inputs(self.x[held], turns[turns != SET_ASIDE]), self.y[held]
+        data = DeviceData.from_samples(x, y, sensitive=self.sensitive[held], split=self.place[held], seed=0)
+        return replace(data, quarters=now)
 
 
 def choose_kept(rank: NDArray[np.int64], most: int) -> NDArray[np.bool_]:

@@ -49,3 +49,14 @@ def test_sensitive_samples_have_limits_of_their_own() -> None:
     bounded = Replay.make_empty(POOL.spec).add(POOL.spec, POOL.x, POOL.y, marks).bound(3)
     plain = Replay.make_empty(POOL.spec).add(POOL.spec, POOL.x[~marks], POOL.y[~marks], marks[~marks]).bound(3)
     assert np.array_equal(bounded.x[~bounded.sensitive], plain.x)
+
+
+def test_a_turned_camera_goes_on_as_before_and_turns_back_what_it_sees() -> None:
+    pool = load_pool("digits", limit=200)
+    marks, turned = np.zeros(200, np.bool_), np.rot90(pool.x, 1, axes=(1, 2))
+    before = Replay.make_empty(pool.spec).add(pool.spec, pool.x[:120], pool.y[:120], marks[:120])
+    after = before.add(pool.spec, turned[120:], pool.y[120:], marks[120:])
+    data, upright = after.make_data(), preprocess(pool.spec, pool.x)
+    assert (before.make_data().quarters, data.quarters) == (0, 3)
+    for x, place in ((data.x_train, TRAIN), (data.x_val, VALIDATION)):
+        assert np.mean(np.all(x == upright[after.place == place], axis=(1, 2, 3))) > 0.95
