@@ -34,11 +34,11 @@ def beside() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 
 
 @contextlib.contextmanager
-def serve_page(home: Path, rollouts: Overview | None = None) -> Iterator[str]:
+def serve_page(home: Path, rollouts: Overview | None = None, port: int = 0) -> Iterator[str]:
     """The page's URL."""
     with beside() as do:
         opened = lambda: Store(home, intake=True)  # noqa: E731
-        page = Page(home, opened, host="127.0.0.1", port=0, token=TOKEN, rollouts=rollouts)
+        page = Page(home, opened, host="127.0.0.1", port=port, token=TOKEN, rollouts=rollouts)
         do(page.__aenter__())
         try:
             yield page.url

@@ -13,10 +13,11 @@ export const data = {
   at: 0, // when the server was last heard, by our clock
   session: { may_act: false, may_read: true, login: false, logout: false, csrf: "", name: "" },
 };
+const ANSWER_MS = 15000; // longest time for what is read
 let version = "";
 let tables = {};
 
-export async function ask(path, options) {
+export async function ask(path, options = { signal: AbortSignal.timeout(ANSWER_MS) }) {
   const answer = await fetch(path, options);
   const told = await answer.json().catch(() => ({}));
   if (!answer.ok)

@@ -195,6 +195,7 @@ const draw = () => whenReleased(render);
 
 // ------------------------------------------------------------------------------------------------------- up to date
 
+const SILENT_S = 15; // the server says every few seconds that it is there
 let isBusy = false,
   isAgain = false,
   due = null;
@@ -277,7 +278,7 @@ addEventListener("hashchange", async () => {
 });
 addEventListener("resize", draw);
 setInterval(() => {
-  if (lost) soon();
+  if (lost || (stream && age(data.at) > SILENT_S)) soon();
   draw();
 }, 5000); // ages grow, and a server comes back
 tablePart.onChange(() => {
