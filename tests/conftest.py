@@ -13,6 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import faulthandler
 import functools
+import gc
 import logging
 import sys
 import time
@@ -65,6 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     names = [getattr(item, "originalname", item.name) for item in items]
     items[:] = [items[k] for k in deal(names, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Called once: what is imported and collected stays, so nobody need look for garbage in it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Progress:

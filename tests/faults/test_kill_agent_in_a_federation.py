@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, load_pool, load_task, partition_pool, read_device_data, write_share
 from fedge.tensors.layout import unflatten
+from tests.support import warm
 from tests.support.broker import local_broker
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +59,8 @@ def shares(tmp_path: Path) -> dict[str, Path]:
 
 @contextlib.asynccontextmanager
 async def fedge(*arguments: object) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fedge", *map(str, arguments), "--json"), stdout=PIPE, cwd=ROOT
-    )
+    command = warm.command(*map(str, arguments), "--json", forked=True)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT, env=warm.environment())
     try:
         yield process
     finally:

@@ -17,12 +17,19 @@ import psutil
 import pytest
 
 from fedge.commands.broker import LocalBroker
+from tests.support import warm
 
 SMALL = ["--devices", "4", "--rounds", "5", "--samples", "400", "--participation", "1"]
 
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "fedge", "demo", *SMALL, *map(str, arguments)]
+
+
+def quick(*arguments: object) -> dict[str, Any]:
+    """The same for `subprocess`, but that children of its programs need not import anything."""
+    words = warm.command("demo", *SMALL, *map(str, arguments), forked=True)
+    return {"args": words, "cwd": warm.ROOT, "env": warm.environment(), "text": True}
 
 
 def processes_about(folder: Path) -> list[psutil.Process]:
@@ -63,10 +70,8 @@ async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: P
 
 async def test_a_secured_demo_lets_nobody_else_in(mosquitto_program: str, tmp_path: Path) -> None:
     out, figures_file = tmp_path / "out", tmp_path / "figures.json"
-    arguments = command(
-        "--devices", 2, "--rounds", 1, "--n-groups", 1, "--secure", "--out", out, "--json", figures_file
-    )
-    ran = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, check=False)
+    arguments = quick("--devices", 2, "--rounds", 1, "--n-groups", 1, "--secure", "--out", out, "--json", figures_file)
+    ran = await asyncio.to_thread(subprocess.run, capture_output=True, check=False, **arguments)
     assert ran.returncode == 0, ran.stderr
     *_, ours = json.loads(figures_file.read_bytes())["runs"]
     assert {device["id"]: device["trained"] for device in ours["devices"]} == {"camera-0": 1, "camera-1": 1}
@@ -88,7 +93,7 @@ def check_device(device: dict[str, Any], ours: dict[str, Any], out: Path) -> Non
 
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(**quick("--rounds", 500, "--out", out), stderr=subprocess.PIPE) as demo:
         wait_for_round(demo, 2)
         running = processes_about(out)
         assert len(running) >= 5
@@ -101,7 +106,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_the_demo_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(**quick("--rounds", 500, "--out", out), stderr=subprocess.PIPE) as demo:
         wait_for_round(demo, 1)
         running = [*psutil.Process(demo.pid).children(recursive=True)]
         assert len(running) >= 6, "broker, coordinator and four agents"
@@ -112,7 +117,7 @@ def test_nothing_is_left_when_the_demo_is_killed(tmp_path: Path) -> None:
 
 def test_an_agent_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(**quick("--rounds", 500, "--out", out), stderr=subprocess.PIPE) as demo:
         wait_for_round(demo, 1)
         victim = next(p for p in processes_about(out) if "camera-2" in p.cmdline())
         victim.kill()

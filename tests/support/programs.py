@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+
+from tests.support import warm
 
 WAIT_S = 300.0
 
@@ -73,5 +74,11 @@ class Programs:
     async def _start(
         self, *words: object, stdout: object = PIPE, stderr: object = asyncio.subprocess.STDOUT
     ) -> Process:
-        command = (sys.executable, "-m", "fedge", "--log-level", "warning", *map(str, words))
-        return await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=stderr)  # type: ignore[arg-type]
+        command = warm.command("--log-level", "warning", *map(str, words), forked=True)
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdout=stdout,  # type: ignore[arg-type]
+            stderr=stderr,  # type: ignore[arg-type]
+            cwd=warm.ROOT,
+            env=warm.environment(),
+        )

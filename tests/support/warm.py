@@ -21,7 +21,7 @@ import subprocess
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -169,7 +169,13 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def make_command(make: Callable[..., list[str]], module: str, *words: str) -> list[str]:
+    """As `make`, that of `fedge.system.child`; the children of a further `fedge` are forked, too."""
+    return make("tests.support.warm" if module == "fedge" else module, *words)
+
+
 if __name__ == "__main__":
+    child.make_command = functools.partial(make_command, child.make_command)
     child.subprocess = types.SimpleNamespace(  # type: ignore[attr-defined]
         Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )

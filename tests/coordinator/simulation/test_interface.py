@@ -168,7 +168,7 @@ LONG = "fedge.simulate(method='fedavg', devices=3, samples=200, rounds=100000, e
 @pytest.mark.process
 def test_ctrl_c_ends_the_processes_of_a_comparison_inside_a_running_event_loop(tmp_path: Path) -> None:
     compare = (
-        "fedge.compare(methods='local,fedge', seeds='0', devices=4, samples=300, rounds=3000, local_steps=1, jobs=2)"
+        "fedge.compare(methods='local,fedge', seeds='0', devices=4, samples=300, rounds=600, local_steps=1, jobs=2)"
     )
     code = f"import asyncio, fedge\nasync def main(): {compare}\nasyncio.run(main())"
     with subprocess.Popen(
