@@ -50,7 +50,14 @@ HostileShare = Annotated[
 DpEpsilon = Annotated[
     Annotated[float, Meta(gt=0, le=10_000)] | None,
     Heading.PRIVACY,
-    "By differential privacy the whole run tells at most this epsilon of a sample; each device adds noise.",
+    "By differential privacy the whole run, all campaigns together, tells at most this epsilon of a sample; each "
+    "device adds noise.",
+]
+DpCampaigns = Annotated[
+    int,
+    Meta(ge=1, le=10_000),
+    Heading.PRIVACY,
+    "The epsilon is for this many campaigns together, each of as many rounds as the first.",
 ]
 DpNoise = Annotated[
     Annotated[float, Meta(gt=0, le=1e6)] | None,
@@ -77,7 +84,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of all guards. `hostile`: f / n, for rules that must know it. `min_cohort`: fewest in a masked sum.
 
     Either `dp_epsilon` or `dp_noise` turns on differential privacy (`fedge.steps.training.train_dp`), with `dp_delta`
-    and `dp_clip`.
+    and `dp_clip`. `dp_epsilon` is for `dp_campaigns` campaigns together.
 
     Raises:
         ConfigError: both of these are given, a setting has no effect, or `dp_delta` is too large.
@@ -86,6 +93,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     average: AverageRule = "norm-clipped"
     hostile: HostileShare = 0.2
     dp_epsilon: DpEpsilon = None
+    dp_campaigns: DpCampaigns = 1
     dp_noise: DpNoise = None
     dp_delta: DpDelta = 1e-5
     dp_clip: DpClip = 1.0
@@ -106,6 +114,8 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"--dp-delta {self.dp_delta:g} promises nothing: {below}")
         if not self.dp and (self.dp_delta, self.dp_clip) != (1e-5, 1.0):
             raise ConfigError("--dp-delta and --dp-clip change nothing without --dp-epsilon or --dp-noise")
+        if self.dp_campaigns > 1 and self.dp_epsilon is None:
+            raise ConfigError("--dp-campaigns changes nothing without --dp-epsilon")
 
     @property
     def dp(self) -> bool:
@@ -113,13 +123,13 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.dp_epsilon is not None or self.dp_noise is not None
 
     def make_privacy(self, rounds: int) -> Privacy | None:
-        """Return what a run of this many rounds promises each sample; None without differential privacy."""
+        """Return what a run promises each sample; None without differential privacy. `rounds`: of each campaign."""
         if not self.dp:
             return None
         return Privacy(
             clip_norm=self.dp_clip,
             delta=self.dp_delta,
-            participations=max(1, rounds),
+            participations=max(1, rounds * self.dp_campaigns),
             epsilon=self.dp_epsilon,
             noise_multiplier=self.dp_noise,
         )
@@ -129,6 +139,8 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not self.dp:
             return ""
         what = f"noise {self.dp_noise:g} in each step" if self.dp_noise else f"epsilon at most {self.dp_epsilon:g}"
+        if self.dp_campaigns > 1:
+            what += f" in {self.dp_campaigns} campaigns together"
         return f"{what}, delta {self.dp_delta:g}; each agent's log says what it has spent"
 
     @property

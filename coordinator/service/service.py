@@ -89,8 +89,7 @@ NOTE_S: Final = 0.2
 REFRESH_S: Final = 5.0
 """Longest time between two summaries, since what devices say of themselves is no event."""
 ASKED: Final = "somebody asked for it"
-NO_MORE_NOISE: Final = "--dp-epsilon is what all rounds may spend together, so there is one campaign only"
-"""Why there are no further campaigns under differential privacy."""
+EQUALLY_LONG: Final = "with --dp-epsilon each campaign is as long as the first: leave out --campaign-rounds"
 
 
 async def serve(
@@ -115,8 +114,8 @@ async def serve(
     tune_malloc(large=True)
     raise_open_files()
     conditions = parse_conditions(settings.every, settings.when)
-    if conditions != Conditions() and settings.dp_epsilon is not None:
-        raise ConfigError(f"{NO_MORE_NOISE}: leave out --every and --when")
+    if settings.dp_epsilon is not None and settings.campaign_rounds is not None:
+        raise ConfigError(EQUALLY_LONG)
     if store.find_value("start") is None:
         observe("beginning", {})
     recorded = False
@@ -304,6 +303,8 @@ class Service:
         """Watch the devices until a campaign begins; give late joiners a bundle if the method can."""
         log_missing_bundles(self._write_summary())
         self._record_event("resting", {"round": self._state.round})
+        if self._conditions != Conditions() and (why := explain_spent(self._settings, self._campaigns.now.number)):
+            self._record_event("campaign_refused", {"reason": why})
         tried: dict[str, str] = {}
         while True:
             async with self._watch_for_late_joiner(tried) as has_come:
@@ -324,6 +325,8 @@ class Service:
                 self._record_event("campaign_refused", {"reason": str(error)})
         if self._conditions == Conditions() or time.monotonic() < self._settled_at:
             return ""
+        if explain_spent(self._settings, self._campaigns.now.number):
+            return ""
         facts = self._fleet.registry.list_facts()
         await self._write_campaigns(record_rest(self._campaigns, facts))
         found = decide(self._conditions, self._campaigns, facts, time.time())
@@ -338,8 +341,8 @@ class Service:
         Raises:
             ConfigError: there is none; the text says why.
         """
-        if self._settings.dp_epsilon is not None:
-            raise ConfigError(NO_MORE_NOISE)
+        if why := explain_spent(self._settings, self._campaigns.now.number):
+            raise ConfigError(why)
         names = [name for name in classes if name not in self._task.classes]
         if not names:
             return ASKED
@@ -433,6 +436,18 @@ class Service:
         if self._news:
             self._store.record_events(*self._news)
             self._news.clear()
+
+
+def explain_spent(settings: CoordinatorSettings, n_campaigns: int) -> str:
+    """Explain why differential privacy allows no campaign after this many; empty if it does."""
+    if settings.dp_epsilon is None or n_campaigns < settings.dp_campaigns:
+        return ""
+    done = "one campaign, which is" if settings.dp_campaigns == 1 else f"{settings.dp_campaigns} campaigns, which are"
+    return (
+        f"--dp-epsilon {settings.dp_epsilon:g} is for {done} done, so each sample has spent it: start the coordinator "
+        f"with --dp-campaigns {n_campaigns + 1} and a larger --dp-epsilon, such as "
+        f"{settings.dp_epsilon * (n_campaigns + 1) / n_campaigns:g}, if the devices' owners agree"
+    )
 
 
 async def serve_role(settings: CoordinatorSettings, task: TaskSpec, store: Store) -> None:

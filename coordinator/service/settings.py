@@ -116,6 +116,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     average: protection.AverageRule = DEFAULT.protection.average
     hostile: protection.HostileShare = DEFAULT.protection.hostile
     dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
+    dp_campaigns: protection.DpCampaigns = DEFAULT.protection.dp_campaigns
     dp_noise: protection.DpNoise = DEFAULT.protection.dp_noise
     dp_delta: protection.DpDelta = DEFAULT.protection.dp_delta
     dp_clip: protection.DpClip = DEFAULT.protection.dp_clip

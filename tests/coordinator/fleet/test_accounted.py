@@ -134,3 +134,13 @@ async def test_what_else_it_is_asked_is_the_fleets(tmp_path: Path) -> None:
     fleet.round = 1
     answers = [answer async for answer in own.stream("train", {"d00": order})]
     assert [answer.result.loss_before for answer in answers] == [None]  # type: ignore[union-attr]
+
+
+def test_an_epsilon_is_divided_among_campaigns() -> None:
+    protection = Protection(dp_epsilon=8.0, dp_campaigns=3)
+    privacy = protection.make_privacy(rounds=10)
+    assert privacy is not None
+    assert (privacy.epsilon, privacy.participations) == (8.0, 30)
+    assert protection.describe_promise().startswith("epsilon at most 8 in 3 campaigns together, delta")
+    with pytest.raises(ConfigError, match="--dp-campaigns changes nothing"):
+        Protection(dp_campaigns=2)

@@ -15,7 +15,7 @@ import pytest
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.state import State, decode_state
 from coordinator.service.beginning import resume
-from coordinator.service.service import serve
+from coordinator.service.service import explain_spent, serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import Device, Event, OrderStatus
 from coordinator.store.requests import read_requests, request_action
@@ -355,6 +355,19 @@ async def test_new_samples_begin_a_campaign_that_a_restart_does_not_forget(
     assert [name for name, _ in events].count("campaign_begun") == 1
 
 
-async def test_a_promise_for_all_rounds_allows_no_further_campaign(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(ConfigError, match="leave out --every and --when"):
-        await serve(settings(None, tmp_path / "server", dp_epsilon=8.0, every="1d"), TASK, store, quiet)
+async def test_campaigns_that_spend_one_epsilon_are_equally_long(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(ConfigError, match="leave out --campaign-rounds"):
+        await serve(settings(None, tmp_path / "server", dp_epsilon=8.0, campaign_rounds=3), TASK, store, quiet)
+
+
+def test_a_campaign_beyond_those_that_the_epsilon_is_for_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    one, three = (settings(None, tmp_path, dp_epsilon=8.0, dp_campaigns=n) for n in (1, 3))
+    assert [explain_spent(three, n) for n in (1, 2)] == ["", ""]
+    assert (
+        explain_spent(settings(None, tmp_path), 100) == explain_spent(settings(None, tmp_path, dp_noise=1.0), 9) == ""
+    )
+    assert explain_spent(one, 1) == (
+        "--dp-epsilon 8 is for one campaign, which is done, so each sample has spent it: start the coordinator with "
+        "--dp-campaigns 2 and a larger --dp-epsilon, such as 16, if the devices' owners agree"
+    )
+    assert "--dp-epsilon 8 is for 3 campaigns, which are done" in explain_spent(three, 3)
