@@ -17,6 +17,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
     python benchmarks/living.py --out FOLDER
     python benchmarks/living.py --out FOLDER --seeds 0 --settings "digits rotations" --methods fedge,ditto
     python benchmarks/living.py --out FOLDER --data DIR --settings "HAR people"
+    python benchmarks/living.py --out FOLDER --settings "digits alpha 1" --methods fedge --campaigns 2 --happens turn
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ UNTURNED: Final = frozenset({"HAR people"})
 ROUNDS: Final = 15
 
 
-def run(method: str, setting: str, seed: int, data: Path | None, campaigns: int) -> StreamOutcome:
+def run(
+    method: str, setting: str, seed: int, data: Path | None, campaigns: int, happenings: list[str]
+) -> StreamOutcome:
     """A method over all campaigns; with ! at the end of its name each begins anew."""
     given = {name: value for name, value in SETTINGS[setting].items() if name != "folder"}
     if folder := SETTINGS[setting].get("folder"):
         given |= {"data": (data or Path()) / folder}
     scenario = msgspec.convert({"rounds": ROUNDS, "hardware": "none"} | given, Scenario)
-    happens = tuple(h for h in HAPPENINGS if h != "turn" or setting not in UNTURNED)
+    happens = tuple(h for h in HAPPENINGS if h in happenings and (h != "turn" or setting not in UNTURNED))
     how = StreamSettings(campaigns=campaigns, happens=happens, restart=method.endswith("!"))
     name, options = parse_method(method.rstrip("!"))
     tell = progress_of(f"{setting}, {method}, seed {seed}")
@@ -138,13 +141,16 @@ def main() -> None:
     parser.add_argument("--methods", type=several(), default=list(METHODS))
     parser.add_argument("--seeds", type=several(int), default=[0, 1, 2])
     parser.add_argument("--campaigns", type=int, default=10)
+    parser.add_argument("--happens", type=several(), default=list(HAPPENINGS), help=", ".join(HAPPENINGS))
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     outcomes: dict[str, dict[str, list[StreamOutcome]]] = {}
     for setting, seed, method in product(arguments.settings, arguments.seeds, arguments.methods):
-        file = arguments.out / f"{setting}-{method}-{seed}-{arguments.campaigns}.json".replace("/", "_")
+        happens = "" if arguments.happens == list(HAPPENINGS) else "-" + "-".join(arguments.happens)
+        name = f"{setting}-{method}-{seed}-{arguments.campaigns}{happens}.json"
+        file = arguments.out / name.replace("/", "_")
         if not file.exists():
-            outcome = run(method, setting, seed, arguments.data, arguments.campaigns)
+            outcome = run(method, setting, seed, arguments.data, arguments.campaigns, arguments.happens)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, msgspec.json.encode(outcome))
         done = msgspec.json.decode(file.read_bytes(), type=StreamOutcome)
