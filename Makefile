@@ -11,7 +11,7 @@ TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo day docs test test-all figures coverage chaos fuzz tuf-conformance release lint
+.PHONY: help demo day month docs test test-all figures coverage chaos fuzz tuf-conformance release lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,9 @@ demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT b
 
 day: $(BIN)/fedge  ## a day of a fleet: a device falls ill, a backup is restored, a rollout is stopped from the page; one minute
 	$(BIN)/python -m tests.day
+
+month: $(BIN)/fedge  ## a month of a fleet that learns, by a clock of its own, undisturbed and with programs killed; ten minutes
+	$(BIN)/python -m tests.month
 
 docs: $(BIN)/fedge  ## the documents as a site, into build/site
 	mkdir -p build/pages

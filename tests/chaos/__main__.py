@@ -21,8 +21,9 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import click
 
 from fedge.commands.broker import find_mosquitto
-from tests.chaos.programs import FAKETIME, preload
+from tests.chaos.programs import preload
 from tests.chaos.rounds import Weather
+from tests.support.faketime import FAKETIME
 
 
 @click.command()

@@ -12,7 +12,6 @@ import ctypes
 import multiprocessing
 import os
 import resource
-import select
 import signal
 import sys
 import time
@@ -22,6 +21,8 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Final
 
+from tests.support.faketime import CLOCK, CLOCKS, FAKETIME, mend_sleep, set_clock
+
 PRELOADED: Final = (
     "fedge.commands.cli", "coordinator.service.cli", "edge_agent.agent.cli", "edge_agent.agent",
     "edge_agent.device.worker", "coordinator.service", "coordinator.methods", "deploy.commands.serve",
@@ -29,14 +30,6 @@ PRELOADED: Final = (
     "export.parity", "onnxscript", "fedge.models", "fedge.tasks", "fedge.wire.transport", "tests.chaos.programs",
 )  # fmt: skip
 PR_SET_PDEATHSIG: Final = 1
-FAKETIME: Final = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-"""Debian's package faketime, if it is installed."""
-CLOCKS: Final = {
-    "LD_PRELOAD": str(FAKETIME),
-    "FAKETIME_CACHE_DURATION": "1",
-    "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    "NO_FAKE_STAT": "1",
-}
 
 _forking = multiprocessing.get_context("forkserver")
 
@@ -98,9 +91,7 @@ class Program:
         if FAKETIME is None:
             self._ahead.value = ahead_s  # type: ignore[attr-defined]
         else:
-            new = self._clock.with_suffix(".new")
-            new.write_text(f"{ahead_s:+.0f}")
-            new.replace(self._clock)
+            set_clock(self._clock, f"{ahead_s:+.0f}")
 
 
 def _run(words: list[str], log: Path, clock: Path, ahead: Synchronized[float], memory: int | None) -> None:
@@ -109,9 +100,9 @@ def _run(words: list[str], log: Path, clock: Path, ahead: Synchronized[float], m
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(handle, number)
-    os.environ["FAKETIME_TIMESTAMP_FILE"] = str(clock)
-    if FAKETIME is not None:  # it gives the kernel absolute times of sleep by the wrong clock
-        time.sleep = lambda seconds: select.select([], [], [], seconds)  # type: ignore[assignment]
+    os.environ[CLOCK] = str(clock)
+    if FAKETIME is not None:
+        mend_sleep()
     right = time.time
     time.time = lambda: right() + ahead.value  # type: ignore[attr-defined]
     if memory is not None:

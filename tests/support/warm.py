@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn
 
 from fedge.commands.cli import main
 from fedge.system import child, tether
+from tests.support.faketime import mend_sleep
 
 ROOT: Final = Path(__file__).parents[2]
 ADDRESS: Final = "FEDGE_TESTS_WARM"
@@ -77,6 +78,7 @@ def serve() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     tether.die_with_parent(parent)
     listener = socket.socket(fileno=descriptor)
+    mend_sleep()
     for module in WARM:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -176,6 +178,7 @@ def make_command(make: Callable[..., list[str]], module: str, *words: str) -> li
 
 if __name__ == "__main__":
     child.make_command = functools.partial(make_command, child.make_command)
+    mend_sleep()
     child.subprocess = types.SimpleNamespace(  # type: ignore[attr-defined]
         Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
