@@ -111,7 +111,7 @@ def write_summary(
     the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
     """
     counters, wishes = store.get_counters(), read_requests(store)
-    devices = fleet.registry.describe_devices()
+    devices: dict[str, dict[str, Any]] = {**fleet.registry.describe_devices()}
     for i, told in introduced.items():
         if (device := devices.get(i)) is not None and told["release"] == (device["health"] or {}).get("release"):
             device["of_bundle"] = told
