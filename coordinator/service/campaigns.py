@@ -225,10 +225,12 @@ def list_drifting(seen: Mapping[str, Seen], devices: Iterable[DeviceFacts]) -> l
     """List the devices with drift that a campaign could do something about.
 
     A device that drifted before the last campaign and has no other samples since calls for nothing: its alarm goes out
-    when inputs come that fit the new bundle.
+    when inputs come that fit the new bundle. Nor does one whose present bundle has not been judged yet.
     """
     return [
-        d.id for d in devices if d.drift and (d.id not in seen or not seen[d.id].drift or _has_changed(seen[d.id], d))
+        d.id
+        for d in devices
+        if d.drift and not d.held and (d.id not in seen or not seen[d.id].drift or _has_changed(seen[d.id], d))
     ]
 
 

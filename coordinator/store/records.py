@@ -61,8 +61,9 @@ class DeviceFacts:
     """What a device last said of its samples and its bundle.
 
     data_version: rises when its non-sensitive samples change. n_arrived: its non-sensitive labelled samples that ever
-    came. drift: whether its bundle drifts, and drift_kind in which way, if its runtime says so. at_work: share of right
-    answers among its latest ones that were labelled later, n_answers in all; None if it does not tell.
+    came. drift: whether its bundle drifts, other than by other class shares. drift_kind: in which way, if its runtime
+    says so. held: whether that alarm is of an earlier bundle, and the present one has not been judged yet. at_work:
+    share of right answers among its latest ones that were labelled later, n_answers in all; None if it does not tell.
     """
 
     id: str
@@ -71,6 +72,7 @@ class DeviceFacts:
     n_arrived: int = 0
     drift: bool = False
     drift_kind: DriftKind | None = None
+    held: bool = False
     at_work: float | None = None
     n_answers: int = 0
 

@@ -318,8 +318,9 @@ class Registry:
                     online=status.presence is Presence.ONLINE,
                     data_version=status.data_version,
                     n_arrived=status.n_arrived,
-                    drift=health is not None and health.drift,
+                    drift=self._drifts(i),
                     drift_kind=None if health is None else health.drift_kind,
+                    held=health is not None and _get_drift_release(health) != health.release,
                     at_work=None if at_work is None else at_work.recent,
                     n_answers=0 if at_work is None else at_work.right + at_work.wrong,
                 )

@@ -107,7 +107,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     adapt_prior: Annotated[
         bool,
         Heading.PREDICTION,
-        "While nothing drifts but the classes' shares, the probabilities of a device follow these (docs/runtime.md).",
+        "While inputs or the classes' shares drift, a device's answers follow these without labels (docs/runtime.md).",
     ] = False
     broker: Annotated[
         str | None, Heading.BROKER, "Sensors are answered at this MQTT broker, too; it is named as in `fedge agent`."

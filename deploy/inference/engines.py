@@ -207,6 +207,13 @@ class SeparateEngine:
 
     run = run_all
 
+    def run_reweighed(self, x: Floats, log_ratio: Floats) -> list[Floats]:
+        """Return the outputs of `run`, and the probabilities (n, C) if `log_ratio` (M,) is added to the scores."""
+        with np.errstate(all="ignore"):
+            gate = compute_gate_scores(self._how, x)
+        logits = [self._compute_logits(k, x) for k in range(len(self._sessions))]
+        return [*fuse(self._how, logits, gate), fuse(self._how, logits, gate + log_ratio)[0]]
+
     def _compute_logits(self, k: int, x: Floats) -> Floats:
         """Compute logits (n, C) of candidate k."""
         (logits,) = self._sessions[k].run((LOGITS,), {INPUT: x})

@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,15 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from deploy.inference.engines import EngineChoice, EngineName, EngineOptions, Mode, choose_engine, make_engine
+from deploy.inference.engines import (
+    EngineChoice,
+    EngineName,
+    EngineOptions,
+    Mode,
+    SeparateEngine,
+    choose_engine,
+    make_engine,
+)
 from deploy.inference.sessions import CPU, list_provider_chains
 from fedge.bundle.energies import compute_free_energy
 from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
@@ -50,7 +58,8 @@ class Prediction:
             candidate's output was not finite, or if engine lazy did not run the candidate.
         latency_ms: wall time of preprocessing and graph together, for all n samples.
         usual: lowest and highest free energy of a sample that is not flagged.
-        adapted: whether the probabilities follow other class shares than the bundle's (`deploy.inference.prior`).
+        adapted: whether the probabilities follow other class shares, or other weights of the candidates, than the
+            bundle's (`deploy.inference.prior`).
     """
 
     class_index: NDArray[np.int64]
@@ -133,6 +142,11 @@ class Runtime:
         return self._engine.providers
 
     @property
+    def can_reweigh(self) -> bool:
+        """Whether this engine can predict with other weights of the candidates: `separate`, with two or more."""
+        return self.engine == "separate" and len(self.manifest.candidates) > 1
+
+    @property
     def task(self) -> TaskSpec:
         """The task of the bundle: classes, input shape and preprocessing."""
         return self.manifest.task
@@ -145,15 +159,37 @@ class Runtime:
                 precision.
         """
         begin = time.perf_counter()
-        inputs = preprocess(self.task, self.add_batch_axis(x))
-        if not len(inputs):
-            raise ConfigError("there are no samples: give one or more")
-        return self.predict_inputs(inputs, begin)
+        return self.predict_inputs(self._preprocess(x), begin)
+
+    def predict_reweighed(self, x: NDArray[Any], ratio: NDArray[np.floating]) -> tuple[Prediction, Prediction]:
+        """Predict as `predict` does, and also with the candidates' weights multiplied by `ratio` (M,), above 0.
+
+        `can_reweigh` says whether this engine can. Weights and energies of both predictions are the bundle's own.
+
+        Raises:
+            ConfigError: as for `predict`.
+        """
+        assert isinstance(self._engine, SeparateEngine)
+        begin = time.perf_counter()
+        log_ratio = np.log(ratio).astype(np.float32)
+        inputs = turn_images(self._preprocess(x), self.manifest.quarters)
+        *outputs, probabilities = self._engine.run_reweighed(inputs, log_ratio)
+        own = self._make_prediction(outputs, begin)
+        return own, self.adapt(own, probabilities)
 
     def predict_inputs(self, x: Floats, begin: float | None = None) -> Prediction:
         """Predict preprocessed model inputs, (n, *input_shape) float32; latency counts from `begin`, by default now."""
         begin = time.perf_counter() if begin is None else begin
-        probabilities, weights, energies = self._engine.run(turn_images(x, self.manifest.quarters))
+        return self._make_prediction(self._engine.run(turn_images(x, self.manifest.quarters)), begin)
+
+    def _preprocess(self, x: NDArray[Any]) -> Floats:
+        inputs = preprocess(self.task, self.add_batch_axis(x))
+        if not len(inputs):
+            raise ConfigError("there are no samples: give one or more")
+        return inputs
+
+    def _make_prediction(self, outputs: Sequence[Floats], begin: float) -> Prediction:
+        probabilities, weights, energies = outputs
         index = probabilities.argmax(axis=1).astype(np.int64)
         return Prediction(
             class_index=index,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from deploy.inference.engines import EngineOptions
-from deploy.inference.prior import SharesEstimate
+from deploy.inference.prior import ENOUGH, SharesEstimate
 from deploy.inference.runtime import Prediction, Runtime, load_update
 from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
@@ -44,8 +45,8 @@ class ActiveBundle:
     ) -> None:
         """Load the bundle that `slots.boot()` returns; `how.engine` runs every bundle that supports it.
 
-        If `adapts_prior`, probabilities follow the classes' shares while these are all that drifts
-        (`deploy.inference.prior`).
+        If `adapts_prior`, probabilities follow the classes' shares while these are all that drifts, and the weights of
+        the candidates while inputs drift (`deploy.inference.prior`). For the latter, engine auto is separate.
 
         Raises:
             ConfigError: nothing was ever installed.
@@ -53,7 +54,7 @@ class ActiveBundle:
         """
         self._slots = slots
         self.limits: Final = limits
-        self.how: Final = how
+        self.how: Final = structs.replace(how, engine="separate") if adapts_prior and how.engine == "auto" else how
         self._adapts_prior = adapts_prior
         self._lock = threading.RLock()
         self.n_predictions = self.n_failed = self.n_labelled = 0  # since the process began
@@ -78,7 +79,8 @@ class ActiveBundle:
         self.no_way_back = ""
         """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
         self._drift = Drift(None)
-        self._estimate: SharesEstimate | None = None
+        self._classes: SharesEstimate | None = None  # shares of the classes among recent samples
+        self._candidates: SharesEstimate | None = None  # shares of the candidates in answers to these
         self._validation: object = None
         """Version of the file of validation samples from which shares at home are known, or were sought in vain."""
         folder = slots.boot()
@@ -138,23 +140,26 @@ class ActiveBundle:
             if runtime is self._runtime:
                 self._validation, self._drift.home = version, known
                 if known is not None and self._adapts_prior:
-                    self._estimate = SharesEstimate(known.shares)
+                    self._classes = SharesEstimate(known.shares) if known.n >= ENOUGH else None
+                    self._candidates = SharesEstimate(known.weights) if runtime.can_reweigh else None
 
     def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
-        """Predict raw samples with `Runtime.predict`; also return the bundle used, since it may change meanwhile.
+        """Predict raw samples; also return the bundle used, since it may change meanwhile.
 
         Raises:
             ConfigError: the samples have another shape than the task's.
         """
-        runtime = self._runtime
+        with self._lock:
+            runtime, candidates = self._runtime, self._candidates
+            ratio = candidates.ratio if candidates and self._drift.kind is DriftKind.INPUTS else None
         try:
-            answer = runtime.predict(x)
+            own, given = (runtime.predict(x), None) if ratio is None else runtime.predict_reweighed(x, ratio)
         except ConfigError:  # the caller's fault
             raise
         except Exception as error:
             self._record_failure(runtime, error)
             raise
-        return runtime, self._record(runtime, answer)
+        return runtime, self._record(runtime, own, given)
 
     def add_feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
         """Compare the running and the previous bundle on raw samples (n, ...) with true class numbers (n,).
@@ -331,7 +336,7 @@ class ActiveBundle:
             self._drift = Drift(
                 reference if isinstance(reference, Reference) else None, runtime.manifest.release, self._drift.alarm
             )
-            self._estimate, self._validation = None, None
+            self._classes, self._candidates, self._validation = None, None, None
             self._outliers = Outliers(seen=0, flagged=0)
             self._on_trial = False
             self.no_way_back = ""
@@ -340,20 +345,22 @@ class ActiveBundle:
             self._trial_began = time.monotonic()
             self._before, self._rival, self._paired = before, None, PairedTest()
 
-    def _record(self, runtime: Runtime, answer: Prediction) -> Prediction:
-        """Count an answer, and return it as it goes to the caller."""
-        complaint, given = "", answer
+    def _record(self, runtime: Runtime, answer: Prediction, reweighed: Prediction | None) -> Prediction:
+        """Count an answer of the bundle, and return it as it goes to the caller, perhaps `reweighed`."""
+        complaint, given = "", reweighed or answer
         with self._lock:
             n = len(answer.class_index)
             self.n_predictions += n
             if runtime is not self._runtime:
-                return answer
+                return given
             self._failed_in_a_row = 0
             seen, flagged = self._outliers.seen + n, self._outliers.flagged + int(answer.outlier.sum())
             self._outliers = Outliers(seen=seen, flagged=flagged)
             self._drift.observe(answer.weights, answer.energies, answer.probabilities)
-            if self._estimate is not None:
-                probabilities = self._estimate.observe(answer.probabilities)
+            if self._candidates is not None:
+                self._candidates.observe(answer.weights)
+            if self._classes is not None:
+                probabilities = self._classes.observe(answer.probabilities)
                 if self._drift.kind is DriftKind.SHARES:
                     given = runtime.adapt(answer, probabilities)
             if self._on_trial:

@@ -2,8 +2,10 @@
 
 Three kinds can be told apart:
 
-- shares: the classes come in other shares. The mean of the calibrated probabilities moves; free energies do not.
-- inputs: the samples look different. Free energies move, or the gate's entropy does though the shares do not.
+- shares: the classes come in other shares. The mean of the calibrated probabilities moves; free energies do not, and
+  the bundle is as sure of each class as it was.
+- inputs: the samples look different. Free energies move, or the gate's entropy does though the shares do not, or the
+  shares do and the bundle is less sure.
 - labels: samples whose true class is known contradict the bundle although it is sure of its answers.
 
 An alarm goes out only when recent answers fit again. A new bundle takes over the alarm of the one before, since its own
@@ -36,12 +38,14 @@ NEGLIGIBLE: Final = 0.5
 
 NEGLIGIBLE_AMONG_OTHERS: Final = 0.8
 """As `NEGLIGIBLE`, while classes come in other shares: free energies by class are known from few samples."""
+LESS_SURE: Final = 0.1
+"""Fall of the mean largest probability that never counts as drift, while classes come in other shares."""
 SHARES_CERTAINTY: Final = 3.0
 """As `CERTAINTY`, for the classes' shares: few validation samples tell little of them, and a false alarm costs less."""
 NEGLIGIBLE_SHARES: Final = 0.15
 """Largest share of the samples with another class than at home that never counts as drift."""
 PSEUDO_SAMPLES: Final = 0.5
-"""Samples, of all classes equally, that are added to those at home, so that no class has a share of 0."""
+"""Samples, of all classes and candidates equally, that are added to those at home, so that no share is 0."""
 
 LABELS: Final = 60
 """Number of latest labelled answers that are compared with what the bundle promises."""
@@ -69,41 +73,62 @@ class HomeReference:
     Attributes:
         n: the number of samples.
         shares: the classes' shares by the calibrated probabilities, (C,), all above 0, sum 1.
+        weights: the candidates' mean weights, (M,), all above 0, sum 1.
         accuracy: the share of right answers, drawn towards one half as by two more samples; None without labels.
         energies: as in the manifest, for bundles whose manifest has no reference; None with fewer than 2 samples.
         by_class: the mean free energy of each class, (C,), drawn towards the mean of all as by one more sample.
         rest: the mean free energy that shares and `by_class` do not explain.
+        sure_by_class, sure_rest: the same of the largest probability, in place of the free energy.
+        sure_std: its deviation.
     """
 
     n: int
     shares: NDArray[np.float64]
+    weights: NDArray[np.float64]
     accuracy: float | None
     energies: Reference | None
     by_class: NDArray[np.float64]
     rest: float
+    sure_by_class: NDArray[np.float64]
+    sure_rest: float
+    sure_std: float
 
 
 def compute_home_reference(
     probabilities: Floats, weights: Floats, energies: Floats, correct: NDArray[np.bool_] | None
 ) -> HomeReference | None:
     """Return the reference from answers (n, C), (n, M), (n, M) and whether they are right, (n,); None without any."""
-    n, n_classes = probabilities.shape
-    free = compute_free_energy(weights, energies)
+    n, free = len(probabilities), compute_free_energy(weights, energies)
     kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
     if not kept.any():
         return None
     free, p = free[kept], probabilities[kept].astype(np.float64)
-    total, found = p.sum(axis=0), compute_reference(weights, energies)
-    by_class = (p.T @ free + free.mean()) / (total + 1)
-    shares = total + PSEUDO_SAMPLES / n_classes
+    found, sure = compute_reference(weights, energies), p.max(axis=1)
+    (by_class, rest), (sure_by_class, sure_rest) = _explain_by_class(p, free), _explain_by_class(p, sure)
     return HomeReference(
         n=len(free),
-        shares=shares / shares.sum(),
+        shares=_compute_shares(p),
+        weights=_compute_shares(weights[kept].astype(np.float64)),
         accuracy=None if correct is None else float((correct.sum() + 1) / (n + 2)),
         energies=None if found is None else found[0],
         by_class=by_class,
-        rest=float((free - p @ by_class).mean()),
+        rest=rest,
+        sure_by_class=sure_by_class,
+        sure_rest=sure_rest,
+        sure_std=float(sure.std()),
     )
+
+
+def _explain_by_class(p: NDArray[np.float64], x: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return the mean of x (n,) in each class, (C,), drawn towards that of all; and what this leaves of the mean."""
+    by_class = (p.T @ x + x.mean()) / (p.sum(axis=0) + 1)
+    return by_class, float((x - p @ by_class).mean())
+
+
+def _compute_shares(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of rows (n, K), with `PSEUDO_SAMPLES` added, so that it is above 0 everywhere."""
+    total = p.sum(axis=0) + PSEUDO_SAMPLES / p.shape[1]
+    return np.asarray(total / total.sum())
 
 
 @dataclass(slots=True)
@@ -184,6 +209,7 @@ class Drift:
         self.home: HomeReference | None = None
         self._held = held
         self._free, self._entropy, self._shares = _ExponentialMean(), _ExponentialMean(), _MeanShares()
+        self._sure = _ExponentialMean()
         self._labelled: deque[_Labelled] = deque(maxlen=LABELS)
         self._seen = 0
 
@@ -191,9 +217,10 @@ class Drift:
         """Add the outputs of a prediction, (n, M), (n, M), (n, C); samples without a usable candidate are ignored."""
         free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
         kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
-        for free_energy, gate_entropy in zip(free[kept].tolist(), entropy[kept].tolist(), strict=True):
-            self._free.observe(free_energy)
-            self._entropy.observe(gate_entropy)
+        for free_energy, gate_entropy, sure in zip(free[kept], entropy[kept], probabilities[kept], strict=True):
+            self._free.observe(float(free_energy))
+            self._entropy.observe(float(gate_entropy))
+            self._sure.observe(float(sure.max()))
         if kept.any():
             self._shares.observe(probabilities[kept])
         self._seen += int(kept.sum())
@@ -241,7 +268,7 @@ class Drift:
         fits, whole = self._fits_labels(), self._seen >= WINDOW
         others = whole and self.home is not None and self._shares.differs(self.home)
         free, entropy = self._find_moved(NEGLIGIBLE_AMONG_OTHERS if others else NEGLIGIBLE) if whole else (False, False)
-        if (free or (entropy and not others)) and not fits:
+        if (free or (self._is_less_sure() if others else entropy)) and not fits:
             return DriftKind.INPUTS
         if self._is_contradicted():
             return DriftKind.LABELS
@@ -260,6 +287,17 @@ class Drift:
             n, free = self.home.n, compute_deviations(rest, self.home.energies.free_energy_std)
         error = CERTAINTY * math.sqrt(1 / self._free.n_effective + 1 / n)
         return abs(free) > max(negligible, error), abs(entropy) > max(NEGLIGIBLE, error)
+
+    def _is_less_sure(self) -> bool:
+        """Return whether answers are less sure than at home, by more than the classes' shares explain.
+
+        Other shares of classes that look as at home leave the bundle as sure of each as it was.
+        """
+        if self.home is None or self._shares.value is None:
+            return False
+        fall = float(self._shares.value @ self.home.sure_by_class) + self.home.sure_rest - self._sure.value
+        error = CERTAINTY * self.home.sure_std * math.sqrt(1 / self._sure.n_effective + 1 / self.home.n)
+        return fall > max(LESS_SURE, error)
 
     def _compute_promise(self, labelled: list[_Labelled]) -> float:
         """Return the accuracy that the bundle promises: as sure as it was, but no less than on the device's samples."""

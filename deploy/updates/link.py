@@ -104,6 +104,8 @@ RECENT: Final = 100
 """Number of latest labelled answers whose accuracy is reported."""
 LEAST_RECENT: Final = 20
 """Fewest labelled answers whose accuracy is reported."""
+NEWS: Final = 1 / 32
+"""Step of the accuracy at work that deserves a message of its own."""
 DRIFT: Final = "drift.json"
 """Name of the file in HOME that keeps an alarm, since a process that starts again has forgotten the samples."""
 REMEMBERED: Final = 8
@@ -736,8 +738,10 @@ class Link:
 
 def _without_volatile(health: Health) -> Health:
     """Return a copy without the fields whose change alone deserves no message."""
+    at_work = None if health.at_work is None or health.at_work.recent is None else health.at_work.recent
+    told = None if at_work is None else AtWork(right=0, wrong=0, recent=NEWS * round(at_work / NEWS))
     return msgspec.structs.replace(
-        health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None, at_work=None
+        health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None, at_work=told
     )
 
 

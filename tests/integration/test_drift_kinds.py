@@ -16,7 +16,7 @@ from fedge.data.preprocessing import preprocess
 from fedge.data.validation import Validation
 from fedge.tasks import load_pool, load_task
 from fedge.wire.messages import DriftKind
-from tests.support.trained_bundles import trained_bundle
+from tests.support.trained_bundles import mixed_bundle, trained_bundle
 
 SHARES = 0.75 ** np.arange(10) / (0.75 ** np.arange(10)).sum()
 """How the digits are shared at home: a nine comes with every thirteenth zero."""
@@ -25,7 +25,7 @@ SHARES = 0.75 ** np.arange(10) / (0.75 ** np.arange(10)).sum()
 class Place:
     """A device with a bundle of what it has seen, its validation samples, and digits that it has never seen."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, mixed: bool = False) -> None:
         pool, self.rng = load_pool("digits", seed=seed), np.random.default_rng(seed)
         self.task = load_task("digits")
         self.x, self.y = pool.x[1100:], pool.y[1100:]
@@ -33,7 +33,13 @@ class Place:
         x, y = pool.x[:1100][seen], pool.y[:1100][seen]
         self.home = folder / "home"
         slots = Slots(self.home)
-        bundle = trained_bundle(folder / "bundle", self.task, x[:600], y[:600], release=1, steps=300)
+        own = x[:600], y[:600]
+        everybodys = np.concatenate([x[:600], turn(x[:600])]), np.tile(y[:600], 2)
+        bundle = (
+            mixed_bundle(folder / "bundle", self.task, own, everybodys, release=1)
+            if mixed
+            else trained_bundle(folder / "bundle", self.task, *own, release=1, steps=300)
+        )
         slots.stage((bundle / MANIFEST).read_bytes(), bundle)
         slots.switch()
         slots.confirm()
@@ -50,7 +56,7 @@ class Place:
         chosen = draw(self.rng, self.y, shares, n)
         x, y = self.x[chosen], self.y[chosen]
         if how.get("turned"):
-            x = np.rot90(x, axes=(-2, -1)).copy()
+            x = turn(x)
         right = []
         for sample, label in zip(x, y, strict=True):
             runtime, answer = answering.answer(sample)
@@ -59,6 +65,11 @@ class Place:
                 answering.record_labels(runtime.digest, answer.class_index == wanted, answer.probabilities.max(axis=1))
             right.append(int(answer.class_index[0]) == label)
         return float(np.mean(right))
+
+
+def turn(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As a camera sees it that is turned by 90 degrees."""
+    return np.rot90(x, axes=(-2, -1)).copy()
 
 
 def draw(rng: np.random.Generator, y: NDArray[np.int64], shares: NDArray[np.float64], n: int) -> NDArray[np.int64]:
@@ -107,3 +118,23 @@ def test_the_prior_gains_where_shares_changed_and_loses_nothing_at_home(place: P
     home = place.serve(), place.serve(adapts_prior=True)
     there = [place.see(answering, SHARES, 2000) for answering in home]
     assert there[1] > there[0] - 0.01
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_weights_gain_where_another_candidate_knows_the_inputs_and_go_back(tmp_path: Path, seed: int) -> None:
+    """The private candidate knows the device's own samples, the global one also those of a camera that is turned."""
+    place = Place(tmp_path, seed, mixed=True)
+    plain, adapting = place.serve(), place.serve(adapts_prior=True)
+    assert (plain.runtime.engine, adapting.runtime.engine) == ("fused", "separate")
+
+    place.see(adapting, SHARES, turned=True)
+    before, after = (place.see(answering, SHARES, turned=True) for answering in (plain, adapting))
+    assert adapting.drift_kind is DriftKind.INPUTS
+    assert after > before + 0.03
+
+    place.see(adapting, SHARES, 1500)
+    assert adapting.alarm is None
+    sample = place.x[:20]
+    own, given = adapting.runtime.predict(sample), adapting.answer(sample)[1]
+    assert not given.adapted
+    assert np.array_equal(given.probabilities, own.probabilities)

@@ -115,6 +115,12 @@ def test_a_share_of_drifting_devices_begins_a_campaign() -> None:
     )
 
 
+def test_an_alarm_that_the_new_bundle_took_over_begins_none_until_its_own_answers_drift() -> None:
+    wanted, campaigns = Conditions(drift=0.5), rested(device("a", 10, drift=True))
+    assert decide(wanted, campaigns, [device("a", 11, drift=True, held=True)], DAY) is None
+    assert decide(wanted, campaigns, [device("a", 11, drift=True)], DAY) is not None
+
+
 def test_a_device_that_drifted_before_begins_another_campaign_only_with_other_samples() -> None:
     """Its alarm goes out when inputs come that fit; until then nothing new could be learned."""
     wanted = Conditions(drift=0.5)

@@ -228,7 +228,11 @@ def test_an_alarm_that_a_new_bundle_took_over_is_no_reason_to_ask_again() -> Non
     for release, judged in ((1, 1), (2, 1), (2, 2)):
         told = msgspec.structs.replace(health(drift=True, release=release), drift_release=judged)
         registry.handle_health("a", told)
-        seen.append((registry.list_online()[0].incarnation, registry.describe_devices()["a"]["drift_held"]))
+        (facts,) = registry.list_facts()
+        assert facts.drift
+        held = registry.describe_devices()["a"]["drift_held"]
+        assert facts.held is held
+        seen.append((registry.list_online()[0].incarnation, held))
     incarnations = [incarnation for incarnation, _ in seen]
     assert incarnations[1] == incarnations[0] != incarnations[2]
     assert [held for _, held in seen] == [False, True, False]
@@ -239,7 +243,7 @@ def test_other_class_shares_alone_need_no_other_bundle() -> None:
     calm = registry.list_online()
     for kind, needs in ((DriftKind.SHARES, False), (DriftKind.INPUTS, True), (DriftKind.LABELS, True)):
         registry.handle_health("a", msgspec.structs.replace(health(drift=True), drift_kind=kind))
-        assert registry.list_online()[0].drift is needs
+        assert registry.list_online()[0].drift is registry.list_facts()[0].drift is needs
         assert (registry.list_online() == calm) is not needs
         told = registry.describe_devices()["a"]
         assert (told["drift"], told["drift_kind"], told["at_work"]) == (True, str(kind), None)

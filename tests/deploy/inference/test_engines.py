@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,33 @@ def test_separate_is_fused(folder, seed, top, guard, broken, mode):
     for i in range(N):
         assert_same(outputs(path, x[i : i + 1], engine="separate", mode=mode), [o[i : i + 1] for o in fused])
         break  # one sample alone, as well as the batch
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), guard=st.booleans())
+def test_other_weights_are_those_of_a_bundle_with_other_biases(folder, seed, guard):
+    """And the factors 1 change nothing."""
+    logits, mixture = random_mixture(seed, guard=guard)
+    ratio = np.exp(np.random.default_rng(seed).normal(size=len(logits)))
+    path, x = written(folder, logits, mixture), inputs(N)
+    runtime = deploy.load(path, engine="separate")
+    own, same = runtime.predict_reweighed(x, np.ones(len(logits)))
+    _, other = runtime.predict_reweighed(x, ratio)
+    moved = replace(mixture.gate, out_bias=mixture.gate.out_bias + np.log(ratio))
+    wanted = outputs(written(folder, logits, replace(mixture, gate=moved)), x, engine="fused")
+
+    np.testing.assert_array_equal(own.probabilities, runtime.predict_inputs(x).probabilities)
+    np.testing.assert_array_equal(same.probabilities, own.probabilities)
+    np.testing.assert_allclose(other.probabilities, wanted[0], atol=1e-6)
+    np.testing.assert_array_equal(other.weights, own.weights)
+    assert (own.adapted, same.adapted, other.adapted) == (False, True, True)
+
+
+def test_only_separate_can_predict_with_other_weights(folder):
+    path = written(folder, *random_mixture(0))
+    assert [deploy.load(path, engine=engine).can_reweigh for engine in ("fused", "separate", "lazy")] == [
+        False, True, False,
+    ]  # fmt: skip
 
 
 @settings(max_examples=15, deadline=None)

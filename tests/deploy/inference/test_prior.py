@@ -81,4 +81,22 @@ def test_what_is_not_finite_is_passed_on_and_not_counted():
     adapted = estimate.observe(np.array([[np.nan, 0.5, 0.5]]))
 
     assert np.isnan(adapted[0, 0])
+    assert not estimate.observe(np.zeros((1, 3))).any(), "no candidate is usable"
     assert np.array_equal(estimate.ratio, np.ones(3))
+
+
+def test_weights_worked_numbers():
+    """Two candidates that are equal at home, and a gate that gives the second 0.8 for all samples.
+
+    At the fixed point v = α v' / Σ α v' with v' = (200 v + 10) / 220, so 600 v² - 650 v + 10 = 0 for the first.
+    """
+    estimate = SharesEstimate(np.array([0.5, 0.5]))
+    first = estimate.observe(np.array([[0.2, 0.8]]))
+    estimate.observe(np.tile([0.2, 0.8], (20 * WINDOW, 1)))
+
+    assert first[0] == pytest.approx([0.2, 0.8]), "a sample counts from the next one on"
+    v = (650 - np.sqrt(650**2 - 24000)) / 1200
+    assert v == pytest.approx(0.015610, abs=1e-6)
+    assert (200 * v + 10) / 110 == pytest.approx(0.119290, abs=1e-6)
+    assert estimate.ratio == pytest.approx([0.119290, 1.880710], abs=1e-5)
+    assert estimate.observe(np.array([[0.2, 0.8]]))[0, 0] == pytest.approx(v, abs=1e-6)

@@ -643,3 +643,22 @@ def test_the_prior_follows_the_shares_only_if_asked_and_only_while_shares_drift(
 
     adapting._drift.home = usual
     assert not adapting.answer(x)[1].adapted
+
+
+def test_a_bundle_that_runs_only_fused_keeps_its_weights(slots, tmp_path, x):
+    """As from an older fedge: the prior can follow the shares, but nothing the inputs."""
+    answering = ActiveBundle(slots, LIMITS, adapts_prior=True)
+    assert answering.runtime.engine == "fused"
+    keep(tmp_path / "home", answering, x, 60)
+    answering.learn_home(tmp_path / "home")
+    answering.raise_alarm(Alarm(DriftKind.INPUTS, 1))
+    assert not answering.answer(x)[1].adapted
+
+
+def test_few_samples_at_home_tell_too_little_of_the_shares_to_follow_others(slots, tmp_path, x):
+    answering = ActiveBundle(slots, LIMITS, adapts_prior=True)
+    for n, follows in ((49, False), (50, True)):
+        answering._drift.home = None
+        keep(tmp_path / "home", answering, x, n)
+        answering.learn_home(tmp_path / "home")
+        assert (answering._classes is not None) is follows

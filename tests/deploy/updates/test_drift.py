@@ -37,6 +37,24 @@ def at_home(rng, n=60, correct=True):
     return compute_home_reference(probabilities, weights, energies, np.full(n, correct))
 
 
+def test_other_shares_with_less_sure_answers_are_other_inputs():
+    """Inputs that no energy tells from those at home, whose answers crowd in one class."""
+    rng = np.random.default_rng(0)
+    kinds = []
+    for doubt in (0.0, 0.25):
+        drift = watch(rng)
+        weights, energies, probabilities = outputs(rng, 600, shares=HOME[::-1])
+        drift.observe(weights, energies, (1 - doubt) * probabilities + doubt / 4)
+        kinds.append(drift.kind)
+    assert kinds == [DriftKind.SHARES, DriftKind.INPUTS]
+
+
+def test_weights_at_home_are_the_mean_and_never_0():
+    """Three samples whose second candidate is never used, and half a sample more."""
+    home = compute_home_reference(np.full((3, 4), 0.25), np.tile([1.0, 0.0], (3, 1)), np.zeros((3, 2)), None)
+    assert home.weights == pytest.approx([3.25 / 3.5, 0.25 / 3.5])
+
+
 def watch(rng, held=None, n=60, release=2):
     """A watch that knows its reference and what is usual at home."""
     drift = Drift(yardstick(rng, n), release, None if held is None else Alarm(held, 1))
