@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from coordinator.rollout.cli import rollout
 from coordinator.rollout.folder import Folder, Record
 from deploy.updates.slots import read_state
 from export.signing import Repository
-from fedge.bundle.campaign import make_campaign_files
 from fedge.commands.broker import LocalBroker
 from fedge.wire.messages import Phase, RolloutState
-from tests.deploy.bundles import digest, other_gate, poor_gate, variant
+from tests.deploy.bundles import other_gate, poor_gate
 from tests.deploy.serve_process import ask, process
 from tests.support.broker import local_broker
+from tests.support.introducing import leave_bundle
 from tests.support.rollouts import release_of
 from tests.support.runtime_device import FEDERATION, prepare
 from tests.support.waiting import until
@@ -44,14 +44,6 @@ async def broker(tmp_path: Path) -> AsyncIterator[LocalBroker]:
 def homes(tmp_path: Path, repo: Path, old: Path) -> dict[str, Path]:
     root = Repository(repo).read_root()
     return {name: prepare(tmp_path / name, old, root) for name in DEVICES}
-
-
-def leave_bundle(home: Path, campaign: int, gate: Callable[[bytes], bytes]) -> str:
-    """As an agent leaves it after a campaign; its digest."""
-    folder = variant(home / "bundles" / "2", release=2, gate=gate)
-    for name, data in make_campaign_files(campaign).items():
-        (folder / name).write_bytes(data)
-    return digest(folder)
 
 
 @asynccontextmanager

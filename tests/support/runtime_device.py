@@ -55,12 +55,12 @@ def prepare(home: Path, first: Path, root: bytes, *, labels_of: Path | None = No
 
 @asynccontextmanager
 async def device(
-    settings: BrokerSettings, home: Path, device_id: str, limits: Limits = LENIENT
+    settings: BrokerSettings, home: Path, device_id: str, limits: Limits = LENIENT, *, waits: bool = False
 ) -> AsyncIterator[ActiveBundle]:
-    """Switched on within."""
+    """Switched on within. `waits`: bundles of campaigns wait for their introduction."""
     slots = Slots(home)
     answering = ActiveBundle(slots, limits)
-    link = Link(device_id, FEDERATION, home, slots, answering)
+    link = Link(device_id, FEDERATION, home, slots, answering, waits=waits)
     transport = Transport(settings, Topics(FEDERATION).make_client_id("serve", device_id))
     await link.attach(transport)
     async with transport:

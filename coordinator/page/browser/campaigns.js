@@ -2,10 +2,10 @@
 
 import { chart } from "./chart.js";
 import { data } from "./data.js";
-import { act } from "./dialogs.js";
+import { act, INTRODUCTION } from "./dialogs.js";
 import { h } from "./dom.js";
 import { section } from "./fleet.js";
-import { devicesOf, facts, INTRODUCTION, plainList, stages, steer } from "./rollouts.js";
+import { devicesOf, facts, plainList, stages, steer } from "./rollouts.js";
 import { table } from "./table.js";
 import { ago, capital, clock, count, number, percent, pill, span, age } from "./words.js";
 

@@ -76,10 +76,13 @@ async function perform(event) {
   }
 }
 
+/** The name of the introduction among the rollouts. */
+export const INTRODUCTION = "introduction";
+
 const MEANINGS = {
-  "rollout-abort": () => "The devices that run the release go back to the bundle before.",
+  "rollout-abort": (body) =>
+    `The devices that run ${body.rollout === INTRODUCTION ? "a new bundle" : "the release"} go back to the bundle before.`,
   "rollout-start": () => "The first devices begin with it at once.",
-  "introduction-abort": () => "The devices that run a new bundle go back to the bundle before.",
   retire: (body) => `${body.device} gets no more orders. Its installed bundle goes on answering.`,
   recluster: () => "All clusters are made anew in the next round.",
   finish: () => "The training ends with the round under way, and devices get their bundles.",

@@ -1,14 +1,11 @@
 // Rollouts of releases, and what each device did with its bundle.
 
 import { data, withholds } from "./data.js";
-import { act, confirm } from "./dialogs.js";
+import { act, confirm, INTRODUCTION } from "./dialogs.js";
 import { h } from "./dom.js";
 import { section, untold } from "./fleet.js";
 import { table } from "./table.js";
 import { ago, byName, clock, driftPill, hint, link, number, pill, secret } from "./words.js";
-
-/** The name of the introduction among the rollouts. */
-export const INTRODUCTION = "introduction";
 
 export const facts = (pairs) =>
   h(
