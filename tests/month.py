@@ -319,11 +319,12 @@ async def release(month: Month) -> None:
         await month.fedge("install", "--home", month.folder / camera, "--root", root)
         await month.start_runtime(camera)
     seeing = asyncio.create_task(month.keep_seeing())
-    for number, end, code in ((1001, "aborted", 1), (1002, "done", 0)):
+    for number, end, code in ((1001, "the running bundle is more accurate", 1), (1002, "done", 0)):
         await month.fedge("release", "add", releases, month.folder / f"bundle-{number}")
         target = f"{number}/manifest.json"
-        await month.fedge("rollout", "start", releases, target, *month.at, "--soak-s", 1, codes=[code])
-        say(f"the release {number} ({'good' if end == 'done' else 'bad'}) is {end}")
+        said = await month.fedge("rollout", "start", releases, target, *month.at, "--soak-s", 1, codes=[code])
+        assert end in said, said
+        say(f"the release {number}: {said.splitlines()[-1].strip()}")
     seeing.cancel()
     await asyncio.gather(seeing, return_exceptions=True)
 
