@@ -28,7 +28,6 @@ def test_campaigns_go_on_and_are_measured_now_and_then(tmp_path: Path) -> None:
     assert third.before is not None
     assert third.backward is not None
     assert first.n_samples < second.n_samples < third.n_samples
-    assert third.frozen > first.accuracy, "it has learned more"
     assert third.turned == third.devices[found.happens.turned or ""]
     assert third.moved == pytest.approx(sum(third.devices[i] for i in found.happens.moved or ()) / 2)
     assert found.accuracy == pytest.approx(sum(c.accuracy for c in found.campaigns) / 3)
@@ -42,6 +41,7 @@ def test_a_method_that_begins_anew_forgets_all_but_the_samples(tmp_path: Path) -
     on, anew = run(tmp_path / "on", how=quiet), run(tmp_path / "anew", how=msgspec.structs.replace(quiet, restart=True))
     assert on.campaigns[0] == anew.campaigns[0]
     assert on.campaigns[2].accuracy > anew.campaigns[2].accuracy
+    assert on.campaigns[2].frozen > on.campaigns[0].accuracy, "it has learned more"
     assert [c.n_samples for c in on.campaigns] == [c.n_samples for c in anew.campaigns]
 
 
