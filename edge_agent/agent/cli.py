@@ -75,14 +75,14 @@ async def run_agents(settings: AgentSettings, rules: Rules, observe: Callable[[s
     worker = WorkerProcess(settings)
     agent = make_agent(settings, rules, observe, worker)
     on_signal(stop, within_s=STOP_S)
-    await agent.run()
-    while agent.is_outdated and not stopped:
+    await running.run()
+    while running.is_outdated and not stopped:
         worker.close()
         worker = WorkerProcess(settings)
-        agent = make_agent(settings, rules, observe, worker)
+        running = make_agent(settings, rules, observe, worker)
         await asyncio.sleep(0)  # a signal may have come meanwhile
         if not stopped:
-            await agent.run()
+            await running.run()
 
 
 def make_agent(

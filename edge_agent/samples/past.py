@@ -167,7 +167,7 @@ class _Compared:
 
     def select(self, kept: Bools) -> Self:
         """Return some of them."""
-        return type(self)(*(a[kept] for a in (self.rows, self.y, self.right, self.distance, self.chance)))
+        return type(self)(self.rows[kept], self.y[kept], self.right[kept], self.distance[kept], self.chance[kept])
 
 
 @dataclass(frozen=True, slots=True)
