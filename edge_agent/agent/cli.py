@@ -70,10 +70,10 @@ async def run_agents(settings: AgentSettings, rules: Rules, observe: Callable[[s
     def stop() -> None:
         nonlocal stopped
         stopped = True
-        agent.stop()
+        running.stop()
 
     worker = WorkerProcess(settings)
-    agent = make_agent(settings, rules, observe, worker)
+    running = make_agent(settings, rules, observe, worker)
     on_signal(stop, within_s=STOP_S)
     await running.run()
     while running.is_outdated and not stopped:
