@@ -49,16 +49,18 @@ SECTIONS: Final = (
 _OWN_STEP: Final = "write a step of your own, as docs/extending.md says"
 NO_SETTINGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
-        ("optimizer", "optimiser", "solver"),
-        f"devices learn by SGD (learning_rate, momentum, weight_decay); for another one {_OWN_STEP}",
+        ("optimiser", "solver", "optim"), f"it is called optimizer: sgd, adam or adamw; for another {_OWN_STEP}"
     ),
     **dict.fromkeys(
-        ("loss", "loss_fn", "criterion", "objective"), f"devices learn by cross-entropy; for another loss {_OWN_STEP}"
+        ("loss", "loss_fn", "criterion", "objective"),
+        f"devices learn by cross-entropy, with label_smoothing and class_weights; for another loss {_OWN_STEP}",
     ),
-    **dict.fromkeys(
-        ("scheduler", "lr_scheduler", "decay"),
-        f"the learning_rate is the same in all rounds; for another one {_OWN_STEP}",
-    ),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "it is called schedule: constant, cosine or steps"),
+    **dict.fromkeys(("decay", "l2", "weightdecay"), "it is called weight_decay"),
+    **dict.fromkeys(("clip", "grad_clip", "max_norm", "max_grad_norm"), "it is called clip_norm"),
+    **dict.fromkeys(("beta1", "betas"), "beta1 of adam is called momentum, and beta2 is 0.999"),
+    **dict.fromkeys(("smoothing",), "it is called label_smoothing"),
+    **dict.fromkeys(("class_weight",), "it is called class_weights: equal or balanced"),
     **dict.fromkeys(("metric", "metrics"), "results have accuracy and macro-F1, and bundles predict for any other"),
     **dict.fromkeys(("lr", "learningrate", "eta"), "it is called learning_rate"),
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), "say rounds, and local_epochs for those of a device in each"),
@@ -345,6 +347,9 @@ def _convert(setting: Setting, value: object, source: str, *, strict: bool = Tru
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         shown = "" if setting.base is Secret else f", got {value!r}"
         wrong = f"expected {setting.words}" if setting.words and "regex" in str(error) else str(error)
+        if issubclass(setting.base, Enum) and isinstance(value, str):
+            words = [str(member.value) for member in setting.base]
+            wrong, shown = f"{error}: it is one of {', '.join(words)}", suggest_nearest(value, words)
         raise ConfigError(f"{source}: {wrong}{shown}") from error
     if isinstance(found, float) and not math.isfinite(found):
         raise ConfigError(f"{source}: expected a finite number, got {value!r}")

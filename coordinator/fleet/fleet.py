@@ -22,6 +22,7 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.models.weights import find_device_weights
 from fedge.steps.contract import Action, Refusal, Result, decode_result, encode_body, require
 from fedge.steps.mixture.install import Installed
+from fedge.steps.sgd import RECIPE
 from fedge.system.moved import alias_members, alias_names
 from fedge.tensors.codecs import Norms
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, view_bytes
@@ -40,7 +41,7 @@ def prepare_actions(
     `campaign`: the campaign whose introduction lets the bundles into service; 0 if they enter it at once.
     """
     frozen = find_device_weights(task)
-    shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
+    shared: dict[tuple[object, ...], Action | Refusal] = {}
 
     def fill_action(action: Action) -> Action:
         if frozen is not None and action.TRAINS:
@@ -49,8 +50,8 @@ def prepare_actions(
         return msgspec.structs.replace(action, campaign=campaign) if campaign and leaves_bundle else action
 
     def prepare_action(device: Device, action: Action) -> Action | Refusal:
-        version = action.VERSION if device.steps is None else device.steps.get(action.STEP)
-        key = id(action), device.withholds, version
+        known = None if device.steps is None else (device.steps.get(action.STEP), device.steps.get(RECIPE))
+        key = id(action), device.withholds, known
         if key not in shared:
             shared[key] = device.prepare_action(fill_action(action))
         return shared[key]
@@ -111,7 +112,7 @@ def make_order(
         task_fingerprint=task_fingerprint,
         left_s=left_s,
         step=action.STEP,
-        version=action.VERSION,
+        version=action.order_version,
         body=encode_body(action) if body is None else body,
         differences={digest: Difference(base=step.base, blob=step.blob) for digest, step in steps.items()},
     )

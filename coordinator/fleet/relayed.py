@@ -224,7 +224,7 @@ class RelayFleet(Fleet):
             seed=self._seed,
             layout=self._layout,
             keep=tuple(sorted(self._keep[via])),
-            asked=tuple(SiteRequest(a.STEP, a.VERSION, encode_body(a)) for a in kinds.values()),
+            asked=tuple(SiteRequest(a.STEP, a.order_version, encode_body(a)) for a in kinds.values()),
             devices={i: numbers[id(action)] for i, action in actions.items()},
         )
         return Relay(

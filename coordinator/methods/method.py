@@ -20,12 +20,13 @@ from coordinator.aggregation.protection import require_combinable as check_prote
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.masked import MaskedFleet, Weights
+from coordinator.fleet.scheduled import ScheduledFleet
 from coordinator.fleet.versions import find_descents
 from coordinator.methods.installation import install
 from coordinator.methods.option_values import NoOptions, explain_no_privacy, parse_options
 from coordinator.methods.promises import CheckedFleet, Shared, require_heeded, require_next
-from coordinator.methods.rounds import make_round_rng
-from coordinator.methods.settings import MethodSettings, Option
+from coordinator.methods.rounds import compute_rate_factor, make_round_rng
+from coordinator.methods.settings import MethodSettings, Option, require_takeable
 from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.task import TaskSpec
@@ -85,7 +86,8 @@ class Method(Generic[S]):
     """What a device's owner must let out for this method, beyond the default rules."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """What the method lacks although users may ask for it, each with the reason or what replaces it. Keys are an option
-    (NAME) or a value of it (NAME=VALUE), a guard (such as dp; `coordinator.aggregation.protection`), or +ft."""
+    (NAME) or a value of it (NAME=VALUE), a part of the recipe (a setting such as optimizer or class_weights), a guard
+    (such as dp; `coordinator.aggregation.protection`), or +ft."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
@@ -97,6 +99,7 @@ class Method(Generic[S]):
         unmasked = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
         check_protection(settings.protection, {**unmasked, **self.REFUSED}, self.name, settings.codec)
         require_heeded(self.name, self.HEEDS, settings.get_shared())
+        require_takeable(self.name, settings, self.REFUSED)
         if settings.protection.dp and (
             why := UNACCOUNTED.get(self.selection or "", explain_no_privacy(self.selection))
         ):
@@ -216,7 +219,7 @@ class Method(Generic[S]):
         if state.round == self.last:
             return await self.finish(state, fleet)
         if not self.settings.protection.masking:
-            return await self.round(state, fleet)
+            return await self.round(state, self._schedule(state, fleet))
         assert self.SUMS is not None  # `check_protection` has refused it
         masked = MaskedFleet(
             fleet,
@@ -226,8 +229,17 @@ class Method(Generic[S]):
             sums=state.sums,
             seed=(self.settings.seed, state.round + 1),
         )
-        state = await self.round(state, masked)
+        state = await self.round(state, self._schedule(state, masked))
         return msgspec.structs.replace(state, sums=masked.sums)
+
+    def _schedule(self, state: S, fleet: Fleet) -> Fleet:
+        """Return the fleet whose devices learn at the rate of the next round; after the last one it is the given rate.
+
+        A campaign begins with the given rate, too.
+        """
+        first, settings = self.settings.first, self.settings
+        factor = compute_rate_factor(settings.schedule, state.round + 1 - first, self.last - first)
+        return fleet if factor == 1 else ScheduledFleet(fleet, factor)
 
     def is_done(self, state: S) -> bool:
         """Return whether the rounds of training and the final one are done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeVar
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.settings import MethodSettings
+from coordinator.methods.settings import MethodSettings, Schedule
 from coordinator.methods.state import RoundSummary, S
 from coordinator.store.records import Device
 from fedge.steps.contract import Action, Declined
@@ -45,6 +46,21 @@ def select_results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]
 def make_round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
     """Make the random generator of one round, the same whenever it runs."""
     return np.random.default_rng((settings.seed, round_number))
+
+
+def compute_rate_factor(schedule: Schedule, number: int, rounds: int) -> float:
+    """Compute the factor of the learning rate in round `number` of 1 to `rounds`; it is 1 in the first round.
+
+    Example:
+        >>> [round(compute_rate_factor("cosine", r, 4), 3) for r in (1, 2, 3, 4)]
+        [1.0, 0.854, 0.5, 0.146]
+        >>> [round(compute_rate_factor("steps", r, 8), 3) for r in (4, 5, 6, 7, 8)]
+        [1.0, 0.1, 0.1, 0.01, 0.01]
+    """
+    passed = min(number - 1, rounds - 1) / max(rounds, 1)
+    if schedule == "cosine":
+        return (1 + math.cos(math.pi * passed)) / 2
+    return 1.0 if schedule == "constant" or passed < 1 / 2 else 0.1 if passed < 3 / 4 else 0.01
 
 
 def count_steps_alone(device: Device, sgd: Sgd) -> int:

@@ -103,9 +103,15 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     local_steps: methods.LocalSteps = DEFAULT.sgd.steps
     local_epochs: methods.LocalEpochs = None
     batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
-    learning_rate: methods.LearningRate = DEFAULT.sgd.learning_rate
+    optimizer: methods.OptimizerName = "sgd"
+    learning_rate: methods.LearningRate = None
+    schedule: methods.Schedule = DEFAULT.schedule
     momentum: methods.Momentum = DEFAULT.sgd.momentum
-    weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
+    nesterov: methods.Nesterov = False
+    weight_decay: methods.WeightDecay = None
+    clip_norm: methods.ClipNorm = None
+    label_smoothing: methods.LabelSmoothing = 0.0
+    class_weights: methods.Weighting = "equal"
     codec: methods.Encoding = DEFAULT.codec
     down: methods.Down = DEFAULT.down
     readmit: Annotated[

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.steps.contract import Action, Declined, Refusal, Unsupported
+from fedge.steps.sgd import RECIPE, iterate_recipes
 from fedge.wire.messages import Context, DriftKind, Order, Report, Why
 
 
@@ -47,6 +48,9 @@ class Device:
                 f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
             )
             return Unsupported(reason=text)
+        if self.steps is not None and self.steps.get(RECIPE, 0) < action.recipe_version:
+            parts = ", ".join(sorted({name for sgd in iterate_recipes(action) for name in sgd.parts}))
+            return Unsupported(reason=f"its fedge does not know {parts} of the recipe: update fedge there")
         spared = action.without(self.withholds)
         if spared is None:
             kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))

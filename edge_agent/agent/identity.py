@@ -13,7 +13,7 @@ from edge_agent.agent.events import Events
 from fedge.data.task import TaskSpec
 from fedge.membership.signed_messages import Plain, Signed
 from fedge.privacy.egress import Rules
-from fedge.steps.contract import Steps, load_installed_steps
+from fedge.steps.contract import Steps, list_versions, load_installed_steps
 from fedge.wire.messages import Capabilities, Presence, SiteDevice, Status
 from fedge.wire.topics import Topics
 
@@ -104,7 +104,7 @@ def make_capabilities(*, trains: bool, steps: Steps) -> Capabilities:
     """Return the capabilities of this machine."""
     return Capabilities(
         trains=trains,
-        steps={name: kind.VERSION for name, kind in steps.items() if trains or not kind.TRAINS},
+        steps=list_versions({name: kind for name, kind in steps.items() if trains or not kind.TRAINS}),
         fedge_version=fedge.__version__,
         python_version=platform.python_version(),
         machine=platform.machine(),

@@ -41,6 +41,7 @@ from fedge.steps.contract import (
     decode_action,
     encode_body,
     find_unaccounted,
+    list_versions,
     load_device_half,
     load_installed_steps,
 )
@@ -135,7 +136,7 @@ class Worker:
     @property
     def versions(self) -> Mapping[str, int] | None:
         """Versions of the worker's steps by name, or None if the worker takes any step."""
-        return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
+        return None if self._limits is None else list_versions(self._limits)
 
     def make_device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
         """Make the device that a step may use during this order."""

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from edge_agent.device.device import Device
+from edge_agent.learning.objectives import stack_class_weights
 from fedge.models import network as models
-from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, pad_samples, to_tensor
+from fedge.models.losses import CrossEntropy, Loss, make_entropy
+from fedge.models.training import CHUNK, PADDING, Network, Stack, pad_samples, to_tensor
+from fedge.steps.sgd import Sgd
 
+PLAIN: Final = CrossEntropy()
 MOST_SAMPLES: Final = CHUNK
 """Most samples from which a device's class means are computed; they fit in one forward pass."""
 
@@ -25,10 +28,11 @@ MOST_SAMPLES: Final = CHUNK
 class NearClassMeans:
     """Objective for `edge_agent.learning.frame.Recipe`: cross-entropy, and a term that draws features to class means.
 
-    `weight`: weight of that term.
+    `weight`: weight of that term. `sgd`: the order's recipe, which says what cross-entropy.
     """
 
     weight: float
+    sgd: Sgd
 
     @contextmanager
     def __call__(self, learns: Network | Stack, devices: Sequence[Device]) -> Iterator[Loss]:
@@ -39,9 +43,10 @@ class NearClassMeans:
         )
         with torch.inference_mode():
             means = compute_class_means(learns.compute_present_features(x), y, devices[0].task.n_classes)
-        learns.given = (means.clone(),)
+        learns.given = (means.clone(), *stack_class_weights(self.sgd, learns, devices))
         try:
-            with make_means_loss(models.get_head(learns.module, learns.layout), self.weight) as loss:
+            entropy = make_entropy(self.sgd)
+            with make_means_loss(models.get_head(learns.module, learns.layout), self.weight, entropy) as loss:
                 yield loss
         finally:
             learns.given = ()
@@ -67,15 +72,16 @@ def compute_class_means(features: Tensor, labels: Tensor, n_classes: int) -> Ten
 
 
 @contextmanager
-def make_means_loss(head: nn.Linear, weight: float) -> Iterator[Loss]:
+def make_means_loss(head: nn.Linear, weight: float, measure: CrossEntropy = PLAIN) -> Iterator[Loss]:
     """Yield the loss: cross-entropy + weight * (average over samples and features of (feature - class mean)^2).
 
-    The loss takes the class means (C, D) besides a batch. Samples whose class has no mean add 0 to the second term.
+    The loss takes the class means (C, D) besides a batch, and class weights (C,) if there are any. Samples whose class
+    has no mean add 0 to the second term. `measure`: the cross-entropy.
     """
     seen: list[Tensor] = []
 
-    def compute_loss(module: nn.Module, x: Tensor, y: Tensor, means: Tensor) -> Tensor:
-        entropy = functional.cross_entropy(module(x), y)
+    def compute_loss(module: nn.Module, x: Tensor, y: Tensor, means: Tensor, *weights: Tensor) -> Tensor:
+        entropy = measure(module(x), y, *weights)
         features, goals, real = seen.pop(), means[y.clamp(min=0)], (y != PADDING).unsqueeze(-1)
         away = torch.where(goals.isnan() | ~real, 0.0, features - goals)
         return entropy + weight * away.square().sum() / (real.sum() * features.shape[-1])

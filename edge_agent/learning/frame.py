@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -22,13 +21,12 @@ import numpy as np
 from edge_agent.device.device import Device, FailedError, make_failure
 from edge_agent.device.encoding import send_update
 from edge_agent.learning.evaluation import Evaluation, choose_best_start, evaluate_model
+from edge_agent.learning.objectives import Learns, LossOfOrder, Objective
 from fedge.errors import ProtocolError
 from fedge.models import build, training
 from fedge.models.optimizer import Optimizer
 from fedge.models.training import (
     CPU,
-    Loss,
-    Network,
     Part,
     Stack,
     Trainer,
@@ -37,7 +35,6 @@ from fedge.models.training import (
     compute_losses_and_gradient_norms,
     compute_mean_loss,
     compute_mean_losses,
-    cross_entropy,
     draw_stacked_batches,
     pad_samples,
 )
@@ -55,28 +52,18 @@ MOST_WEIGHTS_ON_GPU: Final = 2**24
 on 32 x 32 images takes 2 GB."""
 MOST_MODELS: Final = 64
 
-Learns = Network | Stack
-"""The models that learn: one, or several side by side."""
-Objective = Callable[[Learns, Sequence[Device]], AbstractContextManager[Loss]]
-"""(what learns, its devices) -> a context with the loss; the present weights are those of the start."""
-
-
-def use_cross_entropy(_: Learns, __: Sequence[Device]) -> AbstractContextManager[Loss]:
-    """Return a context with mean cross-entropy, the objective of most steps."""
-    return nullcontext(cross_entropy)
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A step's rules by which weights move: its losses, optimisers and schedules.
 
-    `sgd`: what the order says of the training. `objective`: gives the loss. `optimizer`: made anew for each phase,
-    from the models that learn; if None, SGD with momentum, as `sgd` says. `head_steps`: the head first learns alone for
-    so many steps, then the base alone; if 0, everything learns together.
+    `sgd`: what the order says of the training. `objective`: gives the loss; if None, that of `sgd`. `optimizer`: made
+    anew for each phase, from the models that learn; if None, that of `sgd`. `head_steps`: the head first learns alone
+    for so many steps, then the base alone; if 0, everything learns together.
     """
 
     sgd: Sgd
-    objective: Objective = use_cross_entropy
+    objective: Objective | None = None
     optimizer: Callable[[Learns], Optimizer] | None = None
     head_steps: int = 0
 
@@ -187,7 +174,7 @@ def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
     stacked = isinstance(learns, Stack)
     x, y = training.join_samples(samples) if stacked else samples[0]
     drawn = draw_stacked_batches([len(own) for _, own in samples], recipe.sgd.batch_size, rngs) if stacked else rngs[0]
-    with recipe.objective(learns, devices) as loss:
+    with (recipe.objective or LossOfOrder(recipe.sgd))(learns, devices) as loss:
         for moves, steps in recipe.list_phases(len(samples[0][1])):
             optimizer = None if recipe.optimizer is None else recipe.optimizer(learns)
             trainer = Trainer(learns, x, y, recipe.sgd, drawn, loss=loss, moves=moves, optimizer=optimizer)

@@ -46,11 +46,6 @@ RENAMED: Final = {
     "--agents": "--devices",
 }
 """Options of former versions that no command has any more, with the options that replace them."""
-NEVER: Final = {
-    "--optimizer": "devices train by SGD with momentum (--learning-rate, --momentum, --weight-decay). There is no "
-    "other optimizer: orders can express only this one, and the methods' equations use it"
-}
-"""Options that people look for although no command has them, with the reason."""
 FIRST: Final = "The first week"
 SERVER: Final = "On the coordinator"
 DEVICE: Final = "On a device"
@@ -228,8 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = error.option_name
             if now := RENAMED.get(name):
                 error = click.UsageError(f"there is no option {name} any more: it is {now} now", error.ctx)
-            elif why := NEVER.get(name):
-                error = click.UsageError(f"there is no option {name}: {why}", error.ctx)
         error.show()
         return error.exit_code
     except UnicodeEncodeError as error:  # JSON and the store hold text

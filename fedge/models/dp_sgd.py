@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fedge.models.training import Loss, Network, Objective, Part, to_tensor
+from fedge.models.losses import Loss
+from fedge.models.training import Network, Objective, Part, to_tensor
 
 MOST_NUMBERS: Final = 2**24
 """Most numbers of per-sample gradients held at once, 64 MB, however large a drawn batch is."""

@@ -32,17 +32,14 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.optimizer import Momentum, Optimizer
+from fedge.models.losses import Loss, make_loss, make_loss_of
+from fedge.models.optimizer import Optimizer, make_optimizer
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.moved import alias_names
 from fedge.system.stopping import StoppedError, never
 from fedge.tensors.layout import BASE, Layout, Model
 
-Loss = Callable[..., Tensor]
-"""Function from a module in training mode, inputs (b, ...) and labels (b,) to the batch's mean loss, with its gradient.
-
-For each model of a stack, the function also gets that model's tensors in the stack's `given`, as further arguments."""
 Part = Literal["all", "base", "head"]
 """Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
@@ -445,11 +442,6 @@ def _set_evaluation_mode(module: nn.Module) -> None:
         module.eval()
 
 
-def cross_entropy(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of the module's logits."""
-    return functional.cross_entropy(module(x), y)
-
-
 class Trainable(Protocol):
     """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` that a `Trainer` uses."""
 
@@ -466,11 +458,11 @@ class Trainable(Protocol):
 
 
 class Trainer:
-    """A run of SGD from the present weights of a network or stack; each `run` continues the previous one.
+    """A run of training from the present weights of a network or stack; each `run` continues the previous one.
 
-    `loss` is cross-entropy by default. `moves` names the part of the weights that learns, and `optimizer` updates that
-    part, by default by SGD with momentum (`fedge.models.optimizer.Momentum`). `anchor` (d,) holds the weights towards
-    which the proximal term pulls, by default the present ones.
+    By default `loss` and `optimizer` are those of the recipe `sgd` (`fedge.models.losses`, `fedge.models.optimizer`);
+    a stack whose classes have weights needs its loss, and the weights in `given`. `moves` names the part of the weights
+    that learns. `anchor` (d,) holds the weights towards which the proximal term pulls, by default the present ones.
 
     A batch of one sample has no variance, so batch normalisation then uses its running statistics and leaves them
     unchanged.
@@ -487,19 +479,19 @@ class Trainer:
         sgd: Sgd,
         rng: np.random.Generator | Iterator[NDArray[np.int64]],
         *,
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
         moves: Part = "all",
         anchor: NDArray[np.float32] | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
         self._network = network
-        self._loss = loss
+        self._loss = loss or _make_loss(network, sgd, y)
         self._moves = network.get_slice(moves)
         self._x, self._y = to_tensor(x, network.processor), to_tensor(y, network.processor)
         self._batches = draw_batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
         self._gradient: Tensor | None = None  # the gradient that the last run left
-        self._optimizer = optimizer or Momentum(sgd, self._make_anchored(anchor) if sgd.proximal_mu else None)
+        self._optimizer = optimizer or make_optimizer(sgd, self._make_anchored(anchor) if sgd.proximal_mu else None)
 
     def _make_anchored(self, anchor: NDArray[np.float32] | None) -> Tensor:
         network = self._network
@@ -534,6 +526,14 @@ class Trainer:
             self._optimizer.step(weights, gradient)
         self._gradient = network.gradient.clone()
         network.module.eval()
+
+
+def _make_loss(network: Trainable, sgd: Sgd, y: NDArray[np.int64]) -> Loss:
+    if isinstance(network, Network):
+        return make_loss_of(sgd, y, network.task.n_classes, network.processor)
+    if sgd.class_weights:
+        raise ValueError("only a network alone finds the weights of its classes: give the loss, and the weights")
+    return make_loss(sgd)
 
 
 def compute_mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:

@@ -28,6 +28,7 @@ from msgspec import UNSET, Struct, UnsetType
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.settings import NAME
+from fedge.steps.sgd import RECIPE, RECIPE_VERSION, VERSION_STEP, iterate_recipes
 from fedge.system.loading import load_object
 from fedge.system.moved import alias_members
 from fedge.system.text import Worded
@@ -115,9 +116,10 @@ REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.U
 class Action(Struct, frozen=True, kw_only=True):
     """A request to a device; each subclass is the contract of one step.
 
-    STEP is the step's name on the wire. VERSION must be raised when old devices would misunderstand the action. RESULT
-    is the type of the result. DEVICE is the module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS is
-    whether the step needs torch and labels.
+    STEP is the step's name on the wire. VERSION must be raised when old devices would misunderstand the action, unless
+    only its recipe of training is new to them, which `order_version` says. RESULT is the type of the result. DEVICE is
+    the module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS is whether the step needs torch and
+    labels.
     """
 
     STEP: ClassVar[str]
@@ -134,6 +136,16 @@ class Action(Struct, frozen=True, kw_only=True):
     TIMED: ClassVar[bool] = True
     """Whether the report gives the time of the work. False if that time depends on sensitive samples, or if there is
     hardly any work."""
+
+    @property
+    def recipe_version(self) -> int:
+        """The version of the recipe that a device must know (`fedge.steps.sgd`); 0 if any device knows it."""
+        return max((sgd.version for sgd in iterate_recipes(self)), default=0)
+
+    @property
+    def order_version(self) -> int:
+        """The version that an order says. A device that does not know its recipe refuses it as an unknown step."""
+        return self.VERSION + VERSION_STEP * self.recipe_version
 
     @property
     def exports(self) -> bool:
@@ -193,6 +205,11 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 Steps = Mapping[str, type[Action]]
+
+
+def list_versions(known: Steps) -> dict[str, int]:
+    """Return what a device with these steps announces: the version of each, and that of the recipe under `RECIPE`."""
+    return {name: kind.VERSION for name, kind in known.items()} | {RECIPE: RECIPE_VERSION}
 
 
 @cache
@@ -318,7 +335,8 @@ def decode_action(order: Order, known: Steps) -> Action | Unsupported:
         ProtocolError: `malformed` or `not-finite`.
     """
     kind = known.get(order.step)
-    if kind is None or order.version != kind.VERSION:
+    recipe, version = divmod(order.version, VERSION_STEP)
+    if kind is None or version != kind.VERSION or recipe > RECIPE_VERSION:
         have = f"version {kind.VERSION}" if kind else "none of that name"
         return Unsupported(reason=f"step {order.step} version {order.version}: this device has {have}")
     return _decode(order.body, kind)

@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from edge_agent.device.device import Device
 from edge_agent.learning.class_means import NearClassMeans
-from edge_agent.learning.frame import Learned, Recipe, fit, train_alone, train_together, use_cross_entropy
+from edge_agent.learning.frame import Learned, Recipe, fit, train_alone, train_together
 from fedge.steps.contract import Result
 from fedge.steps.training.train import Train
 from fedge.tensors.layers import Layers, cut, paste
@@ -46,9 +46,9 @@ def make_recipe(action: Train) -> Recipe:
     """Make the recipe by which the order moves the weights."""
     if action.personal:
         return Recipe(action.sgd, head_steps=action.head_steps)
-    return Recipe(
-        action.sgd, objective=use_cross_entropy if action.class_means is UNSET else NearClassMeans(action.class_means)
-    )
+    if action.class_means is UNSET:
+        return Recipe(action.sgd)
+    return Recipe(action.sgd, objective=NearClassMeans(action.class_means, action.sgd))
 
 
 def learn(device: Device, action: Train, start: Model) -> Learned:

@@ -9,6 +9,7 @@ P shapes the gradient of the shared layers, so it learns from the same samples, 
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from torch.nn import functional
 from edge_agent.device.device import Device
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.training import Loss, Trainer, to_tensor
+from fedge.models.losses import Loss, cross_entropy, make_loss_of
+from fedge.models.optimizer import make_optimizer
+from fedge.models.training import Trainer, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.tensors import codecs
@@ -25,8 +28,13 @@ from fedge.tensors.layers import Layers
 from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo
 
 
-def make_regularised_loss(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
-    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], with r the mean of f. `offset`: P, `goal`: g."""
+def make_regularised_loss(
+    head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float, entropy: Loss = cross_entropy
+) -> Loss:
+    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], with r the mean of f.
+
+    `offset`: P. `goal`: g. `entropy`: CE of a module's outputs.
+    """
 
     def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         seen: list[Tensor] = []
@@ -36,9 +44,9 @@ def make_regularised_loss(head: nn.Linear, offset: Tensor, goal: Tensor, *, kapp
             return functional.linear(inputs[0] + offset, head.weight, head.bias)
 
         with models.listen_to_layers([head], shift_features):
-            logits = module(x)
+            loss = entropy(module, x, y)
         away = seen[-1].mean(dim=0) - goal
-        return functional.cross_entropy(logits, y) + kappa * (0.5 * away**2).mean()
+        return loss + kappa * (0.5 * away**2).mean()
 
     return compute_loss
 
@@ -50,7 +58,7 @@ def run(device: Device, action: TrainDbe) -> Result:
 
 
 def train_models(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:
-    """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
+    """Train the shared model and the offset P together on D_L, n >= 1; P has an optimiser of its own, the same one.
 
     `mine`: the offset so far; zero if None. `goal`: g (D,), the mean of the features over all devices.
 
@@ -61,23 +69,24 @@ def train_models(device: Device, action: TrainDbe, start: Model, mine: Layers | 
     network.load(start)
     before = np.zeros(len(goal), np.float32) if mine is None else mine.model.params.copy()
     offset = to_tensor(before, network.processor)
-    velocity = torch.zeros_like(offset)
+    gradient, optimizer = torch.zeros_like(offset), make_optimizer(msgspec.structs.replace(sgd, proximal_mu=0.0))
 
     def update_offset(p: Tensor) -> None:
         assert p.grad is not None
-        velocity.mul_(sgd.momentum).add_(p.grad).add_(p.data, alpha=sgd.weight_decay)
-        p.data.sub_(velocity, alpha=sgd.learning_rate)
+        optimizer.begin(gradient)
+        optimizer.step(p.data, gradient.add_(p.grad))
         p.grad = None
 
     offset.requires_grad_().register_post_accumulate_grad_hook(update_offset)  # type: ignore[no-untyped-call]
     g = to_tensor(goal, network.processor)
     head = models.get_head(network.module, network.layout)
+    entropy = make_loss_of(sgd, device.data.shared[1], device.task.n_classes, network.processor)
     trainer = Trainer(
         network,
         *device.data.shared,
         sgd,
         device.make_rng(),
-        loss=make_regularised_loss(head, offset, g, kappa=action.kappa),
+        loss=make_regularised_loss(head, offset, g, kappa=action.kappa, entropy=entropy),
     )
     trainer.run(sgd.count_steps(device.data.n_shared), device.stop)
     trained = network.dump()

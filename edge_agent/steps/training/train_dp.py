@@ -14,7 +14,7 @@ import time
 
 import msgspec
 
-from edge_agent.device.device import Device
+from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.evaluation import Evaluation
 from edge_agent.learning.frame import Begun, Learned, begin, finish
 from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, compute_noise
@@ -35,6 +35,8 @@ def run(device: Device, action: TrainDp) -> Result:
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     require_no_statistics(device.layout)
+    if action.sgd.class_weights:
+        raise FailedError("class weights count the device's labels, and no noise hides these counts")
     ledger, charge = Ledger(device.home), plan_charge(device, action)
     if (reason := explain_refusal(device, action, ledger, charge)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)

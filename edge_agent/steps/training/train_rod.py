@@ -10,29 +10,39 @@ step (a), in evaluation mode. The shared model learns from D_L, with the class c
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edge_agent.device.device import Device
+from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.training import Loss, Trainer, draw_batches, to_tensor
+from fedge.models.losses import Loss
+from fedge.models.optimizer import make_optimizer
+from fedge.models.training import Trainer, draw_batches, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_rod import TrainRod
 from fedge.tensors.layers import Layers
 from fedge.tensors.layout import HEAD, Layout, Model
 
 
-def make_balanced_softmax(log_counts: Tensor) -> Loss:
+def make_balanced_softmax(log_counts: Tensor, smoothing: float = 0.0) -> Loss:
     """Return the loss, mean cross-entropy of logits + ln(n_c), n_c the local class counts.
 
-    log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass.
+    log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass. `smoothing`: the share of a target that is
+    spread evenly over the classes with samples, since another could never have its part.
     """
+    there = torch.isfinite(log_counts)
 
     def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(module(x) + log_counts, y)
+        balanced = module(x) + log_counts
+        loss = functional.cross_entropy(balanced, y)
+        if not smoothing:
+            return loss
+        even = -torch.log_softmax(balanced, dim=1)[:, there].mean()
+        return (1 - smoothing) * loss + smoothing * even
 
     return compute_loss
 
@@ -49,9 +59,12 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
     pooled. `mine`: the second head so far; zero if None.
 
     Raises:
+        FailedError: the order asks for class weights.
         ProtocolError: `not-finite`, because training of the shared model diverged.
     """
     network, shared, sgd = device.network, device.data.shared, action.sgd
+    if sgd.class_weights:
+        raise FailedError("balanced softmax weighs the classes already: class weights would do so twice")
     network.load(start)
     n_classes, d = network.layout.select(HEAD).tensors[0].shape
     head = np.zeros((n_classes, d + 1), np.float32)  # the bias is the last column
@@ -59,9 +72,11 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
         weight, bias = np.split(mine.model.params, [n_classes * d])
         head = np.column_stack([weight.reshape(n_classes, d), bias])
     own = to_tensor(head, network.processor)
-    velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
+    gradient, optimizer = torch.zeros_like(own).view(-1), make_optimizer(msgspec.structs.replace(sgd, proximal_mu=0.0))
+    smoothing = sgd.label_smoothing or 0.0
+    targets = (1 - smoothing) * torch.eye(n_classes, device=network.processor) + smoothing / n_classes
     counts = to_tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
-    trainer = Trainer(network, *shared, sgd, device.make_rng(), loss=make_balanced_softmax(counts.log()))
+    trainer = Trainer(network, *shared, sgd, device.make_rng(), loss=make_balanced_softmax(counts.log(), smoothing))
     own_samples = device.data.shared if action.poolable else device.data.training
     x, y = (to_tensor(each, network.processor) for each in own_samples)
     drawn = draw_batches(len(y), sgd.batch_size, device.make_rng(1))
@@ -70,10 +85,11 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
         with device.pause_timing(), torch.no_grad():
             f, logits = models.compute_features_and_logits(network.module, x[batch], network.layout)
             f = functional.pad(f, (0, 1), value=1.0)
-            # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
-            excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
-            velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
-            own.sub_(velocity, alpha=sgd.learning_rate)
+            # gradient of the mean cross-entropy of logits + f own^T: (p - target)^T f / n
+            excess = torch.softmax(logits + f @ own.T, dim=1) - targets[y[batch]]
+            optimizer.begin(gradient)
+            gradient.view_as(own).add_(excess.T @ f, alpha=1 / len(batch))
+            optimizer.step(own.view(-1), gradient)
     learned = own.cpu().numpy()
     if np.isfinite(learned).all():  # divergence is not reported, since the head learns from all samples
         head = learned

@@ -54,8 +54,8 @@ def compute_common_digest(train: Train, heaviest: int) -> str:
 class TrainMasked(Action, frozen=True, kw_only=True):
     """A request to train from the one start of `train` and mask the change with the peers in `shares`.
 
-    Masks cancel only between devices whose `train` and `heaviest` have the same `compute_common_digest`, so raise
-    VERSION when `Train` or `Sgd` gets another field.
+    Masks cancel only between devices whose `train` and `heaviest` have the same `compute_common_digest`, so another
+    field of `Train` or `Sgd` must be absent from orders that do not use it, or VERSION be raised.
 
     `heaviest` is the upper limit of a device's weight, which is its number of samples. `sharers` lists the devices that
     have shared secrets, the same for all (`fedge.privacy.masked_sums.write_positions`). `shares` holds the shares that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -147,10 +148,25 @@ def alone(monkeypatch):
     return seen
 
 
+RECIPES = {
+    "plain": {},
+    "nesterov, clipped": {"nesterov": True, "clip_norm": 0.5},
+    "smooth": {"label_smoothing": 0.1},
+    "adam": {"optimizer": "adam", "learning_rate": 0.01, "clip_norm": 0.5},
+    "adamw, balanced": {
+        "optimizer": "adamw",
+        "weight_decay": 0.01,
+        "class_weights": "balanced",
+        "label_smoothing": 0.1,
+    },
+}
+
+
 @pytest.mark.parametrize("class_means", [UNSET, 2.0])
-def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone, class_means):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone, recipe, class_means):
     here = Federation(MLP, tmp_path)
-    action = here.train(class_means=class_means)
+    action = here.train(class_means=class_means, sgd=msgspec.structs.replace(SGD, **RECIPES[recipe]))
     found = execute_jobs(here.jobs(action))
     assert alone == ["d6"]  # it has nothing to train on and says so itself
     for job, outcome in zip(here.jobs(action), found, strict=True):

@@ -183,17 +183,6 @@ def test_an_option_of_a_former_version_names_the_one_of_now(
     assert f"there is no option {former} any more: it is {now} now" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_an_option_that_no_command_has_says_why_as_the_documents_do(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([command, "--optimizer", "adam"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    why = "orders can express only this one, and the methods' equations use it"
-    assert f"There is no other optimizer: {why}" in said
-    assert why in " ".join((ROOT / "docs/simulation.md").read_text().split())
-
-
 def test_a_missing_package_says_which_extra_brings_it(
     commands: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,8 @@ from fedge.models.dp_sgd import (
     draw_poisson_batches,
     draw_uniform,
 )
-from fedge.models.training import Network, Trainer, cross_entropy
+from fedge.models.losses import cross_entropy
+from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(1, 8, 8), model="cnn", model_options={"channels": 4})

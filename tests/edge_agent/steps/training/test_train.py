@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from deploy import load as load_bundle
 from edge_agent.device.device import Device
@@ -170,19 +171,41 @@ def test_only_the_part_that_travels_is_sent(tmp_path: Path, blobs: Blobs, name: 
     assert not personal or set(sent).isdisjoint(info.name for info in LAYOUT.select(personal).tensors)
 
 
+BALANCED = Sgd(steps=6, batch_size=8, optimizer="adam", label_smoothing=0.1, class_weights="balanced")
+
+
+@pytest.mark.parametrize("sgd", [SGD, BALANCED], ids=["plain", "balanced"])
 @every
-def test_what_is_sent_learns_from_no_sensitive_sample(tmp_path: Path, blobs: Blobs, name: str) -> None:
+def test_what_is_sent_learns_from_no_sensitive_sample(tmp_path: Path, blobs: Blobs, name: str, sgd: Sgd) -> None:
     """Not through what is kept, either: the update of a second round builds on it."""
+    if name == "fedrod" and sgd is BALANCED:
+        sgd = msgspec.structs.replace(sgd, class_weights=UNSET)  # it refuses them
     data = device_data()
     other = replace(data, y_train=np.where(data.sensitive, (data.y_train + 1) % 3, data.y_train))
     updates = []
     for i, samples_ in enumerate((data, other)):
         own = worker(tmp_path / str(i), samples_)
-        own.execute(order(train(name, blobs, 1), 1), blobs)
-        updates.append(update_of(own.execute(order(train(name, blobs, 2), 2), blobs), personal_of(name)))
+        own.execute(order(train(name, blobs, 1, sgd=sgd), 1), blobs)
+        updates.append(update_of(own.execute(order(train(name, blobs, 2, sgd=sgd), 2), blobs), personal_of(name)))
     np.testing.assert_array_equal(updates[0].params, updates[1].params)
     kept_apart = store_of(tmp_path / "0") == store_of(tmp_path / "1")
     assert kept_apart == (name not in {"ditto", "fedrod"})  # these two learn from all samples what they keep
+
+
+@every
+def test_the_recipe_reaches_what_is_sent_and_what_is_kept(tmp_path: Path, blobs: Blobs, name: str) -> None:
+    recipes = (SGD, *(msgspec.structs.replace(SGD, **each) for each in ({"label_smoothing": 0.2}, {"clip_norm": 0.01})))
+    sent, kept = [], []
+    for i, sgd in enumerate(recipes):
+        own = worker(tmp_path / str(i))
+        sent.append(update_of(own.execute(order(train(name, blobs, sgd=sgd)), blobs), personal_of(name)).params)
+        kept.append(store_of(tmp_path / str(i)))
+    assert not np.array_equal(sent[0], sent[1])
+    assert kept[0].keys() == kept[1].keys() != set()
+    assert kept[0] != kept[1]
+    steps = SGD.steps + KEEPS[name][1].get("head_steps", 0)
+    longest = SGD.learning_rate * 0.01 * steps / (1 - SGD.momentum)  # if every step goes the same way
+    assert np.linalg.norm(sent[2]) <= longest * (1 + 1e-4)
 
 
 def probabilities(own: Worker, model: Model) -> np.ndarray:

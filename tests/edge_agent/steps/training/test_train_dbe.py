@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,20 +78,33 @@ def test_the_gradient_flows_through_the_batchs_mean() -> None:
     torch.testing.assert_close(f.grad, expected.expand(4, D), atol=0.5, rtol=1e-2)
 
 
-def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
+@pytest.mark.parametrize(
+    ("sgd", "torchs"),
+    [
+        (SGD, lambda parts: torch.optim.SGD(parts, **TORCH)),
+        (
+            Sgd(steps=6, batch_size=8, learning_rate=0.01, optimizer="adam", label_smoothing=0.1),
+            lambda parts: torch.optim.Adam(parts, lr=0.01),
+        ),
+    ],
+    ids=["sgd", "adam"],
+)
+def test_offset_and_model_learn_by_steps_of_torch(sgd: Sgd, torchs: Any) -> None:
+    smoothing = sgd.label_smoothing or 0.0
     module = build.make_network(TASK)
     models.load_model(module, INITIAL, LAYOUT)
     offset = torch.tensor(P).requires_grad_()
-    optimiser = torch.optim.SGD([*module.parameters(), offset], **TORCH)
+    optimiser = torchs([*module.parameters(), offset])
     head = models.get_head(module, LAYOUT)
     x, y = map(torch.from_numpy, SHARED)
     for batch in itertools.islice(draw_batches(20, 8, np.random.default_rng(3)), SGD.steps):
         f, _ = models.compute_features_and_logits(module, x[batch], LAYOUT)
         regulariser = (0.5 * (f.mean(dim=0) - torch.tensor(GOAL)) ** 2).mean()
         optimiser.zero_grad()
-        (functional.cross_entropy(head(f + offset), y[batch]) + 1.5 * regulariser).backward()
+        entropy = functional.cross_entropy(head(f + offset), y[batch], label_smoothing=smoothing)
+        (entropy + 1.5 * regulariser).backward()
         optimiser.step()
-    shared, kept = learn({OFFSET: P}, kappa=1.5)
+    shared, kept = learn({OFFSET: P}, kappa=1.5, sgd=sgd)
     np.testing.assert_allclose(shared.params, models.dump_model(module, LAYOUT).params, atol=1e-5)
     np.testing.assert_allclose(kept[OFFSET], offset.detach().numpy(), atol=1e-5)
 

@@ -69,13 +69,25 @@ def test_it_tells_the_update_and_nothing_else_and_pays_first(tmp_path: Path) -> 
     assert 0 < Ledger(tmp_path).compute_spent(1e-5) < 8
 
 
-def test_without_noise_in_whole_batches_it_is_the_training_of_the_others(tmp_path: Path) -> None:
-    blobs, sgd = Blobs(), Sgd(steps=4, batch_size=64, proximal_mu=0.1, weight_decay=0.01)
+@pytest.mark.parametrize(
+    "news", [{}, {"nesterov": True}, {"optimizer": "adam", "learning_rate": 0.01, "label_smoothing": 0.1}]
+)
+def test_without_noise_in_whole_batches_it_is_the_training_of_the_others(tmp_path: Path, news: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"steps": 4, "batch_size": 64, "proximal_mu": 0.1, "weight_decay": 0.01}
+    blobs, sgd = Blobs(), Sgd(**given | news)
     found = update(worker(tmp_path / "a").execute(order(train(blobs, NO_NOISE, sgd=sgd)), blobs))
     plain = Train(starts=(Start(model=blobs.model(1)),), sgd=sgd, codec=Codec.FLOAT32, measure=False)
     finished = worker(tmp_path / "b").execute(order(plain), blobs)
     wanted = codecs.decode(finished.blobs[finished.result.update.digest], Codec.FLOAT32, LAYOUT).params
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_counts_of_labels_have_no_noise_so_class_weights_are_refused(tmp_path: Path) -> None:
+    blobs = Blobs()
+    found = worker(tmp_path).execute(order(train(blobs, sgd=Sgd(steps=1, class_weights="balanced"))), blobs).result
+    assert isinstance(found, Failed)
+    assert "no noise hides these counts" in found.reason
+    assert not Ledger(tmp_path).compute_spent(1e-5)
 
 
 def test_validation_and_sensitive_samples_shape_nothing(tmp_path: Path) -> None:

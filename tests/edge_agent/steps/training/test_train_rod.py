@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from edge_agent.device.device import FailedError
 from edge_agent.steps.training import train_rod
 from fedge.models import build
 from fedge.models import network as models
@@ -29,8 +32,8 @@ DATA = mixed_data(samples(20, 1), samples(12, 2))
 WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 
 
-def learn(mine: Tensors | None = None, data: DeviceData = DATA) -> tuple[Model, Tensors]:
-    action = TrainRod(starts=(Start(model=Blobs().model(0)),), sgd=SGD)
+def learn(mine: Tensors | None = None, data: DeviceData = DATA, sgd: Sgd = SGD) -> tuple[Model, Tensors]:
+    action = TrainRod(starts=(Start(model=Blobs().model(0)),), sgd=sgd)
     here = device(Path("unused"), action, data=data, seed=3)
     learned = train_rod.train_models(here, action, INITIAL, None if mine is None else make_layers(mine, LAYOUT))
     assert learned.kept is not None
@@ -73,24 +76,47 @@ def test_the_shared_model_learns_the_balanced_loss_and_ignores_the_second_head()
     np.testing.assert_array_equal(shared.params, expected)
 
 
-def test_the_second_head_learns_what_is_left_by_steps_of_torch_sgd() -> None:
+def test_smoothing_is_spread_over_the_classes_that_the_device_has() -> None:
+    logits, y = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]), torch.tensor([0, 1])
+    loss = train_rod.make_balanced_softmax(torch.tensor([7, 7, 0]).log(), 0.1)
+    expected = functional.cross_entropy(logits[:, :2], y, label_smoothing=0.1)
+    assert loss(nn.Identity(), logits, y).item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_class_weights_are_refused() -> None:
+    with pytest.raises(FailedError, match="weighs the classes already"):
+        learn(sgd=msgspec.structs.replace(SGD, class_weights="balanced"))
+
+
+@pytest.mark.parametrize(
+    ("sgd", "torchs"),
+    [
+        (SGD, lambda parts: torch.optim.SGD(parts, **TORCH)),
+        (
+            Sgd(steps=6, batch_size=8, learning_rate=0.01, optimizer="adam", label_smoothing=0.1),
+            lambda parts: torch.optim.Adam(parts, lr=0.01),
+        ),
+    ],
+    ids=["sgd", "adam"],
+)
+def test_the_second_head_learns_what_is_left_by_steps_of_torch(sgd: Sgd, torchs: Any) -> None:
+    smoothing = sgd.label_smoothing or 0.0
     mine = part_of(build.make_initial_model(TASK, 5)[1], HEAD)
     network = Network(TASK)
     network.load(INITIAL)
     counts = torch.bincount(torch.from_numpy(DATA.shared[1]), minlength=3)
-    trainer = Trainer(
-        network, *DATA.shared, SGD, np.random.default_rng(3), loss=train_rod.make_balanced_softmax(counts.log())
-    )
+    balanced = train_rod.make_balanced_softmax(counts.log(), smoothing)
+    trainer = Trainer(network, *DATA.shared, sgd, np.random.default_rng(3), loss=balanced)
     w, b = (torch.tensor(mine[name]).requires_grad_() for name in (WEIGHT, BIAS))
-    optimiser = torch.optim.SGD([w, b], **TORCH)
+    optimiser = torchs([w, b])
     x, y = map(torch.from_numpy, DATA.training)
     for batch in itertools.islice(draw_batches(32, 8, np.random.default_rng([3, 1])), SGD.steps):
         trainer.run(1)
         f, logits = (t.detach() for t in models.compute_features_and_logits(network.module, x[batch], LAYOUT))
         optimiser.zero_grad()
-        functional.cross_entropy(logits + f @ w.T + b, y[batch]).backward()
+        functional.cross_entropy(logits + f @ w.T + b, y[batch], label_smoothing=smoothing).backward()
         optimiser.step()
-    _, kept = learn(mine)
+    _, kept = learn(mine, sgd=sgd)
     np.testing.assert_allclose(kept[WEIGHT], w.detach().numpy(), atol=1e-6)
     np.testing.assert_allclose(kept[BIAS], b.detach().numpy(), atol=1e-6)
 
