@@ -21,6 +21,33 @@ from fedge.wire.messages import Share
 Option = int | float | str | bool
 
 
+def require_fitting_recipe(sgd: Sgd, protection: Protection) -> None:
+    """Refuse, before a run, a recipe whose parts do not fit each other or the guards.
+
+    Raises:
+        ConfigError: the text says what to give instead.
+    """
+    adaptive = sgd.optimizer in {"adam", "adamw"}
+    if sgd.nesterov and adaptive:
+        raise ConfigError(f"--nesterov is for --optimizer sgd, and changes nothing with {sgd.optimizer}: leave it out")
+    if sgd.nesterov and not sgd.momentum:
+        raise ConfigError("--nesterov needs a momentum: give --momentum, such as 0.9, or leave --nesterov out")
+    if sgd.optimizer == "adamw" and not sgd.weight_decay:
+        raise ConfigError(
+            "--optimizer adamw with --weight-decay 0 is adam: say so, or give a weight decay, such as 0.01"
+        )
+    if protection.dp and sgd.clip_norm:
+        raise ConfigError(
+            "with differential privacy the gradient of each sample is clipped already: give --dp-clip in place of "
+            "--clip-norm"
+        )
+    if protection.dp and sgd.class_weights:
+        raise ConfigError(
+            "--class-weights balanced counts a device's labels, and the noise of differential privacy does not hide "
+            "these counts: leave it out"
+        )
+
+
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of every method.
 
@@ -201,33 +228,6 @@ def make_recipe(found: Mapping[str, Any]) -> Sgd:
         label_smoothing=found["label_smoothing"] or UNSET,
         class_weights="balanced" if found["class_weights"] == "balanced" else UNSET,
     )
-
-
-def require_fitting_recipe(sgd: Sgd, protection: Protection) -> None:
-    """Refuse, before a run, a recipe whose parts do not fit each other or the guards.
-
-    Raises:
-        ConfigError: the text says what to give instead.
-    """
-    adaptive = sgd.optimizer in {"adam", "adamw"}
-    if sgd.nesterov and adaptive:
-        raise ConfigError(f"--nesterov is for --optimizer sgd, and changes nothing with {sgd.optimizer}: leave it out")
-    if sgd.nesterov and not sgd.momentum:
-        raise ConfigError("--nesterov needs a momentum: give --momentum, such as 0.9, or leave --nesterov out")
-    if sgd.optimizer == "adamw" and not sgd.weight_decay:
-        raise ConfigError(
-            "--optimizer adamw with --weight-decay 0 is adam: say so, or give a weight decay, such as 0.01"
-        )
-    if protection.dp and sgd.clip_norm:
-        raise ConfigError(
-            "with differential privacy the gradient of each sample is clipped already: give --dp-clip in place of "
-            "--clip-norm"
-        )
-    if protection.dp and sgd.class_weights:
-        raise ConfigError(
-            "--class-weights balanced counts a device's labels, and the noise of differential privacy does not hide "
-            "these counts: leave it out"
-        )
 
 
 def require_takeable(method: str, settings: MethodSettings, refused: Mapping[str, str]) -> None:

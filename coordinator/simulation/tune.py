@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -44,8 +44,21 @@ from ray.tune.logger import JsonLoggerCallback  # noqa: TID251
 from ray.tune.schedulers import ASHAScheduler  # noqa: TID251
 from ray.tune.search.basic_variant import BasicVariantGenerator  # noqa: TID251
 
-USUAL: Final = {"learning_rate": "0.003..0.3", "batch_size": "8,16,32,64", "local_steps": "5..40"}
+USUAL: Final = {
+    "learning_rate": "0.003..0.3",
+    "batch_size": "8,16,32,64",
+    "local_steps": "5..40",
+    "optimizer": "sgd,adam",
+    "schedule": "constant,cosine,steps",
+    "clip_norm": "0.1..10",
+    "label_smoothing": "0,0.05,0.1,0.2",
+    "class_weights": "equal,balanced",
+}
 """Default ranges of the settings of local training."""
+USUAL_ADAPTIVE: Final = "0.0001..0.01"
+"""Default range of the learning rate with adam and adamw."""
+USUAL_OF_ALL: Final = "0.0001..0.3"
+"""Default range of the learning rate if sgd and another optimizer are tried."""
 SETTINGS: Final = (*USUAL, "local_epochs", "momentum", "weight_decay")
 REDUCTION: Final = 3
 """Of this many configurations, one continues."""
@@ -108,13 +121,14 @@ class Tuning(Struct, frozen=True, kw_only=True):
         return f"Tuning({best}, the best of {len(self.trials)})"
 
 
-def parse_ranges(method: str, search: Iterable[str]) -> dict[str, Range]:
+def parse_ranges(method: str, search: Iterable[str], optimizer: str = "sgd") -> dict[str, Range]:
     """Parse the ranges to search, by name.
 
     Args:
         method: the method whose options can be searched beside the settings of local training.
         search: NAME=LOW..HIGH, NAME=A,B,C, or NAME for its usual range or the range that the method declares. If empty,
             the learning rate and all real options of the method that have a lowest and a highest value.
+        optimizer: the optimizer unless it is searched; the usual range of the learning rate depends on it.
 
     Raises:
         ConfigError: there is no such setting or option, or it needs a range.
@@ -129,13 +143,23 @@ def parse_ranges(method: str, search: Iterable[str]) -> dict[str, Range]:
         if name not in SETTINGS and name not in {*options, "selection"}:
             known = ", ".join(dict.fromkeys([*SETTINGS, *options]))
             raise ConfigError(f"{name!r} cannot be searched: it is no setting of local training and no option: {known}")
-        if span := span or USUAL.get(name, ""):
+        if span := span or (_find_usual_rates(texts, optimizer) if name == "learning_rate" else USUAL.get(name, "")):
             found[name] = _parse_range(name, span)
         elif name in declared:
             found[name] = declared[name]
         else:
             raise ConfigError(f"{name} has no range of its own: say one, as in --search {name}=0.01..1 or {name}=1,2,5")
     return found
+
+
+def _find_usual_rates(texts: Sequence[str], optimizer: str) -> str:
+    """Return the usual range of the learning rate for the optimizers that are tried: for all if there are several."""
+    asked = [text.partition("=") for text in texts]
+    spans = [span.strip() or USUAL["optimizer"] for name, _, span in asked if name.strip() == "optimizer"]
+    tried = {word.strip() for word in (spans or [optimizer])[0].split(",")}
+    if "sgd" not in tried:
+        return USUAL_ADAPTIVE
+    return USUAL["learning_rate"] if tried == {"sgd"} else USUAL_OF_ALL
 
 
 def _parse_range(name: str, text: str) -> Range:
@@ -191,7 +215,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     """
     scenario = make_scenario(settings)
     name, fixed = parse_method(settings.method)
-    ranges = parse_ranges(name, search)
+    ranges = parse_ranges(name, search, scenario.optimizer)
     require_importable(scenario.task, scenario.model, settings.method)
     if scenario.train_on is not Processor.CPU or not scenario.rounds:
         raise ConfigError(
@@ -211,12 +235,14 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         def report_accuracy(rounds: int, accuracy: float) -> None:
             ray_tune.report({"accuracy": accuracy, "rounds": rounds})
 
-        changed, own = apply_values(scenario, fixed, values)
+        changed, own = apply_values(scenario, fixed, _to_plain(values))
         with tempfile.TemporaryDirectory(prefix="fedge-tune-") as home:
             validate(changed, name, own, settings.seed, Path(home), report_accuracy)
 
     options, selection = parse_options(load_method_class(name), fixed)
-    now = msgspec.structs.asdict(scenario) | msgspec.structs.asdict(options) | {"selection": selection}
+    given = scenario.make_method_settings(settings.seed, fixed).sgd
+    rates = {"learning_rate": given.learning_rate, "weight_decay": given.weight_decay}
+    now = msgspec.structs.asdict(scenario) | rates | msgspec.structs.asdict(options) | {"selection": selection}
     asked = {key: now[key] for key in ranges}
     with connect(settings.ray_address):
         trainable = ray_tune.with_resources(run_trial, {"cpu": 1})
@@ -260,7 +286,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         seed=settings.seed,
         searched={key: str(each) for key, each in ranges.items()},
         best=tried[0],
-        asked=next((one for one in tried if one.values == asked), None),
+        asked=next((one for one in tried if one.values == _to_plain(asked)), None),
         trials=tuple(tried),
     )
     write_atomically(out / FIGURES, msgspec.json.format(msgspec.json.encode(found, enc_hook=str)))
@@ -311,7 +337,9 @@ def format_values(values: Mapping[str, Option]) -> str:
 
 
 def _to_plain(values: Mapping[str, Any]) -> dict[str, Option]:
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    """Return the values that were set, without numpy's types; what is None was left as it is by default."""
+    set_ = {name: value for name, value in values.items() if value is not None}
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in set_.items()}
 
 
 def record_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) -> None:

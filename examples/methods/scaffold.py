@@ -66,7 +66,10 @@ class Scaffold(Method[ScaffoldState]):
 
     name, steps, State = "scaffold", (TrainScaffold,), ScaffoldState
     HEEDS = frozenset({"participation", "min_reports", "average"})
-    REFUSED: ClassVar = {"dp": "control variates are sent without noise"}
+    REFUSED: ClassVar = {
+        "dp": "control variates are sent without noise",
+        **dict.fromkeys(("optimizer", "nesterov", "clip_norm"), "control variates are those of plain SGD"),
+    }
 
     async def round(self, state, fleet):
         """Move x, and c even if x stays: devices whose reports were accepted have moved their c_i."""

@@ -131,7 +131,7 @@ def test_other_roles_variables_and_sections_are_theirs(config: Path, monkeypatch
         ("rounds = true", "Expected `int`"),
         ('colour = "green"', "Invalid enum value 'green'"),
         ('kind = "warm"', "Invalid enum value 'warm': it is one of hot, cold"),
-        ('kind = "colt"', "one of hot, cold (did you mean cold?)"),
+        ('kind = "colt"', "one of hot, cold \\(did you mean cold\\?\\)"),
         ("home = 3", "expected a string, got int"),
         ("json = 1", "Expected `bool`"),
         ("deadline_s = nan", "Expected `float` > 0"),

@@ -22,5 +22,5 @@ LAYOUT = Layout(
 def order_of(action: Action) -> Order:
     return Order(
         id="r.1.l.d", device_id="d", run="r", round=1, label="l", seed=0, task_fingerprint="f", left_s=60.0,
-        step=action.STEP, version=action.VERSION, body=encode_body(action),
+        step=action.STEP, version=action.order_version, body=encode_body(action),
     )  # fmt: skip

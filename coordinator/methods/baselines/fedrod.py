@@ -19,7 +19,10 @@ class FedRod(PersonalLayers[PersonalState]):
 
     name = "fedrod"
     needs_head = True
-    REFUSED = NO_CLUSTERS | {"dp": explain_no_noise((TrainRod, "update"))}
+    REFUSED = NO_CLUSTERS | {
+        "class_weights": "its balanced softmax weighs the classes already",
+        "dp": explain_no_noise((TrainRod, "update")),
+    }
 
     def make_step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
         """Make the order of the next round, in which both heads learn."""

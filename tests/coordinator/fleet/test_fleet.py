@@ -399,6 +399,19 @@ async def test_at_the_end_of_the_run_open_orders_expire(mqtt: Devices) -> None:
     assert found == {"d00": (OrderStatus.ACCEPTED, ""), "d01": late, "d02": late}
 
 
+def test_who_does_not_know_the_recipe_is_not_asked_and_it_is_said_what_to_do() -> None:
+    ref = BlobRef(digest="0" * 64, size_bytes=1)
+    plain, adam = (Train(starts=(Start(model=ref),), sgd=sgd) for sgd in (Sgd(), Sgd(optimizer="adam", nesterov=True)))
+    steps = {"train": Train.VERSION}
+    old, new = Device("a", 1, steps=steps), Device("b", 1, steps=steps | {"recipe": 1})
+    assert old.prepare_action(plain) == new.prepare_action(plain) == plain
+    reason = "its fedge does not know nesterov, optimizer of the recipe: update fedge there"
+    assert old.prepare_action(adam) == Unsupported(reason=reason)
+    assert new.prepare_action(adam) == adam
+    sent, refused = prepare_actions({"a": old, "b": new}, {"a": adam, "b": adam}, TASK)
+    assert (sent, refused) == ({"b": adam}, {"a": Unsupported(reason=reason)})
+
+
 async def test_who_does_not_know_the_step_answers_first_and_is_not_asked(mqtt: Devices) -> None:
     fleet, _, action, begin = await over_mqtt(mqtt)
     await mqtt.devices["d01"].appear(capabilities=Capabilities(trains=True, steps={"profile": 1}))

@@ -14,6 +14,7 @@ from coordinator.methods.method import Server
 from coordinator.methods.options import parse_method, require_method_options
 from coordinator.methods.settings import MethodSettings
 from fedge.errors import ConfigError
+from fedge.steps.sgd import Sgd
 from fedge.system.loading import FINE_TUNED
 from fedge.tasks import load_task
 
@@ -42,7 +43,8 @@ def test_what_was_asked_for_and_would_not_happen_is_refused(text: str, words: st
         require_method_options(*parse_method(text))
 
 
-ELSEWHERE = {*get_args(Guard), FINE_TUNED}
+RECIPE = {"optimizer": "adam", "nesterov": True, "clip_norm": 1.0, "label_smoothing": 0.1, "class_weights": "balanced"}
+ELSEWHERE = {*get_args(Guard), FINE_TUNED, *RECIPE, "schedule"}
 """What a method may refuse besides options."""
 
 
@@ -62,10 +64,17 @@ def test_an_option_that_there_is_not_says_why_or_what_replaces_it(name: str) -> 
 def test_a_guard_and_fine_tuning_are_refused_with_the_same_table(name: str) -> None:
     server = Server(load_task("digits"), (np.zeros((20, 64), np.float32), np.arange(20) % 10))
     protections = {"dp": Protection(dp_epsilon=8.0), "masking": Protection(masking=True, average="mean")}
-    for what in ELSEWHERE & load_method_class(name).REFUSED.keys():
+    for what in (ELSEWHERE - RECIPE.keys()) & load_method_class(name).REFUSED.keys():
         guard = protections.get(what) or (Protection(average=what) if what != FINE_TUNED else Protection())
         with pytest.raises(ConfigError, match=re.escape(load_method_class(name).REFUSED[what])):
             make_method(name + FINE_TUNED * (what == FINE_TUNED), MethodSettings(protection=guard), server)
+
+
+@pytest.mark.parametrize("name", get_installed_methods())
+def test_a_part_of_the_recipe_is_refused_with_the_same_table(name: str) -> None:
+    for what in RECIPE.keys() & load_method_class(name).REFUSED.keys():
+        with pytest.raises(ConfigError, match=re.escape(load_method_class(name).REFUSED[what])):
+            make_method(name, MethodSettings(sgd=Sgd(**{what: RECIPE[what]})))
 
 
 def test_the_selection_is_every_methods_and_the_first_is_the_default() -> None:

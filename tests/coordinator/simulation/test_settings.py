@@ -3,6 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coordinator.methods.catalogue import make_method
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.settings import (
     CompareSettings,
@@ -24,6 +25,61 @@ def test_the_method_is_told_budget_and_options() -> None:
     settings = scenario.make_method_settings(5, {"base": "dbe"})
     assert (settings.rounds, settings.participation, settings.seed, settings.options) == (7, 0.3, 5, {"base": "dbe"})
     assert settings.sgd == Sgd(steps=4, batch_size=8, learning_rate=0.1, momentum=0.0)
+
+
+def test_a_plain_recipe_says_what_orders_of_fedge_0_2_say() -> None:
+    assert Scenario().make_method_settings(0, {}).sgd == Sgd()
+    assert Scenario().make_method_settings(0, {}).sgd.version == 0
+
+
+@pytest.mark.parametrize("kind", [Scenario, CoordinatorSettings])
+def test_commands_say_the_whole_recipe_by_the_same_names(kind: type[Scenario | CoordinatorSettings]) -> None:
+    needed = {"broker": "mqtt://here", "federation": "f", "home": Path("h"), "task": "digits"}
+    given = {
+        "optimizer": "adamw", "learning_rate": 0.002, "schedule": "cosine", "momentum": 0.8, "weight_decay": 0.05,
+        "clip_norm": 2.0, "label_smoothing": 0.1, "class_weights": "balanced",
+    }  # fmt: skip
+    found = kind(**given | (needed if kind is CoordinatorSettings else {}))
+    method = found.make_method_settings(0, {}) if isinstance(found, Scenario) else found.make_method_settings()
+    assert method.schedule == "cosine"
+    assert method.sgd == Sgd(
+        learning_rate=0.002, momentum=0.8, weight_decay=0.05, optimizer="adamw", clip_norm=2.0, label_smoothing=0.1,
+        class_weights="balanced",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "decay"), [("sgd", 0.05, 0.0), ("adam", 0.001, 0.0), ("adamw", 0.001, 0.01)]
+)
+def test_each_optimizer_has_a_learning_rate_and_a_weight_decay_of_its_own(
+    optimizer: str, rate: float, decay: float
+) -> None:
+    sgd = Scenario(optimizer=optimizer).make_method_settings(0, {}).sgd
+    assert (sgd.learning_rate, sgd.weight_decay) == (rate, decay)
+    given = Scenario(optimizer=optimizer, learning_rate=0.3, weight_decay=0.2).make_method_settings(0, {}).sgd
+    assert (given.learning_rate, given.weight_decay) == (0.3, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "what_to_do"),
+    [
+        ({"nesterov": True, "momentum": 0.0}, "--nesterov needs a momentum: give --momentum"),
+        ({"nesterov": True, "optimizer": "adam"}, "--nesterov is for --optimizer sgd.*leave it out"),
+        ({"optimizer": "adamw", "weight_decay": 0.0}, "is adam: say so"),
+        ({"clip_norm": 1.0, "dp_epsilon": 8.0}, "give --dp-clip in place of --clip-norm"),
+        ({"class_weights": "balanced", "dp_noise": 1.0}, "does not hide these counts: leave it out"),
+    ],
+)
+def test_a_recipe_whose_parts_do_not_fit_is_refused_before_a_run(given: dict[str, object], what_to_do: str) -> None:
+    with pytest.raises(ConfigError, match=what_to_do):
+        Scenario(**given).make_method_settings(0, {})  # type: ignore[arg-type]
+
+
+def test_a_method_refuses_the_part_of_a_recipe_that_it_cannot_take() -> None:
+    settings = Scenario(class_weights="balanced", optimizer="adam").make_method_settings(0, {})
+    assert make_method("fedavg", settings).settings.sgd.version == 1
+    with pytest.raises(ConfigError, match="fedrod takes no --class-weights: its balanced softmax"):
+        make_method("fedrod", settings)
 
 
 def test_passes_over_the_samples_instead_of_steps() -> None:

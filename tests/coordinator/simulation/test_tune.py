@@ -27,6 +27,34 @@ from fedge.errors import ConfigError, FruitlessError, ProtocolError
 from fedge.settings import resolve
 
 
+@pytest.mark.parametrize(
+    ("search", "optimizer", "span"),
+    [
+        (["learning_rate"], "sgd", (0.003, 0.3)),
+        (["learning_rate"], "adamw", (0.0001, 0.01)),
+        (["optimizer", "learning_rate"], "sgd", (0.0001, 0.3)),
+        (["learning_rate", "optimizer=adam,adamw"], "sgd", (0.0001, 0.01)),
+        (["learning_rate=0.1..1", "optimizer"], "sgd", (0.1, 1.0)),
+    ],
+)
+def test_the_usual_learning_rates_are_those_of_the_optimizers(
+    search: list[str], optimizer: str, span: tuple[float, float]
+) -> None:
+    found = parse_ranges("fedavg", search, optimizer)["learning_rate"]
+    assert (found.low, found.high) == span
+
+
+def test_the_recipe_is_searched_by_its_words() -> None:
+    found = parse_ranges("fedavg", ["optimizer", "schedule=constant,cosine", "clip-norm", "class_weights"])
+    assert found["optimizer"].words == ("sgd", "adam")
+    assert found["schedule"].words == ("constant", "cosine")
+    assert (found["clip_norm"].low, found["clip_norm"].high) == (0.1, 10)
+    changed, _ = apply_values(Scenario(), {}, {"optimizer": "adam", "class_weights": "balanced", "clip_norm": 0.5})
+    sgd = changed.make_method_settings(0, {}).sgd
+    assert sgd.parts == {"optimizer": "adam", "class_weights": "balanced", "clip_norm": 0.5}
+    assert sgd.learning_rate == 0.001
+
+
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
     assert parse_ranges("fedge", ()) == {
         "learning_rate": Range(low=0.003, high=0.3),

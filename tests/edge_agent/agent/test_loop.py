@@ -36,7 +36,7 @@ from fedge.data.classes import AddedClasses, add_classes
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.privacy.egress import PRESETS, Rules
-from fedge.steps.contract import Action, Reveals, decode_result, load_installed_steps
+from fedge.steps.contract import Action, Reveals, decode_result, list_versions, load_installed_steps
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial, Tried
 from fedge.steps.sgd import Sgd
@@ -753,7 +753,7 @@ async def test_the_status_tells_the_steps_and_the_highest_release(one_broker: Lo
         await peer.presence(Presence.ONLINE)
         capabilities = peer.statuses[-1].capabilities
         assert capabilities is not None
-        assert capabilities.steps == {name: step.VERSION for name, step in load_installed_steps().items()}
+        assert capabilities.steps == list_versions(load_installed_steps())
         assert peer.statuses[-1].release == 0
         for n, release in enumerate((4, 5)):
             await peer.send(order_of(train(peer.model()), f"r.{n}.s.pi"))

@@ -29,6 +29,7 @@ from fedge.steps.contract import (
     decode_action,
     decode_result,
     encode_body,
+    list_versions,
     load_device_half,
     load_installed_steps,
     load_known_steps,
@@ -37,6 +38,9 @@ from fedge.steps.contract import (
 )
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.descriptions.trial import Trial, Tried
+from fedge.steps.mixture.install import FineTune, Install
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
 from fedge.wire.messages import (
     BlobRef,
     Capabilities,
@@ -106,7 +110,7 @@ def test_one_folder_lists_all_that_a_device_can_be_asked_another_how_it_does_it(
 
 
 def test_the_status_has_room_for_all_steps() -> None:
-    versions = {name: step.VERSION for name, step in load_installed_steps().items()}
+    versions = list_versions(load_installed_steps())
     status = Status(
         device_id="d", incarnation="1", presence=Presence.ONLINE, capabilities=Capabilities(trains=True, steps=versions)
     )
@@ -179,6 +183,27 @@ def test_what_the_device_does_not_know_is_unsupported(changes: dict[str, Any], h
     found = decode_action(order, load_installed_steps())
     expected = f"step {order.step} version {order.version}: this device has {have}"
     assert found == Unsupported(reason=expected)
+
+
+def test_a_recipe_that_fedge_0_2_does_not_know_has_another_version() -> None:
+    plain, adam = (Train(starts=(Start(model=REF),), sgd=sgd) for sgd in (Sgd(), Sgd(optimizer="adam")))
+    assert (plain.order_version, adam.order_version) == (Train.VERSION, Train.VERSION + 1000)
+    assert (PROFILE.order_version, PROFILE.recipe_version) == (Profile.VERSION, 0)
+    order = order_of(adam)
+    assert order.version == adam.order_version  # a device of fedge 0.2 takes only Train.VERSION
+    assert decode_action(order, load_installed_steps()) == adam
+    tuning = FineTune(sgd=Sgd(clip_norm=1.0), checkpoints=(1,), otherwise=1)
+    assert Install(model=REF, method="m", fine_tune=tuning).recipe_version == 1
+
+
+def test_a_later_recipe_is_unsupported() -> None:
+    order = msgspec.structs.replace(order_of(Train(starts=(Start(model=REF),), sgd=Sgd())), version=2001)
+    assert isinstance(decode_action(order, load_installed_steps()), Unsupported)
+
+
+def test_a_device_announces_steps_and_recipe() -> None:
+    versions = list_versions({"profile": Profile})
+    assert versions == {"profile": Profile.VERSION, "recipe": 1}
 
 
 BODIES = {
