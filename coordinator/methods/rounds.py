@@ -57,7 +57,7 @@ def compute_rate_factor(schedule: Schedule, number: int, rounds: int) -> float:
         >>> [round(compute_rate_factor("steps", r, 8), 3) for r in (4, 5, 6, 7, 8)]
         [1.0, 0.1, 0.1, 0.01, 0.01]
     """
-    passed = min(number - 1, rounds - 1) / max(rounds, 1)
+    passed = max(0, min(number, rounds) - 1) / max(rounds, 1)
     if schedule == "cosine":
         return (1 + math.cos(math.pi * passed)) / 2
     return 1.0 if schedule == "constant" or passed < 1 / 2 else 0.1 if passed < 3 / 4 else 0.01

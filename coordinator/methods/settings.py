@@ -103,9 +103,7 @@ MinReports = Annotated[int, Meta(ge=1), Heading.TRAINING, "A round with fewer up
 Encoding = Annotated[Codec, Heading.UPDATES, "Updates are sent in this encoding."]
 
 
-LocalSteps = Annotated[
-    int, Meta(ge=1, le=10**7), Heading.TRAINING, "A device takes this many SGD steps per participation."
-]
+LocalSteps = Annotated[int, Meta(ge=1, le=10**7), Heading.TRAINING, "A device takes this many steps per participation."]
 
 
 LocalEpochs = Annotated[
@@ -126,7 +124,7 @@ OptimizerName = Annotated[
 LearningRate = Annotated[
     Annotated[float, Meta(gt=0, le=100)] | None,
     Heading.TRAINING,
-    "The devices' optimizer has this learning rate; by default it is 0.05 with sgd, and 0.001 with adam and adamw.",
+    "The devices' optimizer has this learning rate; by default it is 0.05 with sgd, and 0.003 with adam and adamw.",
 ]
 
 
@@ -185,8 +183,9 @@ MethodName = Annotated[
 """Settings of all methods that the commands share; those of local training have the bounds of `Sgd`."""
 
 
-RATES: Final[Mapping[Optimizer, float]] = {"sgd": Sgd().learning_rate, "adam": 0.001, "adamw": 0.001}
-"""Default learning rates."""
+RATES: Final[Mapping[Optimizer, float]] = {"sgd": Sgd().learning_rate, "adam": 0.003, "adamw": 0.003}
+"""Default learning rates. FedAvg with Adam on digits (10 devices, 30 rounds of 10 steps) reaches 92.5 % with 0.001,
+95.9 % with 0.003 and 96.8 % with 0.01, with SGD 96.2 %; large networks want less than small ones."""
 DECAYS: Final[Mapping[Optimizer, float]] = {"sgd": 0.0, "adam": 0.0, "adamw": 0.01}
 """Default weight decays."""
 

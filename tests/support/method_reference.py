@@ -23,8 +23,18 @@ from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
 SHARED = (
-    *("rounds", "participation", "min_reports", "local_steps", "local_epochs", "batch_size", "learning_rate"),
-    *("momentum", "weight_decay", "codec", "average", "hostile", "train_on", "seed"),
+    *(
+        "rounds",
+        "participation",
+        "min_reports",
+        "local_steps",
+        "local_epochs",
+        "batch_size",
+        "optimizer",
+        "learning_rate",
+    ),
+    *("schedule", "momentum", "nesterov", "weight_decay", "clip_norm", "label_smoothing", "class_weights"),
+    *("codec", "average", "hostile", "train_on", "seed"),
 )
 """Settings of the commands that reach every method."""
 

@@ -28,6 +28,8 @@ ORDER = Train(starts=(Start(model=REF),), sgd=Sgd(learning_rate=0.2))
 class Asked(Fleet):
     """Notes what is asked."""
 
+    task: Any = None
+
     def __init__(self) -> None:
         self.actions: dict[str, Action] = {}
 

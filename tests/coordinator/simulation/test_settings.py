@@ -49,7 +49,7 @@ def test_commands_say_the_whole_recipe_by_the_same_names(kind: type[Scenario | C
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rate", "decay"), [("sgd", 0.05, 0.0), ("adam", 0.001, 0.0), ("adamw", 0.001, 0.01)]
+    ("optimizer", "rate", "decay"), [("sgd", 0.05, 0.0), ("adam", 0.003, 0.0), ("adamw", 0.003, 0.01)]
 )
 def test_each_optimizer_has_a_learning_rate_and_a_weight_decay_of_its_own(
     optimizer: str, rate: float, decay: float

@@ -52,7 +52,7 @@ def test_the_recipe_is_searched_by_its_words() -> None:
     changed, _ = apply_values(Scenario(), {}, {"optimizer": "adam", "class_weights": "balanced", "clip_norm": 0.5})
     sgd = changed.make_method_settings(0, {}).sgd
     assert sgd.parts == {"optimizer": "adam", "class_weights": "balanced", "clip_norm": 0.5}
-    assert sgd.learning_rate == 0.001
+    assert sgd.learning_rate == 0.003
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
