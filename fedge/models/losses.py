@@ -69,7 +69,7 @@ def compute_class_weights(y: NDArray[np.int64], n_classes: int) -> NDArray[np.fl
     The mean over the samples is 1; a class without samples has weight 0.
 
     Example:
-        >>> compute_class_weights(np.array([0, 0, 0, 2]), 3).round(3).tolist()
+        >>> [round(float(weight), 3) for weight in compute_class_weights(np.array([0, 0, 0, 2]), 3)]
         [0.667, 0.0, 2.0]
     """
     counts = np.bincount(y, minlength=n_classes)

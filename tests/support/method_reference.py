@@ -23,18 +23,8 @@ from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
 SHARED = (
-    *(
-        "rounds",
-        "participation",
-        "min_reports",
-        "local_steps",
-        "local_epochs",
-        "batch_size",
-        "optimizer",
-        "learning_rate",
-    ),
-    *("schedule", "momentum", "nesterov", "weight_decay", "clip_norm", "label_smoothing", "class_weights"),
-    *("codec", "average", "hostile", "train_on", "seed"),
+    *("rounds", "participation", "min_reports", "local_steps", "local_epochs", "batch_size", "optimizer"),
+    *("learning_rate", "schedule", "codec", "average", "hostile", "train_on", "seed"),
 )
 """Settings of the commands that reach every method."""
 
@@ -63,6 +53,9 @@ AFTER = """
 `selection` is set like an option of the method. `uniform` draws devices at random. `ccmab` is FedEPC's bandit with its
 deadline, in each cluster or with all devices as one cluster. `stratified` draws about equally many devices from each
 cluster (CFIC). `fastest` takes the devices that were fastest so far. Each method lists its own, the default first.
+
+Momentum, weight decay, clipped gradients, label smoothing and class weights are the rest of the recipe by which devices
+learn ([python.md](../python.md#how-devices-learn)).
 
 `NAME+ft` is the method, then fine-tuning on each device, its length chosen on validation samples. `local`, `fedge`,
 `pm-moe` and `scmoe-pfl` refuse it, because their final models are already fitted on each device.

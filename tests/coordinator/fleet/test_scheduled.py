@@ -41,7 +41,8 @@ class Asked(Fleet):
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
     ) -> AsyncIterator[Answer]:
         self.actions |= actions
-        for answer in ():
+        nothing: tuple[Answer, ...] = ()
+        for answer in nothing:
             yield answer
 
 
