@@ -87,7 +87,7 @@ async def see_recovery(shop: Shop) -> None:
     events = await shop.events()
     drifts = find(events, "health", "its inputs are unlike")
     begins = find(events, "campaign_begun", "with drift: cam1", after=drifts)
-    staged = find(events, "introduction", "running, stage 1 of 2", after=begins)
+    staged = find(events, "introduction", "running, stage 2 of 2", after=begins)
     assert find(events, "introduction", "done, stage 2 of 2", after=staged)
     assert last_health(events) == "bundle serving"
 
