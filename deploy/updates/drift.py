@@ -52,7 +52,8 @@ LABELS: Final = 60
 MIN_LABELS: Final = 10
 """Fewest labelled answers that can contradict."""
 MIN_FITTING: Final = 30
-"""Fewest labelled answers among the last `WINDOW` ones that can clear an alarm."""
+"""Fewest labelled answers that can clear an alarm. Where inputs or shares moved, they are among the last `WINDOW`
+answers; where labels contradicted, they may come as slowly as labels do."""
 FALSE_ALARM: Final = 1e-3
 """Highest probability that labelled answers contradict a bundle that is as good as it promises."""
 PROMISE_MARGIN: Final = 0.05
@@ -319,17 +320,23 @@ class Drift:
 
     def _fits_labels(self) -> bool:
         """Return whether enough recent answers were labelled and are as good as promised."""
-        recent = [one for one in self._labelled if one.at > self._seen - WINDOW]
-        if len(recent) < MIN_FITTING:
+        return self._fits([one for one in self._labelled if one.at > self._seen - WINDOW])
+
+    def _fits(self, labelled: list[_Labelled]) -> bool:
+        """Return whether these labelled answers are enough, and as good as promised."""
+        if len(labelled) < MIN_FITTING:
             return False
-        return float(np.mean([one.right for one in recent])) >= self._compute_promise(recent)
+        return float(np.mean([one.right for one in labelled])) >= self._compute_promise(labelled)
 
     def _release_alarm(self) -> None:
         """Drop the alarm of the bundle before once this one's answers fit."""
         if self._held is None or self._find_kind() is not None:
             return
-        whole = self._seen >= WINDOW and self._reference is not None and self._held.kind is not DriftKind.LABELS
-        if whole or self._fits_labels():
+        if self._held.kind is DriftKind.LABELS:
+            fits = self._fits(list(self._labelled))  # all are of this bundle
+        else:
+            fits = self._fits_labels() or (self._seen >= WINDOW and self._reference is not None)
+        if fits:
             self._held = None
 
 

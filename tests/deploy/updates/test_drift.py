@@ -258,6 +258,21 @@ def test_what_labels_contradicted_only_labels_can_clear():
     assert drift.kind is None
 
 
+def test_labels_that_come_rarely_clear_what_labels_contradicted():
+    """One answer in fifty is labelled; what inputs showed such labels do not clear."""
+    rng = np.random.default_rng(11)
+    kinds = []
+    for held in (DriftKind.LABELS, DriftKind.INPUTS):
+        drift = watch(rng, held=held)
+        drift.home = None
+        drift._own = None  # nothing is known of energies
+        for _ in range(MIN_FITTING):
+            drift.observe(*outputs(rng, 50))
+            tell(drift, 1, 1.0)
+        kinds.append(drift.kind)
+    assert kinds == [None, DriftKind.INPUTS]
+
+
 def test_a_few_labels_that_fit_clear_an_alarm_before_a_window_of_answers():
     rng = np.random.default_rng(10)
     drift = watch(rng, held=DriftKind.INPUTS)
