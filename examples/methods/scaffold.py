@@ -66,10 +66,8 @@ class Scaffold(Method[ScaffoldState]):
 
     name, steps, State = "scaffold", (TrainScaffold,), ScaffoldState
     HEEDS = frozenset({"participation", "min_reports", "average"})
-    REFUSED: ClassVar = {
-        "dp": "control variates are sent without noise",
-        **dict.fromkeys(("optimizer", "nesterov", "clip_norm"), "control variates are those of plain SGD"),
-    }
+    PLAIN: ClassVar = dict.fromkeys(("optimizer", "nesterov", "clip_norm"), "control variates are those of plain SGD")
+    REFUSED: ClassVar = {"dp": "control variates are sent without noise", **PLAIN}
 
     async def round(self, state, fleet):
         """Move x, and c even if x stays: devices whose reports were accepted have moved their c_i."""

@@ -97,6 +97,7 @@ SCRIPTS = {
         ("--devices", "30", "--rounds", "2", "--processes", "1", "--deadline-s", "20", "--storm"),
         ("devices", "reports/s", "coordinator MB", "back s", "lost"),
     ),
+    "recipes.py": Script(("--turns", "1"), ("Nesterov", "Adam", "digits MLP (2,410 weights), alone")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
     ),
