@@ -208,8 +208,9 @@ Steps = Mapping[str, type[Action]]
 
 
 def list_versions(known: Steps) -> dict[str, int]:
-    """Return what a device with these steps announces: the version of each, and that of the recipe under `RECIPE`."""
-    return {name: kind.VERSION for name, kind in known.items()} | {RECIPE: RECIPE_VERSION}
+    """Return what a device with these steps announces: the version of each and, if any trains, that of the recipe."""
+    trains = any(kind.TRAINS for kind in known.values())
+    return {name: kind.VERSION for name, kind in known.items()} | ({RECIPE: RECIPE_VERSION} if trains else {})
 
 
 @cache
