@@ -131,8 +131,8 @@ LearningRate = Annotated[
 Schedule = Annotated[
     Literal["constant", "cosine", "steps"],
     Heading.TRAINING,
-    "Over the rounds the learning rate stays, falls along half a cosine, or falls to a tenth after half of them and to "
-    "a hundredth after three quarters.",
+    "Over the rounds the learning rate stays, or falls along half a cosine, or in steps. Steps are a tenth after half "
+    "of the rounds, and a hundredth after three quarters.",
 ]
 
 

@@ -19,8 +19,8 @@ from coordinator.watch.state import read_summary
 from coordinator.watch.words import describe_campaign, format_duration
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED
-from fedge.system.help import Command, CommandGroup
-from fedge.system.text import escape_controls
+from fedge.system.help import Command, CommandGroup, option
+from fedge.system.text import Heading, escape_controls
 
 
 @click.group(cls=CommandGroup)
@@ -40,8 +40,13 @@ def campaign() -> None:
 @campaign.command(cls=Command)
 @HOME
 @STORE
-@click.option(
-    "--add-class", "classes", multiple=True, metavar="NAME", help="This class joins with the campaign; may be repeated."
+@option(
+    "--add-class",
+    "classes",
+    heading=Heading.CAMPAIGNS,
+    multiple=True,
+    metavar="NAME",
+    help="A class of this name joins with the campaign; give the option again for another.",
 )
 @JSON
 def run(home: Path, store: str | None, classes: tuple[str, ...], as_json: bool) -> int:
