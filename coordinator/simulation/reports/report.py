@@ -277,7 +277,7 @@ def make_federation_report(summary: dict[str, Any]) -> Report:
         for device in ids
     ] or [dict.fromkeys(("device", "presence"), "")]
     plot = plots.draw_validation({summary["method"]: curve})
-    shown_first = summarise_accuracy(summary["fleet"].values(), find_trained(summary["history"]))
+    shown_first = summarise_accuracy(summary.get("fleet", {}).values(), find_trained(summary["history"]))
     figures = [
         (f"{summary['round']} of {summary['rounds']}", "rounds"),
         *([(f"{100 * each.share:.1f} %", f"accuracy {each.of}") for each in shown_first] or [(NOTHING, "accuracy")]),
