@@ -174,7 +174,7 @@ def test_by_keyboard_alone_somebody_logs_in_and_pauses_the_run(browser: Any, url
 def test_a_run_that_is_done_can_be_neither_paused_nor_clustered_anew(browser: Any, url: str, store: Store) -> None:
     log_in(browser, url)
     summary = json.loads((store.home / "summary.json").read_text())
-    (store.home / "summary.json").write_text(json.dumps(summary | {"done": True, "installed": []}))
+    (store.home / "summary.json").write_text(json.dumps(summary | {"done": True, "installed": {}}))
 
     def without_actions(_: Any) -> bool:
         browser.refresh()
