@@ -259,10 +259,15 @@ def record_participants(campaigns: Campaigns, facts: Iterable[DeviceFacts]) -> C
 def record_rest(campaigns: Campaigns, facts: Collection[DeviceFacts]) -> Campaigns:
     """Return the record after a look at the devices at rest: alarms that went out, and a better accuracy at work."""
     clear = {d.id for d in facts if d.online and not d.drift and d.id in campaigns.seen and campaigns.seen[d.id].drift}
-    at_work = compute_at_work(d for d in facts if d.online)
     if clear:
         seen = {i: replace(seen, drift=seen.drift and i not in clear) for i, seen in campaigns.seen.items()}
         campaigns = replace(campaigns, seen=seen)
+    return record_best(campaigns, facts)
+
+
+def record_best(campaigns: Campaigns, facts: Iterable[DeviceFacts]) -> Campaigns:
+    """Return the record with the accuracy at work of now if it is the best since the last campaign."""
+    at_work = compute_at_work(d for d in facts if d.online)
     if at_work is not None and (campaigns.best_at_work is None or at_work > campaigns.best_at_work):
         campaigns = replace(campaigns, best_at_work=at_work)
     return campaigns

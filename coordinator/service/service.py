@@ -47,6 +47,7 @@ from coordinator.service.campaigns import (
     describe_campaigns,
     end_campaign,
     parse_conditions,
+    record_best,
     record_participants,
     record_rest,
 )
@@ -323,7 +324,10 @@ class Service:
             except ConfigError as error:
                 clear_campaign(self._store)
                 self._record_event("campaign_refused", {"reason": str(error)})
-        if self._conditions == Conditions() or time.monotonic() < self._settled_at:
+        if self._conditions == Conditions():
+            return ""
+        if time.monotonic() < self._settled_at:
+            await self._write_campaigns(record_best(self._campaigns, self._fleet.registry.list_facts()))
             return ""
         if explain_spent(self._settings, self._campaigns.now.number):
             return ""

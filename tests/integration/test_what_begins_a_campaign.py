@@ -4,6 +4,7 @@ appended to a file, and inputs that drift; and people read why.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from coordinator.page.campaign_cli import campaign
+from coordinator.service.between import LOOK_S
 from fedge.commands.broker import LocalBroker
 from fedge.tasks import load_pool
 from tests.deploy.serve_process import process
@@ -131,6 +133,7 @@ async def fleet(mosquitto: LocalBroker, tmp_path: Path) -> AsyncIterator[Fleet]:
 async def test_wrong_answers_new_rows_and_drift_each_begin_a_campaign_that_says_why(fleet: Fleet) -> None:
     await fleet.tell("cam0", RIGHT, off_by=0)
     await until(lambda: (fleet.read()["fleet"]["cam0"]["at_work"] or {}).get("recent") == 1.0, every_s=0.1)
+    await asyncio.sleep(4 * LOOK_S)  # the coordinator has looked at it
     await fleet.tell("cam0", WRONG, off_by=1)
     await until(lambda: fleet.has_begun(2), every_s=0.1)
     assert "accuracy at work fell from 1.000 to 0." in fleet.status()
