@@ -40,7 +40,7 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: about 10 minutes on two cores
 	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
-test-all: $(BIN)/fedge  ## all tests but the figures, the slowest first: about 35 minutes on two cores
+test-all: $(BIN)/fedge  ## all tests but the figures, the slowest first: about 50 minutes on two cores
 	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not figures"
 
 figures: $(BIN)/fedge  ## every benchmark script on small inputs, and a cell of each results page made again: ten minutes

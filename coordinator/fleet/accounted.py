@@ -6,12 +6,12 @@ such data is refused before the run (`Method.REFUSED`), and here as a second che
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from coordinator.aggregation.protection import explain_no_noise
-from coordinator.fleet.fleet import AcceptedUpdate, Answer, Fleet
+from coordinator.fleet.fleet import Fleet
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action, find_unaccounted
 from fedge.steps.mixture.install import Served
@@ -44,15 +44,6 @@ class AccountedFleet(Fleet):
         super().__init__(fleet)
         self._privacy = privacy
 
-    def _add_noise(self, actions: Mapping[str, Action]) -> dict[str, Action]:
+    def change_actions(self, actions: Mapping[str, Action]) -> Mapping[str, Action]:
+        """Return the actions with noise."""
         return {i: add_noise(action, self._privacy) for i, action in actions.items()}
-
-    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Run the actions on the wrapped fleet, with noise."""
-        return await self._fleet.run(label, self._add_noise(actions))
-
-    def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
-    ) -> AsyncIterator[Answer]:
-        """Stream the answers of the wrapped fleet to the actions, with noise."""
-        return self._fleet.stream(label, self._add_noise(actions), seen)

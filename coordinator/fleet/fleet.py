@@ -170,7 +170,7 @@ def require_sendable(actions: Iterable[Action]) -> None:
 class Fleet:
     """The devices of a federation, as a method sees them in one round. `task`: the task that they learn.
 
-    This base class passes all requests to another fleet; subclasses change some methods, or all.
+    This base class passes all requests to another fleet; subclasses change the actions, some methods, or all.
     """
 
     task: TaskSpec
@@ -201,6 +201,10 @@ class Fleet:
         """Return the devices that cannot train, by ascending id, from the snapshot; they do steps without torch."""
         return self._fleet.get_inference_devices()
 
+    def change_actions(self, actions: Mapping[str, Action]) -> Mapping[str, Action]:
+        """Return the actions as the other fleet gets them."""
+        return actions
+
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; return one answer per action, by ascending device id.
 
@@ -209,7 +213,7 @@ class Fleet:
         answered, or at the round's deadline. When called again after a crash with the same label and actions, answered
         work is not repeated.
         """
-        return await self._fleet.run(label, actions)
+        return await self._fleet.run(label, self.change_actions(actions))
 
     def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[AcceptedUpdate] = ()
@@ -226,7 +230,7 @@ class Fleet:
         The order of answers is recorded before each is yielded. After a crash, the same calls first replay the answers
         yielded in this round, then continue.
         """
-        return self._fleet.stream(label, actions, seen)
+        return self._fleet.stream(label, self.change_actions(actions), seen)
 
     def get_busy_devices(self) -> frozenset[str]:
         """Return the devices with a streamed order whose answer is not yielded yet; the same after a crash."""
