@@ -19,6 +19,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -177,10 +178,14 @@ def _stop_it(url: str, token: str, release: Callable[[], int]) -> None:
         wait = WebDriverWait(browser, WAIT_S, ignored_exceptions=(Exception,))
 
         def press(selector: str) -> None:
-            wait.until(lambda b: b.find_element("css selector", selector).click() or True)
+            wait.until(lambda b: b.find_element("css selector", selector).click() or True, selector)
 
         def see(text: str) -> None:
-            wait.until(lambda b: text in b.find_element("id", "main").text, text)
+            try:
+                wait.until(lambda b: text in b.find_element("id", "main").text)
+            except TimeoutException:
+                page = browser.find_element("css selector", "body").text
+                raise AssertionError(f"the page never says {text!r}; it says:\n{page}") from None
 
         browser.get(f"{url.rstrip('/')}/#rollouts")
         press('[data-key="login"]')

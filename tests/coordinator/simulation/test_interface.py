@@ -214,7 +214,7 @@ def test_ctrl_c_ends_a_script_and_leaves_nothing(code: str, tmp_path: Path) -> N
         ({"model": 3}, "a network is a name"),
         ({"method": 3}, "method: Expected `str`, got `int`"),
         ({"method": dict}, "is no method: it must be a subclass of coordinator.methods.method.Method"),
-        ({"optimiser": "adam"}, "unknown key optimiser in the arguments (did you mean optimizer?)"),
+        ({"optimiser": "adam"}, "unknown key optimiser in the arguments: it is called optimizer: sgd, adam or adamw"),
         ({"loss": "mse"}, "unknown key loss in the arguments: devices learn by cross-entropy, with label_smoothing"),
         ({"lr": 0.1}, "unknown key lr in the arguments: it is called learning_rate"),
         ({"qwertz": 1}, "unknown key qwertz in the arguments"),
