@@ -185,7 +185,8 @@ def _stop_it(url: str, token: str, release: Callable[[], int]) -> None:
                 wait.until(lambda b: text in b.find_element("id", "main").text)
             except TimeoutException:
                 page = browser.find_element("css selector", "body").text
-                raise AssertionError(f"the page never says {text!r}; it says:\n{page}") from None
+                console = [each["message"] for each in browser.get_log("browser")]
+                raise AssertionError(f"the page never says {text!r}; it says:\n{page}\n{console}") from None
 
         browser.get(f"{url.rstrip('/')}/#rollouts")
         press('[data-key="login"]')

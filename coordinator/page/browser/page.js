@@ -206,22 +206,29 @@ async function refresh() {
     return;
   }
   isBusy = true;
-  do {
-    isAgain = false;
-    try {
-      await readState();
-      await readDetail();
-      lost = "";
-    } catch (error) {
-      if (error.status === 401) await shutOut();
-      else
-        lost = error.status
-          ? `The page cannot read the fleet: ${error.message}.`
-          : "The page's server does not answer; trying again.";
-    }
-    draw();
-  } while (isAgain);
-  isBusy = false;
+  try {
+    do {
+      isAgain = false;
+      await read();
+      draw();
+    } while (isAgain);
+  } finally {
+    isBusy = false; // whatever went wrong, the next news is read
+  }
+}
+
+async function read() {
+  try {
+    await readState();
+    await readDetail();
+    lost = "";
+  } catch (error) {
+    if (error.status === 401) await shutOut();
+    else
+      lost = error.status
+        ? `The page cannot read the fleet: ${error.message}.`
+        : "The page's server does not answer; trying again.";
+  }
 }
 
 async function shutOut() {
