@@ -27,6 +27,8 @@ FILE: Final = "egress.db"
 MAX_LINES: Final = 20_000
 """Most lines, some 4 MB. With 16 lines per round they cover the last 1,000 rounds and more."""
 FOLDED: Final = 1_000
+LOG_PAGES: Final = 64
+"""Pages of 4 kB after which the write-ahead log is written back, since the ledger itself is seldom larger."""
 WAIT_S: Final = 5.0
 """Longest wait for another process that writes, which usually takes a millisecond."""
 
@@ -148,6 +150,7 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         db.execute(SCHEMA)
     except BaseException:
         db.close()

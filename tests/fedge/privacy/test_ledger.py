@@ -96,3 +96,13 @@ def test_what_cannot_be_noted_is_said(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with pytest.raises(StoreError, match="nothing leaves that is not noted"):
         Ledger(tmp_path)
+
+
+def test_what_is_counted_again_and_again_takes_little_disk(tmp_path: Path) -> None:
+    book = Ledger(tmp_path)
+    for _ in range(1000):
+        book.record("context", "", ["load"], 3)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 500_000
+    book.close()
+    (line,) = read_lines(tmp_path)
+    assert line.n == 1000
