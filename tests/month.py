@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
@@ -51,7 +51,20 @@ AFTERWARDS: Final = 30
 RECOVERED: Final = 0.03
 """Largest loss of accuracy of a turned camera after its next campaign."""
 FLAT: Final = 1.2
-"""Most that memory and disk may grow by after the second campaign, apart from samples."""
+"""Most that memory and a camera's disk may grow by, apart from samples, from the fourth campaign on: then a camera has as
+many bundles as it keeps."""
+EVENTS_MB: Final = 0.2
+"""Most by which the coordinator's disk may grow in a campaign: its events, of which it keeps 200,000, and a line for each
+round."""
+
+
+class Measured(NamedTuple):
+    """What is in use at the end of a campaign."""
+
+    campaign: int
+    memory_mb: float
+    cameras_mb: float
+    shop_mb: float
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -131,10 +144,15 @@ class Month(Cameras):
         """Resident memory of all programs, apart from children, which come and go with their work."""
         return sum(psutil.Process(process.pid).memory_info().rss for process in self.running.values()) / 1e6
 
-    def measure_disk_mb(self) -> float:
-        """Disk of all homes, apart from samples and from write-ahead logs, which SQLite bounds at 4 MB each."""
-        files = (path for home in (self.shop, *(self.folder / name for name in CAMERAS)) for path in home.rglob("*"))
+    def measure_disk_mb(self, *homes: Path) -> float:
+        """Disk of homes, apart from samples and from write-ahead logs, which SQLite bounds at 4 MB each."""
+        files = (path for home in homes for path in home.rglob("*"))
         return sum(measure_file(path) for path in files if path.is_file() and "samples" not in path.parts) / 1e6
+
+    def measure(self) -> Measured:
+        """Memory, and disk of the cameras' homes and of the coordinator's."""
+        cameras = self.measure_disk_mb(*(self.folder / name for name in CAMERAS))
+        return Measured(self.campaign()["number"], self.measure_memory_mb(), cameras, self.measure_disk_mb(self.shop))
 
     def read_state(self) -> FedgeState:
         """The method's state after the last round."""
@@ -150,7 +168,7 @@ class Month(Cameras):
 async def live(month: Month, plan: Plan, *, disturbed: bool) -> State:
     """Live through the month, day by day; the method's state on the day on which it is compared."""
     await begin(month)
-    early, before, state = (0.0, 0.0), 0.0, month.read_state()
+    early, before, state = month.measure(), 0.0, month.read_state()
     for day in range(1, plan.days + 1):
         kill = plan.kills.get(day, "") if disturbed else ""
         if day == plan.sleeps:
@@ -163,8 +181,8 @@ async def live(month: Month, plan: Plan, *, disturbed: bool) -> State:
         await month.set_day(day)
         if day % EVERY_DAYS == 0:
             await see_campaign(month, kill)
-        if day == EVERY_DAYS:
-            early = month.measure_memory_mb(), month.measure_disk_mb()
+        if day == 3 * EVERY_DAYS:
+            early = month.measure()
         if day == plan.compared:
             see_samples(month)
             state = month.read_state()
@@ -311,10 +329,12 @@ def see_samples(month: Month) -> None:
     say(f"all samples are there once: {[camera.told.total() for camera in month.cameras.values()]}")
 
 
-def see_flat(month: Month, early: tuple[float, float]) -> None:
-    late = month.measure_memory_mb(), month.measure_disk_mb()
-    say(f"memory {early[0]:.0f} -> {late[0]:.0f} MB, disk {early[1]:.1f} -> {late[1]:.1f} MB")
-    assert all(now <= FLAT * then for then, now in zip(early, late, strict=True)), (early, late)
+def see_flat(month: Month, early: Measured) -> None:
+    late = month.measure()
+    say(f"{early} -> {late}")
+    assert late.memory_mb <= FLAT * early.memory_mb
+    assert late.cameras_mb <= FLAT * early.cameras_mb
+    assert late.shop_mb - early.shop_mb <= EVENTS_MB * (late.campaign - early.campaign)
 
 
 async def release(month: Month) -> None:
