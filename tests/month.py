@@ -51,11 +51,9 @@ AFTERWARDS: Final = 30
 RECOVERED: Final = 0.03
 """Largest loss of accuracy of a turned camera after its next campaign."""
 FLAT: Final = 1.2
-"""Most that memory and a camera's disk may grow by, apart from samples, from the fourth campaign on: then a camera has as
-many bundles as it keeps."""
+"""Most that memory and a camera's disk may grow by after the fourth campaign, when it has all bundles that it keeps."""
 EVENTS_MB: Final = 0.2
-"""Most by which the coordinator's disk may grow in a campaign: its events, of which it keeps 200,000, and a line for each
-round."""
+"""Most that the coordinator's disk may grow by in a campaign: events, of which it keeps 200,000, and a row a round."""
 
 
 class Measured(NamedTuple):
