@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.formula import ENERGY_CLIP, count_gate_features
+from fedge.problems.calibration import PLAIN, Calibration
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
 
@@ -20,17 +21,17 @@ GATE_HIDDEN: Final = 16
 class Candidate:
     """One model of the mixture and its calibration.
 
-    `temperature` is T_k > 0 and `kappa` is κ_k >= 0 in q_k = log-softmax(l_k / T_k + κ_k π_i). `energy_mean` μ_k and
-    `energy_std` σ_k are the mean and deviation of logsumexp_c l_k over the validation samples; 0 and 1 leave the energy
-    raw. `weight` is ω_k in [0, 1]. A candidate of weight 0 has a share only if no other candidate is usable; the guard
+    `calibration` has T_k and κ_k, and `offset` is what they are for: π_i in q_k = log-softmax(l_k / T_k + κ_k π_i).
+    `energy_mean` μ_k and `energy_std` σ_k are the mean and deviation of the energy over the validation samples; 0 and 1
+    leave it raw. `weight` is ω_k in [0, 1]. A candidate of weight 0 has a share only if no other candidate is usable; the guard
     may still use it.
     """
 
     role: Role
     name: str
     model: Model
-    temperature: float = 1.0
-    kappa: float = 0.0
+    offset: NDArray[np.floating]
+    calibration: Calibration = PLAIN
     energy_mean: float = 0.0
     energy_std: float = 1.0
     weight: float = 1.0
@@ -62,11 +63,10 @@ class GateWeights:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The guard: the output is ½ mixture + ½ softmax(l/T + κπ), with l of the candidate at this index (fedge.md 11)."""
+    """The guard: ½ of the output is that of the candidate at this index, with this calibration (fedge.md 11)."""
 
     candidate: int
-    temperature: float = 1.0
-    kappa: float = 0.0
+    calibration: Calibration = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class Mixture:
 
     Attributes:
         candidates: M >= 1 models of one architecture, in the order of `Role`.
-        log_prior: π_i, the log class shares of the device, (C,).
         beta: factor of the energy.
         gate: the residual gate.
         guard: the candidate that gets half of the output, or None.
@@ -85,7 +84,6 @@ class Mixture:
     """
 
     candidates: tuple[Candidate, ...]
-    log_prior: NDArray[np.floating]
     beta: float
     gate: GateWeights
     guard: Guard | None = None
@@ -96,3 +94,14 @@ class Mixture:
     def experts(self) -> tuple[int, ...]:
         """Indices of the candidates that the top rule chooses from."""
         return tuple(k for k, c in enumerate(self.candidates) if c.role.is_shared)
+
+    @property
+    def calibrations(self) -> tuple[Calibration, ...]:
+        """The calibration of each candidate, then of the guard, M + 1."""
+        return (*(c.calibration for c in self.candidates), self.guard.calibration if self.guard else PLAIN)
+
+    @property
+    def offsets(self) -> tuple[NDArray[np.float64], ...]:
+        """The offset of each candidate, then of the guard, M + 1."""
+        found = [np.asarray(c.offset, np.float64) for c in self.candidates]
+        return (*found, found[self.guard.candidate if self.guard else 0])

@@ -25,7 +25,7 @@ from deploy.inference.engines import (
 )
 from deploy.inference.runtime import Prediction, Runtime, load_runtime
 from fedge.data import images, npz, tables
-from fedge.data.labels import require_class_numbers
+from fedge.problems.labels import require_class_numbers
 from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected, raise_as

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from fedge.problems.classification import Classification
+from fedge.problems.multi_label import MultiLabel
+from fedge.problems.names import PRINTABLE, Word
+from fedge.problems.own import Own
+from fedge.problems.problem import Problem
+from fedge.problems.reconstruction import Reconstruction
+from fedge.problems.regression import Regression
+from fedge.problems.segmentation import Segmentation
 from fedge.system.moved import alias_members
 
 INPUT: Final = "x"
@@ -16,15 +24,8 @@ LOGITS: Final = "logits"
 """Name of the output of branch.onnx."""
 
 
-PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
-"""Pattern of text without control characters, which could be commands to a terminal."""
-
-
 TRAIN, VALIDATION, TEST = range(3)
 """Values of `split`, which say to which part of the data a sample belongs."""
-
-Word = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=200)]
-
 
 class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A column that becomes network inputs: a number, (value - mean) / std, or one-hot `categories`.
@@ -82,18 +83,30 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
 
 
+Asked = MultiLabel | Regression | Segmentation | Reconstruction | Own
+"""Problems that a task names; single-label classification is told by its classes."""
+
+
 @alias_members(fingerprint="compute_fingerprint")
 class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A task: classes, input and network. Coordinator and agents must have tasks of equal fingerprints."""
+    """A task: problem, input and network. Coordinator and agents must have tasks of equal fingerprints.
+
+    `classes` are those of single-label classification; another problem is `asked`, and then there are no classes here.
+    """
 
     name: Annotated[str, Meta(pattern=PRINTABLE)]
-    classes: Annotated[tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...], Meta(min_length=2)]
+    classes: tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...] = ()
     input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
     model: str  # "mlp", "cnn", or the user's own "package.module:factory"
     model_options: dict[str, int | float | str | bool] = {}
     preprocessing: Preprocessing = Preprocessing()
+    asked: Asked | UnsetType = field(default=UNSET, name="problem")  # omitted for single-label classification
 
     def __post_init__(self) -> None:
+        if isinstance(self.asked, UnsetType) and len(self.classes) < 2:
+            raise ValueError("a task has at least two classes, or another problem")
+        if not isinstance(self.asked, UnsetType) and self.classes:
+            raise ValueError(f"the classes of {self.asked.NAME} are part of the problem")
         table = self.preprocessing.table
         if table and self.input_shape != (table.width,):
             raise ValueError(f"the table makes {table.width} numbers, but the network takes {self.input_shape}")
@@ -103,6 +116,11 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 raise ValueError(f"{name} holds {len(own)} numbers, but the network takes {self.input_shape}")
 
     @property
+    def problem(self) -> Problem:
+        """What is asked: single-label classification unless the task says another problem."""
+        return Classification(classes=self.classes) if isinstance(self.asked, UnsetType) else self.asked
+
+    @property
     def n_classes(self) -> int:
         """C, the number of classes, at least 2."""
         return len(self.classes)
@@ -110,7 +128,8 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def code(self) -> tuple[str, ...]:
         """The code that the task calls, as package.module:name: its class and its network."""
-        return tuple(dict.fromkeys(path for path in (self.name, self.model) if ":" in path))
+        own = (self.asked.code,) if isinstance(self.asked, Own) else ()
+        return tuple(dict.fromkeys(path for path in (self.name, self.model, *own) if ":" in path))
 
     def compute_fingerprint(self) -> str:
         """Return a hash of the whole task in 16 hexadecimal digits."""

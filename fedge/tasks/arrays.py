@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.labels import NUMBERING, require_class_numbers, require_whole_numbers
+from fedge.problems.labels import NUMBERING, require_class_numbers, require_whole_numbers
 from fedge.data.npz import load_arrays
 from fedge.data.scaling import explain_unfit
 from fedge.data.task import TEST

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.labels import require_class_numbers, require_whole_numbers
+from fedge.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.data.scaling import are_inputs, explain_unfit
 from fedge.data.task import TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError

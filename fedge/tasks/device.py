@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, preprocessing, tables
-from fedge.data.labels import require_class_numbers
+from fedge.problems.labels import require_class_numbers
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.system.files import require_there

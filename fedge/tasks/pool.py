@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, tables
-from fedge.data.labels import require_class_numbers
+from fedge.problems.labels import require_class_numbers
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, raise_as

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedge.data.labels import require_class_numbers, require_whole_numbers
+from fedge.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.errors import ConfigError
 
 

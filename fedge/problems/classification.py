@@ -1,0 +1,96 @@
+"""Single-label classification: one class for each sample (docs/methods/fedge.md).
+
+    q = log-softmax(o / T + kappa pi);  l = q[y];  b = pi;  E = logsumexp(o);  p = sum_k alpha_k exp q_k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.problems.calibration import Calibration
+from fedge.problems.labels import require_class_numbers
+from fedge.problems.maths import Array, Floats, log_softmax, logsumexp
+from fedge.problems.problem import Answers, Problem
+from fedge.problems.scores import compute_accuracy, compute_macro_f1
+
+
+class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
+    """One of C classes; outputs are logits (C,), targets class numbers."""
+
+    NAME: ClassVar = "classification"
+    SCORE: ClassVar = "accuracy"
+    OUTPUTS: ClassVar = ("probabilities",)
+
+    classes: tuple[str, ...]
+
+    def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (C,)."""
+        return (len(self.classes),)
+
+    def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (), since a target is one number."""
+        return ()
+
+    def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
+        """Return class numbers, (n,) int64; raise ConfigError for others."""
+        return require_class_numbers(y, n, len(self.classes), what)
+
+    def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the classes."""
+        return y
+
+    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+        """Return pi, the log class shares (C,), with half a sample added for each class (fedge.md, 8)."""
+        smoothed = np.bincount(targets, minlength=len(self.classes)) + 0.5
+        return np.asarray(np.log(smoothed / smoothed.sum()))
+
+    def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
+        """Return log-probabilities q, (n, C)."""
+        with np.errstate(invalid="ignore"):
+            return Answers(log_softmax(np.asarray(outputs, np.float64) / how.temperature + how.kappa * offset))
+
+    def compute_log_likelihood(self, answers: Answers, targets: NDArray[Any]) -> Array:
+        """Return q[y]."""
+        return np.asarray(answers.values[np.arange(len(targets)), targets], np.float64)
+
+    def compute_unknown(self, targets: NDArray[Any]) -> Array:
+        """Return -log C, that of equal shares."""
+        return np.full(len(targets), -math.log(len(self.classes)))
+
+    def compute_energies(self, outputs: Floats, answers: Answers) -> Floats:
+        """Return logsumexp(o)."""
+        with np.errstate(invalid="ignore"):
+            return logsumexp(np.asarray(outputs, np.float64))
+
+    def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
+        """Return probabilities (n, C); equal shares where nothing is usable."""
+        return (mix_probabilities([np.exp(each.values) for each in components], weights),)
+
+    def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
+        """Return the accuracy, 0 to 1; None without samples."""
+        return compute_accuracy(mixed[0].argmax(axis=1), targets)
+
+    def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the macro F1."""
+        found = mixed[0].argmax(axis=1)[:, np.newaxis] == np.arange(len(self.classes))
+        f1 = compute_macro_f1(found, targets[:, np.newaxis] == np.arange(len(self.classes)))
+        return {} if f1 is None else {"macro_f1": f1}
+
+
+def mix_probabilities(components: Sequence[Floats], weights: Floats, unknown: float | None = None) -> Floats:
+    """Return sum_k w_k p_k, (n, C, ...), from probabilities p_k of that shape and weights (n, K).
+
+    Where all weights are 0 every probability is `unknown`, by default 1 / C.
+    """
+    shape = (len(weights),) + (1,) * (components[0].ndim - 1)
+    total = np.zeros_like(components[0])
+    for k, each in enumerate(components):
+        share = weights[:, k].reshape(shape)
+        total = total + np.where(share > 0, share * each, 0.0).astype(total.dtype)
+    nothing = weights.sum(axis=1).reshape(shape) <= 0
+    return np.where(nothing, total.dtype.type(1 / total.shape[1] if unknown is None else unknown), total)

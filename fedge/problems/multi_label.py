@@ -1,0 +1,93 @@
+"""Several labels at once: each of C labels is there or not (docs/methods/problems.md section 2).
+
+    z_c = o_c / T + kappa pi_c;   l = sum_c ln sigma((2 y_c - 1) z_c);   p_c = sum_k alpha_k sigma(z_kc)
+    pi_c = ln((n_c + 1/2) / (n - n_c + 1/2));   E = sum_c softplus(o_c)   (Wang et al., NeurIPS 2021)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.problems.calibration import Calibration
+from fedge.problems.classification import mix_probabilities
+from fedge.problems.maths import Array, Floats, sigmoid, softplus
+from fedge.problems.names import Word
+from fedge.problems.problem import Answers, Problem
+from fedge.problems.scores import compute_macro_f1, compute_mean_average_precision
+
+
+class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
+    """C labels, each 0 or 1; outputs are logits (C,)."""
+
+    NAME: ClassVar = "several labels"
+    SCORE: ClassVar = "macro_f1"
+    OUTPUTS: ClassVar = ("probabilities",)
+
+    labels: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=10_000)]
+
+    def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (C,)."""
+        return (len(self.labels),)
+
+    def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (C,)."""
+        return (len(self.labels),)
+
+    def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
+        """Return zeros and ones, (n, C) int64; raise ConfigError for other numbers."""
+        wanted = f"0 or 1 for each of {len(self.labels)} labels"
+        if y.shape != (n, len(self.labels)) or y.dtype.kind not in "buif":
+            raise ConfigError(f"{what} must be {wanted} ({n}, {len(self.labels)}), not {y.dtype}{y.shape}")
+        if not ((y == 0) | (y == 1)).all():
+            raise ConfigError(f"{what} must be {wanted}; found {y.min()}..{y.max()}")
+        return y.astype(np.int64)
+
+    def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
+        """Return each sample's rarest label among these samples, or C if it has none."""
+        if not len(y):
+            return np.zeros(0, np.int64)
+        counts = np.where(y > 0, y.sum(axis=0), np.iinfo(np.int64).max)
+        return np.where(y.any(axis=1), counts.argmin(axis=1), len(self.labels)).astype(np.int64)
+
+    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+        """Return the log odds pi of each label, (C,), with half a sample added on either side."""
+        there, n = targets.sum(axis=0), len(targets)
+        return np.asarray(np.log((there + 0.5) / (n - there + 0.5)))
+
+    def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
+        """Return logits z, (n, C)."""
+        return Answers(np.asarray(outputs, np.float64) / how.temperature + how.kappa * offset)
+
+    def compute_log_likelihood(self, answers: Answers, targets: NDArray[Any]) -> Array:
+        """Return the sum over labels of ln sigma(z) where the label is there, and ln sigma(-z) elsewhere."""
+        return np.asarray(-softplus(np.where(targets > 0, -answers.values, answers.values)).sum(axis=1))
+
+    def compute_unknown(self, targets: NDArray[Any]) -> Array:
+        """Return that of even odds, -C log 2."""
+        return np.full(len(targets), -len(self.labels) * math.log(2))
+
+    def compute_energies(self, outputs: Floats, answers: Answers) -> Floats:
+        """Return the joint energy, the sum of softplus(o)."""
+        return np.asarray(softplus(np.asarray(outputs, np.float64)).sum(axis=1))
+
+    def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
+        """Return the probability of each label, (n, C); 1/2 where nothing is usable."""
+        return (mix_probabilities([sigmoid(each.values) for each in components], weights, 0.5),)
+
+    def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
+        """Return the macro F1 with labels of at least 1/2, over labels that some sample has."""
+        return compute_macro_f1(mixed[0] >= 0.5, targets > 0)
+
+    def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return mean average precision, and the share of samples with all labels right."""
+        precision = compute_mean_average_precision(mixed[0], targets > 0)
+        known = {} if precision is None else {"mean_average_precision": precision}
+        exact = ((mixed[0] >= 0.5) == (targets > 0)).all(axis=1)
+        return known | ({"exact_match": float(exact.mean())} if len(exact) else {})

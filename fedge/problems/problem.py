@@ -1,0 +1,211 @@
+"""The terms of a problem, over which rounds, candidates, weights, gate, guard and bundles are written once.
+
+A problem is plain data (it is a part of the task), and its methods are pure functions on arrays. Symbols are those of
+docs/methods/problems.md: candidate k of M gives outputs o_k(x); y is the target; T_k, kappa_k and s_k are a candidate's
+calibration; b is the device's offset; n samples. `fedge.models.problems` has the losses in torch, and
+`export.problems` the same formulas as graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.problems.calibration import Calibration, make_grid
+from fedge.problems.maths import Array, Floats, logsumexp
+
+SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
+"""Strengths of the offset to choose from, for models of all devices and for those that learned on the device alone,
+which have a part of the offset in them (fedge.md section 7)."""
+EM_STEPS = 60
+
+
+class Answers(NamedTuple):
+    """What one candidate says about n samples once it is calibrated.
+
+    `values` (n, ...) are log-probabilities, logits, or means, as the problem says. `deviations` are the standard
+    deviations of means, in a shape that fits `values`; None where values are no means.
+    """
+
+    values: Floats
+    deviations: Floats | None = None
+
+
+class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    """A kind of question. What a subclass does not define is as in single-label classification.
+
+    Attributes:
+        NAME: the kind in plain words.
+        SCORE: the name of the figure that people read; larger is better.
+        OUTPUTS: names of what a mixture answers with, beside weights and energies.
+    """
+
+    NAME: ClassVar[str]
+    SCORE: ClassVar[str]
+    OUTPUTS: ClassVar[tuple[str, ...]]
+
+    @property
+    def kind(self) -> str:
+        """The kind by its name in a task's file."""
+        return str(self.__struct_config__.tag)
+
+    # ------------------------------------------------------------------------------------------- outputs and targets
+
+    def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the network's output for one sample."""
+        raise NotImplementedError
+
+    def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of one sample's target; () for a number."""
+        raise NotImplementedError
+
+    def get_answer_shapes(self, input_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one sample's answers, in the order of `OUTPUTS`."""
+        return (self.get_output_shape(input_shape),)
+
+    def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
+        """Check the targets of n samples, and return them in the type that training takes.
+
+        Raises:
+            ConfigError: they do not fit; the text begins with `what` and says how to convert them.
+        """
+        raise NotImplementedError
+
+    def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
+        """Return a group 0, 1, ... for each sample, (n,), for draws that should be alike in all groups.
+
+        Validation samples are drawn evenly over the groups, simulated devices get unequal shares of them, and the
+        store of samples keeps some of each.
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------ formulas
+
+    def reduce_outputs(self, outputs: Floats, inputs: Floats) -> Floats:  # noqa: ARG002 - for reconstruction
+        """Return what the formulas below need of the network's outputs, (n, ...): here the outputs themselves."""
+        return outputs
+
+    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+        """Return b, what a device's own targets say beside a candidate with these outputs, (n, ...)."""
+        raise NotImplementedError
+
+    def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
+        """Return what a candidate says, given its outputs (n, ...); not finite where an output is not finite."""
+        raise NotImplementedError
+
+    def compute_log_likelihood(self, answers: Answers, targets: NDArray[Any]) -> Array:
+        """Return l, (n,), in nats; not finite where the answer is not."""
+        raise NotImplementedError
+
+    def compute_unknown(self, targets: NDArray[Any]) -> Array:
+        """Return l of an answer that knows nothing, (n,), which counts where no candidate's answer is finite."""
+        raise NotImplementedError
+
+    def compute_energies(self, outputs: Floats, answers: Answers) -> Floats:
+        """Return E(o), how familiar each sample looks, (n,), larger is more familiar; zeros if this cannot be said."""
+        raise NotImplementedError
+
+    def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
+        """Return what the mixture answers with, in the order of `OUTPUTS`.
+
+        Args:
+            components: the answers of K candidates; those whose weight is 0 need not be finite.
+            weights: their shares for each sample, (n, K), of sum 1 or, where nothing is usable, 0.
+        """
+        raise NotImplementedError
+
+    def make_rows(self, calibrations: Sequence[Calibration], offsets: Sequence[Array]) -> dict[str, Array]:
+        """Return the tensors of a bundle by which each row of outputs is calibrated, one row for each (K, ...)."""
+        scale = np.array([1 / how.temperature for how in calibrations])
+        prior = np.stack([how.kappa * offset for how, offset in zip(calibrations, offsets, strict=True)])
+        return {"scale": scale.reshape(len(scale), *(1,) * (prior.ndim - 1)), "prior": prior}
+
+    def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
+        """Return the score of a mixture's answers; None if these targets give none."""
+        raise NotImplementedError
+
+    def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return further figures for people, by name."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------- choices that all devices make together
+
+    def list_kappas(self, *, own: bool) -> tuple[float, ...]:
+        """Return the strengths of the offset to choose from, for a model that learned on the device alone or not."""
+        return OWN_KAPPAS if own else SHARED_KAPPAS
+
+    def count_statistics(self, *, own: bool) -> int:
+        """Return the number of sums that a device reports for a candidate."""
+        return len(make_grid(self.list_kappas(own=own)))
+
+    def compute_statistics(
+        self, outputs: Floats, targets: NDArray[Any], offset: Array, *, own: bool
+    ) -> tuple[float, ...]:
+        """Return a device's sums over its validation samples, from which a candidate's calibration is chosen.
+
+        These are the sums of losses -l for all points of the grid. A sum that is not finite counts as unknown.
+        """
+        grid = make_grid(self.list_kappas(own=own))
+        return tuple(-float(self.sum_likelihood(self.calibrate(outputs, how, offset), targets)) for how in grid)
+
+    def sum_likelihood(self, answers: Answers, targets: NDArray[Any]) -> float:
+        """Return the sum of l over samples; one that is not finite counts as unknown."""
+        found = self.compute_log_likelihood(answers, targets)
+        return float(np.where(np.isfinite(found), found, self.compute_unknown(targets)).sum())
+
+    def sum_products(self, components: Sequence[Answers], targets: NDArray[Any]) -> Array | None:
+        """Return what devices pool so that they can fit their weights, (M, M); None if the weights are pooled alone."""
+        return None
+
+    def fit_weights(
+        self,
+        components: Sequence[Answers],
+        targets: NDArray[Any],
+        pooled: Array,
+        shrinkage: float,
+        products: Array | None = None,  # noqa: ARG002 - for stacks
+    ) -> Array:
+        """Fit the candidates' weights omega, (M,), to a device's samples, pulled towards the pooled u (fedge.md 8).
+
+        Args:
+            components: the answers of M candidates.
+            targets: those of n samples.
+            pooled: u, (M,), sum 1.
+            shrinkage: a > 0, in samples.
+            products: the mean over the samples of all devices of what `sum_products` returns, if it does.
+        """
+        found = np.stack([self.compute_log_likelihood(each, targets) for each in components], axis=1)
+        unknown = self.compute_unknown(targets)[:, np.newaxis]
+        return fit_em_weights(np.where(np.isfinite(found), found, unknown), pooled, shrinkage)
+
+
+def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
+    """Fit omega, (M,), by EM from u to sum_n log sum_k omega_k p_nk + a sum_k u_k log omega_k (fedge.md section 8).
+
+    Args:
+        log_p: (n, M) log-likelihoods of the targets; n may be 0.
+        pooled: u, (M,), sum 1.
+        shrinkage: a > 0, in samples; every omega_k is at least a u_k / (n + a).
+    """
+    weights = pooled
+    with np.errstate(divide="ignore"):
+        for _ in range(EM_STEPS if len(log_p) else 0):
+            scores = np.log(weights) + log_p
+            responsibility = np.exp(scores - logsumexp(scores)[:, np.newaxis])
+            weights = (responsibility.sum(axis=0) + shrinkage * pooled) / (len(log_p) + shrinkage)
+    return weights
+
+
+def require_targets(y: NDArray[Any], shape: tuple[int, ...], kinds: str, what: str, wanted: str) -> None:
+    """Check shape and type of targets.
+
+    Raises:
+        ConfigError: they are others; the text says what was wanted.
+    """
+    if y.shape != shape or y.dtype.kind not in kinds:
+        raise ConfigError(f"{what} must be {wanted} {shape}, not {y.dtype}{y.shape}")

@@ -1,0 +1,122 @@
+"""Reconstruction: is a sample as usual? The network gives back its input (docs/methods/problems.md section 2).
+
+    e_k = |x - o_k|^2 / D;   l = -1/2 [e / (T s)^2 + ln(2 pi T^2 s^2)];   E = l
+    surprise = -ln sum_k alpha_k exp l_k;   a sample is anomalous above the threshold that its bundle holds
+
+A device needs no labels. A target is a mark, 1 for a known anomaly: such samples are for figures and train nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+import numpy as np
+from msgspec import UNSET, Meta
+from numpy.typing import NDArray
+
+from fedge.problems.calibration import Calibration
+from fedge.problems.labels import require_whole_numbers
+from fedge.problems.maths import Array, Floats, logsumexp
+from fedge.problems.problem import Answers, Problem
+from fedge.problems.scores import compute_auroc
+
+LARGEST: Final = 1e30
+"""Bound of the surprise, which says that no candidate's output is finite."""
+
+
+class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
+    """The input itself; the network's output has its shape. `alarms` is the share of usual samples that may give one."""
+
+    NAME: ClassVar = "reconstruction"
+    SCORE: ClassVar = "likelihood"
+    OUTPUTS: ClassVar = ("surprise",)
+
+    alarms: Annotated[float, Meta(gt=0, lt=1)] = 0.05
+
+    def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of an input."""
+        return input_shape
+
+    def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (), since a mark is one number."""
+        return ()
+
+    def get_answer_shapes(self, input_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return that of the surprise, (1,)."""
+        return ((1,),)
+
+    def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
+        """Return marks, (n,) int64; raise ConfigError for others."""
+        return require_whole_numbers(y, n, 1, what)
+
+    def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the marks."""
+        return y
+
+    def reduce_outputs(self, outputs: Floats, inputs: Floats) -> Floats:
+        """Return the mean squared error e of each sample, (n, 1)."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            errors = (np.asarray(outputs, np.float64) - inputs) ** 2
+        return np.asarray(errors.reshape(len(inputs), -1).mean(axis=1, keepdims=True))
+
+    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+        """Return zero: a device's own samples say nothing beside the model."""
+        return np.zeros(1)
+
+    def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
+        """Return l, (n,), from errors e (n, 1)."""
+        s = how.temperature * (1.0 if how.deviation is UNSET else how.deviation[0])
+        return Answers(-0.5 * (outputs[:, 0] / s**2 + math.log(2 * math.pi * s**2)))
+
+    def compute_log_likelihood(self, answers: Answers, targets: NDArray[Any]) -> Array:
+        """Return l, which needs no target."""
+        return np.asarray(answers.values, np.float64)
+
+    def compute_unknown(self, targets: NDArray[Any]) -> Array:
+        """Return l of an error of 1 under a deviation of 1, which is that of standardised inputs not seen at all."""
+        return np.full(len(targets), -0.5 * (1 + math.log(2 * math.pi)))
+
+    def compute_energies(self, outputs: Floats, answers: Answers) -> Floats:
+        """Return l."""
+        return answers.values
+
+    def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
+        """Return the surprise -ln sum_k alpha_k exp l_k, (n, 1); `LARGEST` where nothing is usable."""
+        found = np.stack([each.values for each in components], axis=1)
+        with np.errstate(divide="ignore"):
+            terms = np.where(weights > 0, found + np.log(weights), -np.inf)
+        some = (weights > 0).any(axis=1)
+        found = np.where(some, -logsumexp(np.where(some[:, np.newaxis], terms, 0.0)), LARGEST)
+        return (found[:, np.newaxis],)
+
+    def make_rows(self, calibrations: Sequence[Calibration], offsets: Sequence[Array]) -> dict[str, Array]:
+        """Return 1 / (T s)^2 and ln(2 pi T^2 s^2), (K,) each."""
+        spreads = [how.temperature * (1.0 if how.deviation is UNSET else how.deviation[0]) for how in calibrations]
+        squares = np.array(spreads) ** 2
+        return {"scale": 1 / squares, "prior": np.log(2 * math.pi * squares)}
+
+    def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
+        """Return the mean log-likelihood of the samples that are not marked; None without any."""
+        usual = mixed[0][targets == 0, 0]
+        return -float(usual.mean()) if len(usual) else None
+
+    def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the area under the ROC curve, if there are marked samples beside others."""
+        found = compute_auroc(mixed[0][:, 0], targets > 0)
+        return {} if found is None else {"auroc": found}
+
+    def list_kappas(self, *, own: bool) -> tuple[float, ...]:
+        """Return 0 alone, since there is no offset."""
+        return (0.0,)
+
+    def count_statistics(self, *, own: bool) -> int:
+        """Return 1, the sum of errors."""
+        return 1
+
+    def compute_statistics(
+        self, outputs: Floats, targets: NDArray[Any], offset: Array, *, own: bool
+    ) -> tuple[float, ...]:
+        """Return the sum of the errors e; one that is not finite counts as 1."""
+        return (float(np.where(np.isfinite(outputs), outputs, 1.0).sum()),)

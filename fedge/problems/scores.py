@@ -1,0 +1,113 @@
+"""Scores of answers: accuracy, F1, average precision, R^2, mean IoU, area under the ROC curve. Larger is better.
+
+Each is a pure function on arrays, and None where the targets do not define it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.problems.maths import Array, Floats
+
+Marks = NDArray[np.bool_]
+
+
+def compute_accuracy(found: NDArray[np.integer], targets: NDArray[np.integer]) -> float | None:
+    """Return the share of samples with the right class, 0 to 1; None without samples."""
+    return float((found == targets).mean()) if len(targets) else None
+
+
+def compute_f1(found: Marks, wanted: Marks) -> Array:
+    """Return F1 = 2 TP / (2 TP + FP + FN) of each label, (C,); NaN for labels that no target has.
+
+    `found`, `wanted`: whether each sample was given, and has, each label, (n, C).
+    """
+    right = (found & wanted).sum(axis=0)
+    total = found.sum(axis=0) + wanted.sum(axis=0)
+    f1 = np.divide(2 * right, total, out=np.full(total.shape, np.nan), where=total > 0)
+    return np.where(wanted.any(axis=0), f1, np.nan)
+
+
+def compute_macro_f1(found: Marks, wanted: Marks) -> float | None:
+    """Return the mean F1 over the labels that some target has, 0 to 1; None if there are none.
+
+    >>> compute_macro_f1(np.array([[True, False], [True, True]]), np.array([[True, False], [False, True]]))
+    0.8333333333333333
+    """
+    f1 = compute_f1(found, wanted)
+    return float(np.nanmean(f1)) if np.isfinite(f1).any() else None
+
+
+def compute_average_precision(scores: Floats, wanted: Marks) -> float | None:
+    """Return the mean precision at the rank of each wanted sample, (0, 1]; None without a wanted sample.
+
+    Samples of equal scores count together, at the last of their ranks, so their order does not matter.
+    """
+    if not wanted.any():
+        return None
+    order = np.argsort(-scores, kind="stable")
+    ordered, hits = scores[order], wanted[order].cumsum()
+    last = np.append(ordered[1:] != ordered[:-1], True)  # of each group of equal scores
+    ranks, hits = np.flatnonzero(last) + 1, hits[last]
+    return float((np.diff(hits, prepend=0) * hits / ranks).sum() / wanted.sum())
+
+
+def compute_mean_average_precision(scores: Floats, wanted: Marks) -> float | None:
+    """Return the mean of the average precisions, over the labels that some target has; arrays are (n, C)."""
+    found = [compute_average_precision(s, w) for s, w in zip(scores.T, wanted.T, strict=True)]
+    known = [value for value in found if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def compute_auroc(scores: Floats, wanted: Marks) -> float | None:
+    """Return the probability that a wanted sample has a larger score than another one; None if one kind is missing.
+
+    Ties count half (the Mann-Whitney statistic).
+
+    >>> compute_auroc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([False, False, True, True]))
+    0.875
+    """
+    n_wanted = int(wanted.sum())
+    n_others = len(wanted) - n_wanted
+    if not n_wanted or not n_others:
+        return None
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum() - (counts - 1) / 2)[place]
+    return float((ranks[wanted].sum() - n_wanted * (n_wanted + 1) / 2) / (n_wanted * n_others))
+
+
+def compute_r2(found: Floats, targets: Floats) -> float | None:
+    """Return R^2 = 1 - sum of squared errors / sum of squared deviations, the mean over targets that vary.
+
+    None without two samples, or if no target varies. Arrays are (n, D).
+    """
+    if len(targets) < 2:
+        return None
+    wanted = np.asarray(targets, np.float64)
+    errors = ((np.asarray(found, np.float64) - wanted) ** 2).sum(axis=0)
+    whole = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
+    varies = whole > 1e-12 * np.maximum(1.0, (wanted**2).sum(axis=0))
+    return float((1 - errors[varies] / whole[varies]).mean()) if varies.any() else None
+
+
+def compute_mean_iou(found: NDArray[Any], targets: NDArray[Any], n_classes: int, ignored: int) -> float | None:
+    """Return the mean over the classes in the targets of intersection / union, 0 to 1; None without counted pixels.
+
+    Pixels whose target is `ignored` count nowhere. Arrays are (n, H, W).
+    """
+    kept = targets != ignored
+    pairs = np.bincount(targets[kept].astype(np.int64) * n_classes + found[kept], minlength=n_classes**2)
+    table = pairs.reshape(n_classes, n_classes)
+    both, wanted = table.diagonal(), table.sum(axis=1)
+    union = wanted + table.sum(axis=0) - both
+    present = wanted > 0
+    return float((both[present] / union[present]).mean()) if present.any() else None
+
+
+def compute_confusion(found: NDArray[np.integer], targets: NDArray[np.integer], n_classes: int) -> NDArray[np.int64]:
+    """Count samples by class and answer, (C, C): row = class, column = answer."""
+    pairs = np.bincount(targets * n_classes + found, minlength=n_classes**2)
+    return pairs.reshape(n_classes, n_classes)

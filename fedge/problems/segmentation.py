@@ -1,0 +1,103 @@
+"""Segmentation: a class for each pixel (docs/methods/problems.md section 2).
+
+    q = log-softmax(o / T + kappa pi) along the classes;   l = mean of q[y] over the counted pixels
+    pi = log shares of the classes among the device's counted pixels;   E = mean over pixels of logsumexp(o)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.problems.calibration import Calibration
+from fedge.problems.classification import mix_probabilities
+from fedge.problems.maths import Array, Floats, log_softmax, logsumexp
+from fedge.problems.names import Word
+from fedge.problems.problem import Answers, Problem
+from fedge.problems.scores import compute_mean_iou
+
+IGNORED: Final = 255
+"""Target of a pixel that counts nowhere."""
+BACKGROUND: Final = 0
+
+
+class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
+    """One of C classes for each pixel; outputs are logits (C, H, W), targets (H, W), 255 for pixels that do not count."""
+
+    NAME: ClassVar = "segmentation"
+    SCORE: ClassVar = "mean_iou"
+    OUTPUTS: ClassVar = ("probabilities",)
+
+    classes: Annotated[tuple[Word, ...], Meta(min_length=2, max_length=IGNORED)]
+
+    def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (C, H, W)."""
+        return (len(self.classes), *input_shape[1:])
+
+    def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (H, W)."""
+        return input_shape[1:]
+
+    def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
+        """Return masks, (n, H, W) int64; raise ConfigError for others."""
+        shape, last = (n, *input_shape[1:]), len(self.classes) - 1
+        if y.shape != shape or y.dtype.kind not in "bui":
+            raise ConfigError(f"{what} must be a class number for each pixel {shape}, not {y.dtype}{y.shape}")
+        if not ((y >= 0) & ((y <= last) | (y == IGNORED))).all():
+            wrong = y[(y < 0) | ((y > last) & (y != IGNORED))]
+            raise ConfigError(
+                f"{what} holds {wrong.min()}..{wrong.max()}: a pixel is 0..{last}, or {IGNORED} if it does not count"
+            )
+        return y.astype(np.int64)
+
+    def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
+        """Return each sample's most frequent class but the background, or the background if it has no other."""
+        n_classes = len(self.classes)
+        counts = np.stack([(y == c).sum(axis=(1, 2)) for c in range(1, n_classes)], axis=1)
+        return np.where(counts.any(axis=1), counts.argmax(axis=1) + 1, BACKGROUND).astype(np.int64)
+
+    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+        """Return pi, (C, 1, 1), with half a pixel added for each class."""
+        counts = np.bincount(targets[targets != IGNORED].ravel(), minlength=len(self.classes)) + 0.5
+        return np.asarray(np.log(counts / counts.sum()))[:, np.newaxis, np.newaxis]
+
+    def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
+        """Return log-probabilities, (n, C, H, W)."""
+        with np.errstate(invalid="ignore"):
+            return Answers(log_softmax(np.asarray(outputs, np.float64) / how.temperature + how.kappa * offset, axis=1))
+
+    def compute_log_likelihood(self, answers: Answers, targets: NDArray[Any]) -> Array:
+        """Return the mean of q[y] over a sample's counted pixels; 0 for a sample without any."""
+        counted = targets != IGNORED
+        picked = np.take_along_axis(answers.values, np.where(counted, targets, 0)[:, np.newaxis], axis=1)[:, 0]
+        total = np.where(counted, picked, 0).sum(axis=(1, 2))
+        return np.asarray(total / np.maximum(counted.sum(axis=(1, 2)), 1), np.float64)
+
+    def compute_unknown(self, targets: NDArray[Any]) -> Array:
+        """Return -log C, that of equal shares."""
+        return np.full(len(targets), -math.log(len(self.classes)))
+
+    def compute_energies(self, outputs: Floats, answers: Answers) -> Floats:
+        """Return the mean over pixels of logsumexp(o)."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(logsumexp(np.asarray(outputs, np.float64), axis=1).mean(axis=(1, 2)))
+
+    def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
+        """Return probabilities (n, C, H, W); equal shares where nothing is usable."""
+        return (mix_probabilities([np.exp(each.values) for each in components], weights),)
+
+    def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
+        """Return the mean IoU over the classes that these targets have."""
+        return compute_mean_iou(mixed[0].argmax(axis=1), targets, len(self.classes), IGNORED)
+
+    def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the share of counted pixels that are right."""
+        counted = targets != IGNORED
+        right = (mixed[0].argmax(axis=1) == targets)[counted]
+        return {"pixel_accuracy": float(right.mean())} if right.size else {}

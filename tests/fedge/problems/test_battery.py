@@ -1,0 +1,295 @@
+"""Every kind of problem: its formulas in numpy are those of its loss in torch and of its graph in ONNX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from export.graph import make_gate_tensors
+from export.graph_nodes import Graph
+from export.mixture import Candidate, GateWeights, Guard, Mixture
+from export.problems.answers import add_answers
+from fedge.bundle.formula import compute_log_weights, softmax
+from fedge.data.task import INPUT, LOGITS, TaskSpec
+from fedge.errors import ConfigError
+from fedge.models.problems.losses import PADDING, compute_losses, compute_mean_loss
+from fedge.problems.calibration import PLAIN, Calibration
+from fedge.problems.maths import Array, Floats
+from fedge.problems.multi_label import MultiLabel
+from fedge.problems.problem import Answers, Problem
+from fedge.problems.reconstruction import Reconstruction
+from fedge.problems.regression import Regression
+from fedge.problems.segmentation import IGNORED, Segmentation
+from fedge.wire.messages import Role
+
+N, M = 7, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of problem, and samples of it: inputs (N, ...), raw targets, and outputs (M, N, ...)."""
+
+    task: TaskSpec
+    x: NDArray[np.float32]
+    y: NDArray[Any]
+    outputs: NDArray[np.float32]
+    calibration: Calibration
+
+    @property
+    def problem(self) -> Problem:
+        return self.task.problem
+
+    def convert(self) -> NDArray[Any]:
+        return self.problem.convert_targets(self.y, len(self.y), self.task.input_shape, "y")
+
+    def reduce(self, k: int) -> Floats:
+        return self.problem.reduce_outputs(self.outputs[k], self.x)
+
+    def fit_offset(self, k: int) -> Array:
+        return self.problem.fit_offset(self.convert(), self.reduce(k))
+
+
+def make_case(name: str) -> Case:
+    rng = np.random.default_rng(3)
+    problems: dict[str, tuple[Any, tuple[int, ...], NDArray[Any]]] = {
+        "classification": (msgspec.UNSET, (4,), rng.integers(0, 3, N)),
+        "multi-label": (MultiLabel(labels=("a", "b", "c")), (4,), rng.integers(0, 2, (N, 3))),
+        "regression": (
+            Regression(targets=("a", "b"), mean=(1.0, -2.0), std=(2.0, 0.5)),
+            (4,),
+            rng.normal(size=(N, 2)).astype(np.float32),
+        ),
+        "variance": (
+            Regression(targets=("a", "b"), mean=(1.0, -2.0), std=(2.0, 0.5), variance=True),
+            (4,),
+            rng.normal(size=(N, 2)).astype(np.float32),
+        ),
+        "segmentation": (
+            Segmentation(classes=("none", "cat", "dog")),
+            (1, 5, 6),
+            np.where(rng.random((N, 5, 6)) < 0.1, IGNORED, rng.integers(0, 3, (N, 5, 6))),
+        ),
+        "reconstruction": (Reconstruction(), (2, 5), np.zeros(N, np.int64)),
+    }
+    asked, shape, y = problems[name]
+    classes = ("a", "b", "c") if asked is msgspec.UNSET else ()
+    task = TaskSpec(name=name, classes=classes, input_shape=shape, model="mlp", asked=asked)
+    x = rng.normal(size=(N, *shape)).astype(np.float32)
+    outputs = rng.normal(size=(M, N, *task.problem.get_output_shape(shape))).astype(np.float32)
+    how = Calibration(temperature=1.4, kappa=0.5)
+    if name == "regression":
+        how = msgspec.structs.replace(how, deviation=(0.7, 1.3))
+    if name == "reconstruction":
+        how = msgspec.structs.replace(how, deviation=(0.8,))
+    return Case(task, x, y, outputs, how)
+
+
+NAMES = ("classification", "multi-label", "regression", "variance", "segmentation", "reconstruction")
+
+
+@pytest.fixture(params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(request.param)
+
+
+def test_a_task_reads_back_what_it_wrote(case: Case) -> None:
+    read = msgspec.json.decode(msgspec.json.encode(case.task), type=TaskSpec)
+    assert read == case.task
+    assert read.compute_fingerprint() == case.task.compute_fingerprint()
+
+
+def test_the_loss_in_torch_is_the_likelihood_in_numpy(case: Case) -> None:
+    """Up to what does not depend on the outputs, such as ln 2 pi."""
+    problem, y = case.problem, case.convert()
+    found = [
+        compute_losses(problem, *(torch.from_numpy(a) for a in (o, case.x, y))).double().numpy() for o in case.outputs
+    ]
+    none = np.zeros_like(case.fit_offset(0))
+    wanted = [
+        -problem.compute_log_likelihood(problem.calibrate(case.reduce(k), PLAIN, none), y) for k in range(M)
+    ]
+    apart = np.stack(found) - np.stack(wanted)
+    np.testing.assert_allclose(apart, np.broadcast_to(apart[:1, :1], apart.shape), atol=1e-5)
+
+
+def test_padding_counts_in_no_loss(case: Case) -> None:
+    y = case.convert()
+    more = np.concatenate([y, np.full_like(y[:1], np.nan if y.dtype.kind == "f" else PADDING)])
+    x, o = (np.concatenate([a, 1e3 * np.ones_like(a[:1])]) for a in (case.x, case.outputs[0]))
+    outputs = torch.from_numpy(o).requires_grad_()
+    loss = compute_mean_loss(case.problem, outputs, torch.from_numpy(x), torch.from_numpy(more))
+    plain = compute_mean_loss(case.problem, *(torch.from_numpy(a) for a in (case.outputs[0], case.x, y)))
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    loss.backward()
+    assert outputs.grad is not None
+    assert not outputs.grad[-1].any()
+
+
+def make_mixture(case: Case, guard: Guard | None, weights: tuple[float, ...] = (0.5, 0.3, 0.2)) -> Mixture:
+    raw = [case.reduce(k) for k in range(M)]
+    return Mixture(
+        candidates=tuple(
+            Candidate(
+                role=role,
+                name=role.value,
+                model=None,  # type: ignore[arg-type] - no network is in these graphs
+                offset=case.fit_offset(k),
+                calibration=case.calibration,
+                energy_mean=0.1 * k,
+                energy_std=1.5,
+                weight=weights[k],
+            )
+            for k, role in enumerate((Role.PRIVATE, Role.GLOBAL, Role.EXPERT))
+        ),
+        beta=0.5,
+        gate=GateWeights.make_untrained(case.task.input_shape, len(raw)),
+        guard=guard,
+    )
+
+
+def run_graph(case: Case, mixture: Mixture, outputs: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+    """Run the fusion on these outputs in place of the networks', with a gate of zeros."""
+    import onnx
+
+    graph = Graph()
+    log_weights = compute_log_weights(np.array([c.weight for c in mixture.candidates]))
+    for name, array in make_gate_tensors(case.task, mixture).items():
+        graph.add_array(name, np.asarray(array))
+    shapes = add_answers(graph, case.task, mixture)
+    model = onnx.load_from_string(
+        graph.encode(
+            case.task.input_shape, shapes | {"weights": (M,), "energies": (M,)}, [onnx.helper.make_opsetid("", 20)]
+        )
+    )
+    for name, shape in [(f"c{k}/{LOGITS}", outputs.shape[2:]) for k in range(M)] + [("gate", (M,))]:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", *shape]))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    gate = np.tile(log_weights.astype(np.float32), (N, 1))
+    given = {INPUT: case.x, "gate": gate, **{f"c{k}/{LOGITS}": outputs[k] for k in range(M)}}
+    names = [*shapes, "weights", "energies"]
+    wanted = {i.name for i in session.get_inputs()}
+    return dict(zip(names, session.run(names, {k: v for k, v in given.items() if k in wanted}), strict=True))
+
+
+def mix_in_numpy(case: Case, mixture: Mixture, outputs: NDArray[np.float32]) -> tuple[Floats, ...]:
+    """The same by the problem's formulas, in float64."""
+    problem = case.problem
+    reduced = [problem.reduce_outputs(o, case.x) for o in outputs]
+    components: list[Answers] = []
+    for k, how in enumerate(mixture.calibrations):
+        index = k if k < M else (mixture.guard.candidate if mixture.guard else 0)
+        components.append(problem.calibrate(reduced[index], how, mixture.offsets[k]))
+    energies = np.stack([problem.compute_energies(r, a) for r, a in zip(reduced, components, strict=False)], axis=1)
+    mean, std = (np.array([getattr(c, f) for c in mixture.candidates]) for f in ("energy_mean", "energy_std"))
+    usable = np.stack([np.isfinite(o.reshape(N, -1)).all(axis=1) for o in outputs], axis=1)
+    standard = np.clip((energies - mean) / std, -3, 3)
+    scores = compute_log_weights(np.array([c.weight for c in mixture.candidates])) + mixture.beta * standard
+    alpha = np.where(usable, softmax(np.where(usable, scores, -3e38)), 0)
+    g = 0.5 * usable[:, [mixture.guard.candidate]] if mixture.guard else np.zeros((N, 1))
+    return problem.mix(components, np.concatenate([(1 - g) * alpha, g], axis=1))
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_graph_answers_what_numpy_does(case: Case, guarded: bool) -> None:  # noqa: FBT001
+    mixture = make_mixture(case, Guard(1, PLAIN) if guarded else None)
+    found = run_graph(case, mixture, case.outputs)
+    wanted = mix_in_numpy(case, mixture, case.outputs)
+    for name, own in zip(case.problem.OUTPUTS, wanted, strict=True):
+        np.testing.assert_allclose(found[name], own, rtol=2e-5, atol=2e-5)
+    assert found["weights"].sum(axis=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_candidate_that_is_not_finite_is_dropped_for_that_sample(case: Case) -> None:
+    """A first sample without one candidate, and a second one without any."""
+    outputs = case.outputs.copy()
+    outputs[1, 0] = np.nan
+    outputs[:, 1] = np.inf
+    mixture = make_mixture(case, None)
+    found = run_graph(case, mixture, outputs)
+    with np.errstate(invalid="ignore"):
+        wanted = mix_in_numpy(case, mixture, outputs)
+    for name, own in zip(case.problem.OUTPUTS, wanted, strict=True):
+        assert np.isfinite(found[name]).all()
+        np.testing.assert_allclose(found[name][[0, *range(2, N)]], own[[0, *range(2, N)]], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(found[name][1], own[1], rtol=1e-3)
+    assert found["weights"][0, 1] == 0 == found["weights"][1].sum()
+
+
+def test_a_mixture_of_one_says_what_its_model_says(case: Case) -> None:
+    problem = case.problem
+    answers = problem.calibrate(case.reduce(0), PLAIN, np.zeros_like(case.fit_offset(0)))
+    nothing = Answers(np.full_like(answers.values, np.nan), answers.deviations)
+    alone = problem.mix([answers], np.ones((N, 1)))
+    beside = problem.mix([answers, nothing], np.array([[1.0, 0.0]] * N))
+    for a, b in zip(alone, beside, strict=True):
+        np.testing.assert_allclose(a, b)
+        assert np.isfinite(a).all()
+
+
+def test_a_devices_own_targets_help_where_they_are_those_of_the_samples(case: Case) -> None:
+    """With the offset of these samples, outputs that say nothing are likelier than without; never for reconstruction."""
+    problem, y = case.problem, case.convert()
+    nothing = problem.reduce_outputs(np.zeros_like(case.outputs[0]), case.x)
+    offset = problem.fit_offset(y, nothing)
+    full = problem.sum_likelihood(problem.calibrate(nothing, Calibration(temperature=1, kappa=1), offset), y)
+    none = problem.sum_likelihood(problem.calibrate(nothing, PLAIN, offset), y)
+    assert full > none or (problem.kind == "reconstruction" and full == none)
+
+
+def test_statistics_are_as_many_as_announced(case: Case) -> None:
+    for own in (False, True):
+        found = case.problem.compute_statistics(case.reduce(0), case.convert(), case.fit_offset(0), own=own)
+        assert len(found) == case.problem.count_statistics(own=own)
+        assert np.isfinite(found).all()
+
+
+def test_groups_are_whole_numbers_from_0(case: Case) -> None:
+    groups = case.problem.group_targets(case.convert())
+    assert groups.shape == (N,)
+    assert groups.dtype == np.int64
+    assert groups.min() >= 0
+
+
+def test_a_score_is_better_for_the_true_answers(case: Case) -> None:
+    problem, y = case.problem, case.convert()
+    mixed = problem.mix([problem.calibrate(case.reduce(0), PLAIN, np.zeros_like(case.fit_offset(0)))], np.ones((N, 1)))
+    score = problem.compute_score(mixed, y)
+    assert score is not None
+    true: dict[str, Any] = {
+        "classification": lambda: (y[:, None] == np.arange(3),),
+        "multi-label": lambda: (y,),
+        "regression": lambda: (y, y),
+        "segmentation": lambda: (np.moveaxis(np.eye(3)[np.where(y == IGNORED, 0, y)], -1, 1),),
+        "reconstruction": lambda: (np.full((N, 1), -10.0),),
+    }
+    best = problem.compute_score(tuple(np.asarray(a, np.float64) for a in true[problem.kind]()), y)
+    assert best is not None
+    assert best > score
+    assert problem.kind == "reconstruction" or best == pytest.approx(1)
+    assert all(np.isfinite(v) for v in problem.compute_metrics(mixed, y).values())
+
+
+REFUSED: dict[str, tuple[str, NDArray[Any], str]] = {
+    "text": ("classification", np.array(["a"] * N), "np.unique"),
+    "labels of another width": ("multi-label", np.zeros((N, 2)), "0 or 1 for each of 3 labels"),
+    "labels that are shares": ("multi-label", np.full((N, 3), 0.5), "found 0.5..0.5"),
+    "one target too few": ("regression", np.zeros((N, 1)), r"numbers \(7, 2\)"),
+    "a target that is missing": ("regression", np.full((N, 2), np.nan), "in row 0: leave such samples out"),
+    "masks of another size": ("segmentation", np.zeros((N, 5, 5), np.int64), "a class number for each pixel"),
+    "a pixel of an unknown class": ("segmentation", np.full((N, 5, 6), 7), "holds 7..7: a pixel is 0..2, or 255"),
+    "marks that are no marks": ("reconstruction", np.full(N, 3), "must be in 0..1"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_targets_that_do_not_fit_are_refused_with_what_to_do(what: str) -> None:
+    name, y, text = REFUSED[what]
+    with pytest.raises(ConfigError, match=text):
+        replace(make_case(name), y=y).convert()
