@@ -66,11 +66,11 @@ from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
 from coordinator.store.records import Device
+from fedge.problems.calibration import Calibration
 from fedge.steps.contract import Action
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted
 from fedge.steps.mixture.fit_gate import FitGate
-from fedge.steps.mixture.fit_weights import Calibration
 from fedge.tasks import DeviceData, make_device_data
 from fedge.wire.messages import Role
 

@@ -207,7 +207,7 @@ class Device:
         ref = BlobRef(digest=hashlib.sha256(data).hexdigest(), size_bytes=len(data), codec=action.codec)
         self._uploads[order.id] = {ref.digest: data}
         result = Trained(
-            update=ref, n_samples=SAMPLES, loss_before=1.0, loss_after=0.5, gradient_norm=1.0, val_accuracy=0.5
+            update=ref, n_samples=SAMPLES, loss_before=1.0, loss_after=0.5, gradient_norm=1.0, val_score=0.5
         )
         return make_report(order, result, 0.1)
 

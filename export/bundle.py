@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def write_bundle(
     else:
         _require_consistent(task, mixture)
         parts = [to_bytes(unflatten(candidate.model, layout)) for candidate in mixture.candidates]
-        parts.append(to_bytes(make_gate_tensors(mixture)))
+        parts.append(to_bytes(make_gate_tensors(task, mixture)))
         graph, alone = encode_skeleton(task, mixture, parts[0], parts[-1]), encode_branch(task, parts[0])
     names = [_make_part(data) for data in parts]
     with raise_as(StoreError, f"cannot write bundle {folder}"), fill_folder(folder) as unfinished:
@@ -139,7 +139,6 @@ def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
         "gate.hidden_bias": (gate.hidden_bias, (hidden,)),
         "gate.out_weight": (gate.out_weight, (m, hidden)),
         "gate.out_bias": (gate.out_bias, (m,)),
-        "log_prior": (mixture.log_prior, (task.n_classes,)),
     }
     for name, (array, shape) in shapes.items():
         if np.shape(array) != shape:
@@ -147,12 +146,13 @@ def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
     if features != (given := count_gate_features(task.input_shape)):
         raise ValueError(f"the gate takes {features} inputs, the task gives {given}")
     for candidate in mixture.candidates:
-        numbers = (candidate.temperature, candidate.kappa, candidate.energy_mean, candidate.energy_std)
-        if not (all(map(math.isfinite, numbers)) and candidate.temperature > 0 and 0 <= candidate.weight <= 1):
+        how = candidate.calibration
+        numbers = (how.temperature, how.kappa, candidate.energy_mean, candidate.energy_std)
+        if not (all(map(math.isfinite, numbers)) and how.temperature > 0 and 0 <= candidate.weight <= 1):
             raise ValueError(f"candidate {candidate.name}: temperature, kappa, energy or weight out of range")
-    gate_arrays = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, mixture.log_prior)
+    gate_arrays = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, *mixture.offsets)
     if not all(np.isfinite(array).all() for array in gate_arrays) or not math.isfinite(mixture.beta):
-        raise ValueError("gate, prior or beta holds a number that is not finite")
+        raise ValueError("gate, offset or beta holds a number that is not finite")
 
 
 def _put(path: Path, data: bytes, part: Part) -> None:
@@ -191,16 +191,21 @@ def _measure_parity(
     def compute_wanted(lean: float) -> NDArray[np.floating]:
         if isinstance(mixture, Pool):
             return compute_expected(task, layout, mixture, x, found, lean)
-        return parity.compute_expected(task, layout, mixture, x, found, lean)[0]
+        return _flatten(parity.compute_expected(task, layout, mixture, x, found, lean)[:-2])
 
-    difference = parity.require_parity(found[0], compute_wanted)
+    difference = parity.require_parity(_flatten(found[:-2]), compute_wanted)
     if not len(validation):
         return _ParityResult(difference, None, None)
-    _, weights, energies = (
+    *answers, weights, energies = (
         found if compared is None else parity.run_graph(graph, folder, parity.select_samples(task, validation))
     )
     highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
-    return _ParityResult(difference, compute_reference(weights, energies), highest)
+    return _ParityResult(difference, compute_reference(task.problem, answers, weights, energies), highest)
+
+
+def _flatten(answers: Sequence[NDArray[np.floating]]) -> NDArray[np.floating]:
+    """Return all numbers of each answer, (n, k)."""
+    return np.concatenate([each.reshape(len(each), -1) for each in answers], axis=1)
 
 
 def _make_manifest(
@@ -230,7 +235,7 @@ def _make_manifest(
         pool=pool or UNSET,
         reference=found.yardstick[0] if found.yardstick else UNSET,
         metrics={name: float(value) for name, value in metrics.items()}
-        | ({OUTLIER_BELOW: found.yardstick[1]} if found.yardstick else {}),
+        | ({OUTLIER_BELOW: found.yardstick[1]} if found.yardstick and math.isfinite(found.yardstick[1]) else {}),
         max_abs_diff=found.difference,
     )
 
@@ -241,15 +246,15 @@ _Description = tuple[tuple[CandidateInfo, ...], Fusion, PoolInfo | None]
 def _make_description(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.floating] | None) -> _Description:
     guard = None
     if mixture.guard is not None:
-        temperature, kappa = float(mixture.guard.temperature), float(mixture.guard.kappa)
-        guard = GuardInfo(candidate=mixture.guard.candidate, temperature=temperature, kappa=kappa)
+        how = mixture.guard.calibration
+        guard = GuardInfo(candidate=mixture.guard.candidate, temperature=how.temperature, kappa=how.kappa)
     candidates = tuple(
         CandidateInfo(
             role=c.role,
             name=c.name,
             part=part,
-            temperature=float(c.temperature),
-            kappa=float(c.kappa),
+            temperature=float(c.calibration.temperature),
+            kappa=float(c.calibration.kappa),
             energy_mean=float(c.energy_mean),
             energy_std=float(c.energy_std),
             weight=float(c.weight),

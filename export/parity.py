@@ -1,4 +1,4 @@
-"""Checks that ONNX Runtime predicts the same as torch with the formula of `fedge.bundle.formula` in float64."""
+"""Checks that ONNX Runtime answers as torch does with the problem's formulas in float64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from export.graph import make_gate_tensors
 from export.mixture import Mixture
-from fedge.bundle.formula import Array, Floats, Formula, compute_gate_scores, fuse, prepare_formula
+from fedge.bundle.formula import (
+    LOWEST,
+    MIN_ENERGY_STD,
+    compute_gate_features,
+    compute_log_weights,
+    drop_experts,
+    softmax,
+)
 from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import UpdateRejected
+from fedge.problems.maths import Array, Floats
 from fedge.tensors.layout import Layout, Model
 
 if TYPE_CHECKING:
     import torch
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of a probability up to which a bundle is written."""
+"""Largest difference of an answer up to which a bundle is written."""
 LEVEL: Final = 1e-5
 """Relative error of a score by rounding; of scores that are no further apart, either may win a choice."""
 MAX_SAMPLES: Final = 256
@@ -81,11 +88,6 @@ def compute_features(
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 
-def make_formula(mixture: Mixture) -> Formula:
-    """Return the mixture's formula in float64."""
-    return prepare_formula(make_gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
-
-
 def compute_expected(
     task: TaskSpec,
     layout: Layout,
@@ -94,17 +96,43 @@ def compute_expected(
     found: Sequence[Floats] = (),
     lean: float = 0,
 ) -> list[Floats]:
-    """Compute probabilities, weights and energies with torch and the formula in float64.
+    """Compute answers, weights and energies with torch, and with the problem's formulas in float64.
 
     If `lean` is not 0, routers favour routes (`favour_routes`), and the candidates that have a weight in `found`, the
     graph's outputs, are favoured by as much as rounding, too.
     """
-    how = make_formula(mixture)
-    logits = compute_logits(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
-    scores = compute_gate_scores(how, x.astype(np.float64))
-    if lean:
-        scores = scores + compute_favour(found[1], np.nan_to_num(found[2]))
-    return fuse(how, list(logits), scores)
+    outputs = compute_logits(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
+    favour = compute_favour(found[-2], np.nan_to_num(found[-1])) if lean else 0.0
+    return mix_outputs(task, mixture, outputs, x.astype(np.float64), favour)
+
+
+def mix_outputs(
+    task: TaskSpec, mixture: Mixture, outputs: Floats, x: Floats, favour: Array | float = 0.0
+) -> list[Floats]:
+    """Mix the outputs (M, n, ...) of all candidates for inputs (n, *input_shape): answers, weights and energies.
+
+    `favour`, (n, M), is added to the candidates' scores.
+    """
+    problem, candidates, gate = task.problem, mixture.candidates, mixture.gate
+    reduced = [problem.reduce_outputs(each, x) for each in outputs]
+    index = [*range(len(candidates)), mixture.guard.candidate if mixture.guard else 0]
+    rows = zip(index, mixture.calibrations, mixture.offsets, strict=True)
+    components = [problem.calibrate(reduced[k], how, offset) for k, how, offset in rows]
+    raw = np.stack([problem.compute_energies(r, a) for r, a in zip(reduced, components, strict=False)], axis=1)
+    mean, std = (np.array([getattr(c, name) for c in candidates]) for name in ("energy_mean", "energy_std"))
+    energies = (raw - mean) / np.maximum(std, MIN_ENERGY_STD)
+    hidden = np.maximum(compute_gate_features(x) @ gate.hidden_weight.T + gate.hidden_bias, 0)
+    own = compute_log_weights(np.array([c.weight for c in candidates]))
+    scores = hidden @ gate.out_weight.T + gate.out_bias + own + favour
+    with np.errstate(invalid="ignore"):
+        scores += mixture.beta * np.clip(energies, -mixture.energy_clip, mixture.energy_clip)
+        usable = np.isfinite(outputs.reshape(*outputs.shape[:2], -1).sum(axis=2)).T & np.isfinite(scores)
+    scores, energies = np.where(usable, scores, LOWEST), np.where(usable, energies, np.nan)
+    if len(mixture.experts) > mixture.top:
+        drop_experts(scores, np.array(mixture.experts), mixture.top)
+    alpha = np.where(usable, softmax(scores), 0.0)
+    g = 0.5 * usable[:, [mixture.guard.candidate]] if mixture.guard else np.zeros((len(x), 1))
+    return [*problem.mix(components, np.concatenate([(1 - g) * alpha, g], axis=1)), alpha, energies]
 
 
 def compute_favour(weights: Floats, scores: Floats) -> Array:
@@ -121,25 +149,30 @@ def run_graph(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArra
 
 
 def compute_difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
-    """Return the largest difference between values (n, C) of two computations, n >= 1.
+    """Return the largest difference between values (n, C) of two computations, n >= 1, relative to values above 1.
 
     Where a route or an expert wins by less than rounding, both winners are right. So a sample that differs from
     `wanted(0)` may equal `wanted(1)` or `wanted(-1)`, which favour one of those that are level.
     """
-    each = np.abs(found - wanted(0)).max(axis=1)
+    each = _compare(found, wanted(0))
     for lean in (1, -1):
         if not each.max() <= TOLERANCE:
-            each = np.minimum(each, np.abs(found - wanted(lean)).max(axis=1))  # NaN stays
+            each = np.minimum(each, _compare(found, wanted(lean)))  # NaN stays
     return float(each.max())
 
 
+def _compare(found: Floats, wanted: Floats) -> Floats:
+    """Return the largest difference of each sample, (n,)."""
+    return np.asarray((np.abs(found - wanted) / np.maximum(1, np.abs(wanted))).max(axis=1))
+
+
 def require_parity(found: Floats, wanted: Callable[[float], Floats]) -> float:
-    """Require two computations of probabilities to agree, and return their `compute_difference`.
+    """Require two computations of answers to agree, and return their `compute_difference`.
 
     Raises:
         UpdateRejected: the difference exceeds `TOLERANCE`, or is NaN.
     """
     largest = compute_difference(found, wanted)
     if not largest <= TOLERANCE:
-        raise UpdateRejected(f"ONNX Runtime and torch disagree by {largest:.3g} in probability: no bundle written")
+        raise UpdateRejected(f"ONNX Runtime and torch disagree by {largest:.3g}: no bundle written")
     return largest

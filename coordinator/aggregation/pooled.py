@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.aggregation.rules import FEWEST, bound_sizes, compute_factors
+from fedge.problems.maths import minimise_on_simplex
 
 K = TypeVar("K")
 
@@ -119,3 +121,53 @@ def pool_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, fl
         / sum(shares)
         for candidate in candidates
     }
+
+
+def pool_means(sums: NDArray[np.float64], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Compute the means over the samples of all devices, (S,), of sums (N, S) over each device's samples.
+
+    No device counts as more than twice the median of the samples, and what its samples say is moved to within 6 median
+    deviations of the median (`clip_outliers`). Zeros without samples.
+
+    Example:
+        >>> pool_means(np.array([[2.0, 4.0], [6.0, 0.0]]), [1, 3]).tolist()
+        [2.0, 1.0]
+    """
+    shares = np.array(bound_sizes([float(m) for m in sizes]))
+    if not shares.sum():
+        return np.zeros(sums.shape[1])
+    there = np.flatnonzero(shares)
+    means = sums[there] / np.array(sizes, np.float64)[there, np.newaxis]
+    bounded = np.array([clip_outliers(column.tolist()) for column in means.T])
+    return np.asarray(bounded @ shares[there] / shares.sum())
+
+
+def pool_products(
+    products: Sequence[tuple[Mapping[K, Mapping[K, float]], int]],
+) -> dict[K, dict[K, float]]:
+    """Compute the means over the samples of all devices of what devices sum over theirs, for each pair of candidates.
+
+    `products`: sums and numbers of samples by device, as for `pool_means`; a pair counts over the devices that have it.
+    """
+    candidates = list(dict.fromkeys(candidate for own, _ in products for candidate in own))
+    found: dict[K, dict[K, float]] = {}
+    for a in candidates:
+        for b in candidates:
+            there = [(own[a][b], m) for own, m in products if b in own.get(a, {})]
+            if there:
+                value = pool_means(np.array([[value] for value, _ in there]), [m for _, m in there])
+                found.setdefault(a, {})[b] = float(value[0])
+    return found
+
+
+def stack_weights(products: Mapping[K, Mapping[K, float]], candidates: Sequence[K]) -> dict[K, float]:
+    """Return the weights of a stack of these candidates, of sum 1, with the smallest mean squared error.
+
+    Candidates whose products are unknown get none; all are equal if no product is known.
+    """
+    known = [a for a in candidates if all(b in products.get(a, {}) for b in products)]
+    if not known:
+        return {candidate: 1 / len(candidates) for candidate in candidates}
+    matrix = np.array([[products[a][b] for b in known] for a in known])
+    own = dict(zip(known, minimise_on_simplex(matrix).tolist(), strict=True))
+    return {candidate: min(own.get(candidate, 0.0), 1.0) for candidate in candidates}

@@ -328,7 +328,7 @@ def make_result(result: Result | None, update: Update | None, n_samples: int, ac
         loss_before=update.result.loss_before,
         loss_after=update.result.loss_after,
         gradient_norm=update.result.gradient_norm,
-        val_accuracy=update.result.val_accuracy,
+        val_score=update.result.val_score,
     )
 
 

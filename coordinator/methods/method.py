@@ -31,6 +31,8 @@ from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
+from fedge.problems.classification import Classification
+from fedge.problems.problem import Problem
 from fedge.steps.contract import Action, Reveals
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dp import require_no_statistics
@@ -105,6 +107,11 @@ class Method(Generic[S]):
         ):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
         self.set_up()
+
+    @property
+    def problem(self) -> Problem:
+        """What the task asks; single-label classification if the method was made without a task."""
+        return Classification(classes=()) if self.server.task is None else self.server.task.problem
 
     def set_up(self) -> None:
         """Prepare the method, once its settings and options are set.

@@ -88,7 +88,7 @@ def has_declined(answer: Answer) -> bool:
 
 def finish_round(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
     """Return the state after a round of training, with further changes. `updates`: keys as in `get_owner`."""
-    accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
+    accuracies = [u.val_score for u in updates.values() if u.val_score is not None]
     line = RoundSummary(
         round=state.round + 1,
         asked=n_asked,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, UnsetType
+from numpy.typing import NDArray
 
 from edge_agent.device.device import Device, FailedError, decode_kept
 from edge_agent.learning import mixture, private_model
-from edge_agent.learning.evaluation import compute_logits, compute_shared_prior
+from edge_agent.learning.evaluation import Figures, find_usable, fit_offset, measure_answers
 from edge_agent.learning.private_model import Samples
-from fedge.bundle.formula import Array, calibrate_logits, compute_raw_energies, standardise
-from fedge.steps.mixture.fit_weights import Calibration
+from fedge.bundle.formula import standardise
+from fedge.problems.calibration import Calibration
+from fedge.problems.maths import Array
+from fedge.problems.problem import Answers
+from fedge.steps.mixture.fit_weights import Products, select_products
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model, flatten, from_bytes, to_bytes, unflatten
 from fedge.wire.messages import Role
@@ -87,11 +91,26 @@ class Candidates:
     roles: tuple[Role, ...]
     models: tuple[Model, ...]
     calibrations: tuple[Calibration, ...]
-    log_q: Array  # (M, m, C)
-    log_p: Array  # (m, M), of the true classes
+    answers: tuple[Answers, ...]
+    log_p: Array  # (m, M), l of the targets; NaN where a candidate is not usable
     energies: Array  # (m, M), standardised
     energy_mean: Array
     energy_std: Array
+
+    def fit_weights(
+        self, device: Device, targets: NDArray[Any], pooled: Mapping[Role, float], shrinkage: float, products: Products | UnsetType
+    ) -> Array:
+        """Fit omega, (M,), pulled towards pooled weights (fedge.md section 8)."""
+        u = mixture.distribute_weights(pooled, self.roles)
+        own = select_products(products, self.roles)
+        return device.task.problem.fit_weights(self.answers, targets, u, shrinkage, own)
+
+    def measure(self, device: Device, scores: Array) -> Figures:
+        """Measure the mixture with these scores (m, M) on the validation samples."""
+        unknown = device.task.problem.compute_unknown(device.data.y_val)
+        likelihoods = mixture.compute_mixture_likelihood(self.log_p, scores, unknown)
+        shares = mixture.compute_shares(scores, np.isfinite(self.log_p))
+        return measure_answers(device, self.answers, shares, likelihoods)
 
 
 def save_fitted(device: Device, fitted: FittedModels) -> None:
@@ -116,13 +135,14 @@ def make_candidates(
     device: Device,
     fitted: FittedModels,
     samples: Samples,
-    classes: Array,
+    offset_samples: Samples,
     calibration: Mapping[Role, Calibration],
     pooled: Mapping[Role, float],
 ) -> Candidates:
     """Evaluate the candidates that have a calibration and a pooled weight, on some samples.
 
-    `samples`: (m, *input_shape) and (m,), m >= 0. `classes`: (C,) log class shares. `pooled`: weights u.
+    `samples`: (m, *input_shape) and (m, ...), m >= 0. `offset_samples`: those whose targets give the offset. `pooled`:
+    weights u.
 
     Raises:
         FailedError: the device has no such candidate.
@@ -134,19 +154,24 @@ def make_candidates(
             f"no candidate fits: the order names {', '.join(pooled)}, the device has {', '.join(fitted.roles)}"
         )
     models = tuple(fitted.decode_model(device, role) for role in roles)
-    found = np.stack([compute_logits(device, model, x) for model in models])
-    chosen = tuple(calibration[role] for role in roles)
-    log_q = np.stack([calibrate_logits(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
-    raw = compute_raw_energies(found)
-    mean, std = mixture.compute_energy_statistics(raw)
+    chosen, problem = tuple(calibration[role] for role in roles), device.task.problem
+    answers, log_p, raw = [], [], []
+    for model, how in zip(models, chosen, strict=True):
+        outputs = device.network.predict(model, x, y)
+        says = problem.calibrate(outputs, how, fit_offset(device, model, offset_samples))
+        answers.append(says)
+        log_p.append(np.where(find_usable(says), problem.compute_log_likelihood(says, y), np.nan))
+        raw.append(problem.compute_energies(outputs, says))
+    energies = np.stack(raw, axis=1)
+    mean, std = mixture.compute_energy_statistics(energies)
     return Candidates(
         fitted=fitted,
         roles=roles,
         models=models,
         calibrations=chosen,
-        log_q=log_q,
-        log_p=mixture.select_true_log_p(log_q, y).T,
-        energies=standardise(raw, mean, std),
+        answers=tuple(answers),
+        log_p=np.stack(log_p, axis=1),
+        energies=standardise(energies, mean, std),
         energy_mean=mean,
         energy_std=std,
     )
@@ -156,6 +181,5 @@ def make_pooled_candidates(
     device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
 ) -> Candidates:
     """Return the pooled candidates, evaluated on V_L; with marked samples, shadows of them fitted on D_L alone."""
-    return make_candidates(
-        device, load_fitted(device), device.data.shared_validation, compute_shared_prior(device), calibration, pooled
-    )
+    data = device.data
+    return make_candidates(device, load_fitted(device), data.shared_validation, data.shared, calibration, pooled)

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.device.device import Device
 from edge_agent.learning import mixture
-from edge_agent.learning.mixture import PLAIN
 from edge_agent.learning.private_model import Samples
-from fedge.bundle.formula import Array
 from fedge.models.training import compute_loss_and_gradient_norm
-from fedge.steps.mixture.fit_weights import Calibration
+from fedge.problems.calibration import PLAIN, Calibration
+from fedge.problems.maths import Array
+from fedge.problems.problem import Answers
 from fedge.steps.training.train import Choice, Start
 from fedge.tensors.layout import Model
 
-WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
+WITH_OFFSET: Final = Calibration(temperature=1.0, kappa=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The figures of a model before training: accuracy on V_L; loss and gradient norm on D_L if requested."""
+    """The figures of a model before training: score on V_L; loss and gradient norm on D_L if requested."""
 
-    accuracy: float | None
+    score: float | None
     loss: float | None = None
     gradient_norm: float | None = None
 
 
 def evaluate_model(device: Device, model: Model, *, measure: bool = True) -> Evaluation:
     """Evaluate a model on V_L and, if `measure`, on D_L, n >= 1."""
-    found = compute_accuracy(device, model)
+    found = compute_score(device, model)
     if not measure:
         return Evaluation(found)
     device.network.load(model)
@@ -56,59 +56,91 @@ def choose_best_start(
 
 
 def rank_model(device: Device, model: Model, choose: Choice) -> tuple[float, float]:
-    """Return a model's rank, (number correct or 0, log-likelihood), larger is better; (0, 0) without samples."""
+    """Return a model's rank, (score times samples or 0, log-likelihood), larger is better; (0, 0) without samples.
+
+    The score times samples is the number of correct answers in classification.
+    """
     data = device.data
     x, y = data.shared_validation if len(data.shared_validation[1]) else data.shared
     if choose == "loss":
         return 0.0, -compute_loss(device, model, (x, y))
-    found = compute_logits(device, model, x)
-    return float((found.argmax(axis=1) == y).sum()), -mixture.compute_total_loss(
-        found, y, compute_shared_prior(device), PLAIN
-    )
+    problem, outputs = device.task.problem, device.network.predict(model, x, y)
+    plain = problem.calibrate(outputs, PLAIN, fit_shared_offset(device, model))
+    return len(y) * (problem.score_alone(outputs, y) or 0.0), problem.sum_likelihood(plain, y)
 
 
 def compute_loss(device: Device, model: Model, samples: Samples) -> float:
-    """Compute the sum of losses, in nats, with T = 1, kappa = 1 and the prior of D_L."""
+    """Compute the sum of losses, in nats, with T = 1, kappa = 1 and the offset of D_L."""
     x, y = samples
-    return mixture.compute_total_loss(compute_logits(device, model, x), y, compute_shared_prior(device), WITH_PRIOR)
+    problem = device.task.problem
+    answers = problem.calibrate(device.network.predict(model, x, y), WITH_OFFSET, fit_shared_offset(device, model))
+    return -problem.sum_likelihood(answers, y)
 
 
-def compute_logits(device: Device, model: Model, x: NDArray[np.float32]) -> Array:
-    """Compute logits (n, C) of model inputs; (0, C) of none."""
-    return device.network.compute_logits(model, x).reshape(len(x), device.task.n_classes)
-
-
-def compute_accuracy(device: Device, model: Model) -> float | None:
-    """Compute the accuracy on V_L, 0 to 1, or None without samples."""
+def compute_score(device: Device, model: Model) -> float | None:
+    """Compute the score on V_L, such as the accuracy; None if these samples give none."""
     x, y = device.data.shared_validation
-    return float((compute_logits(device, model, x).argmax(axis=1) == y).mean()) if len(y) else None
+    return device.task.problem.score_alone(device.network.predict(model, x, y), y) if len(y) else None
 
 
-def compute_shared_prior(device: Device) -> Array:
-    """Compute log class shares (C,) of D_L, the prior for everything that leaves the device or influences what does."""
-    return mixture.compute_log_prior(device.data.count_shared_classes(device.task.n_classes))
+def fit_offset(device: Device, model: Model, samples: Samples) -> Array:
+    """Compute what the targets of these samples say beside a model, such as log class shares (C,)."""
+    x, y = samples
+    return device.task.problem.fit_offset(y, lambda: device.network.predict(model, x, y))
 
 
-def compute_prior(device: Device) -> Array:
-    """Compute log class shares (C,) of all training samples, the prior for what stays on the device."""
-    return mixture.compute_log_prior(device.data.count_classes(device.task.n_classes))
+def fit_shared_offset(device: Device, model: Model) -> Array:
+    """Compute the offset of D_L, for everything that leaves the device or influences what does."""
+    return fit_offset(device, model, device.data.shared)
 
 
-def compute_final_prior(device: Device) -> Array:
-    """Compute log class shares (C,) of training and validation samples."""
-    return mixture.compute_log_prior(device.data.count_classes(device.task.n_classes, with_validation=True))
+def fit_own_offset(device: Device, model: Model) -> Array:
+    """Compute the offset of all training samples, for what stays on the device."""
+    return fit_offset(device, model, device.data.training)
 
 
-def score_predictions(device: Device, log_p: Array) -> tuple[float, int]:
-    """Compute the validation samples' log-likelihood, and the number classified correctly."""
-    y = device.data.y_val
-    return float(mixture.select_true_log_p(log_p, y).sum()), int((log_p.argmax(axis=1) == y).sum())
+def fit_final_offset(device: Device, model: Model) -> Array:
+    """Compute the offset of training and validation samples."""
+    return fit_offset(device, model, device.data.labelled)
 
 
-def compute_metrics(device: Device, log_p: Array) -> dict[str, float]:
-    """Compute figures for the bundle, from log-probabilities (m, C) of the validation samples."""
-    m = len(device.data.y_val)
-    if not m:
-        return {}
-    log_likelihood, correct = score_predictions(device, log_p)
-    return {"validation_accuracy": correct / m, "validation_loss": -log_likelihood / m}
+class Figures(NamedTuple):
+    """Figures on the validation samples: log-likelihood in nats, score times samples, and figures for people."""
+
+    log_likelihood: float
+    total_score: float
+    metrics: dict[str, float]
+
+
+def measure_answers(device: Device, components: Sequence[Answers], shares: Array, likelihoods: Array) -> Figures:
+    """Measure a mixture's answers on the validation samples.
+
+    Args:
+        device: the device.
+        components: the answers of M candidates.
+        shares: alpha, (m, M).
+        likelihoods: the mixture's log-likelihood of each target, (m,).
+    """
+    problem, y = device.task.problem, device.data.y_val
+    if not len(y):
+        return Figures(0.0, 0.0, {})
+    mixed, total = problem.mix(components, shares), float(likelihoods.sum())
+    score = problem.compute_score(mixed, y)
+    known = {} if score is None else {f"validation_{problem.SCORE}": score}
+    further = {f"validation_{name}": value for name, value in problem.compute_metrics(mixed, y).items()}
+    return Figures(total, len(y) * (score or 0.0), known | {"validation_loss": -total / len(y)} | further)
+
+
+def measure_model(device: Device, model: Model, how: Calibration, offset: Array) -> Figures:
+    """Measure one model's answers on the validation samples."""
+    problem, (x, y) = device.task.problem, device.data.validation
+    answers = problem.calibrate(device.network.predict(model, x, y), how, offset)
+    found = problem.compute_log_likelihood(answers, y)
+    usable = find_usable(answers)
+    likelihoods = np.where(usable & np.isfinite(found), found, problem.compute_unknown(y))
+    return measure_answers(device, [answers], usable[:, np.newaxis].astype(np.float64), likelihoods)
+
+
+def find_usable(answers: Answers) -> NDArray[np.bool_]:
+    """Return for which samples all that a candidate says is finite, (n,)."""
+    return np.asarray(np.isfinite(answers.values.reshape(len(answers.values), -1)).all(axis=1))

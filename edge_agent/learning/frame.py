@@ -31,10 +31,10 @@ from fedge.models.training import (
     Stack,
     Trainer,
     can_stack,
-    compute_accuracies,
     compute_losses_and_gradient_norms,
     compute_mean_loss,
     compute_mean_losses,
+    compute_scores,
     draw_stacked_batches,
     pad_samples,
 )
@@ -203,7 +203,7 @@ def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float
         loss_before=before.loss,
         loss_after=loss_after,
         gradient_norm=before.gradient_norm,
-        val_accuracy=before.accuracy,
+        val_score=before.score,
         **learned.report,
     )
     if (kept := begun.get_kept(learned)) is not None:
@@ -273,8 +273,8 @@ def _train_group(group: Sequence[_Ready]) -> list[Result]:
     devices, starts = [one.begun.device for one in group], [one.begun.start for one in group]
     measure = group[0].begun.action.measure
     stack = Stack(devices[0].network, starts)
-    validated = compute_accuracies(stack, *pad_samples([device.data.shared_validation for device in devices]))
-    looks = [Evaluation(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
+    validated = compute_scores(stack, *pad_samples([device.data.shared_validation for device in devices]))
+    looks = [Evaluation(score) for score in validated]
     losses_after: list[float | None] = [None] * len(group)
     everything = pad_samples([device.data.shared for device in devices]) if measure else None
     if everything:

@@ -1,7 +1,7 @@
-"""Maths by which a device fits its mixture: prior, temperature, weights, energy, guard (fedge.md sections 6 to 11).
+"""Maths by which a device fits its mixture: weights, energy, guard (fedge.md sections 6 to 11).
 
-Pure float64 numpy, symbols as in the specification: M candidates, C classes, n samples. The mixture's own formula is in
-`fedge.bundle.formula`.
+Pure float64 numpy, symbols as in the specification: M candidates, n samples. What a candidate's outputs say is up to
+the task's problem (`fedge.problems`). The mixture's own formula is in `fedge.bundle.formula`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle.calibration import make_grid
-from fedge.bundle.formula import Array, calibrate_logits, compute_log_weights, log_softmax
-from fedge.steps.mixture.fit_weights import Calibration
+from fedge.bundle.formula import NUMPY, mix
+from fedge.problems.maths import Array, log_softmax
 from fedge.wire.messages import Role
 
-PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
-"""Calibration that leaves a model's probabilities as they are."""
-EM_STEPS: Final = 60
 BASE_CHECKPOINT: Final = 1  # 40 steps, section 6
 STEPS_MARGIN_NATS: Final = 2.0
 GUARD_MARGIN_NATS: Final = 5.0
@@ -56,35 +52,6 @@ def choose_steps(log_likelihoods: Sequence[float]) -> int:
     return find_best([value + extra for value, extra in zip(log_likelihoods, bonus, strict=True)])
 
 
-# ------------------------------------------------------------------------------------- section 7: prior and temperature
-
-
-def compute_log_prior(counts: NDArray[np.integer]) -> Array:
-    """Compute log class shares pi, (C,), with half a sample added per class; uniform without counts."""
-    smoothed = np.asarray(counts, np.float64) + 0.5
-    return np.asarray(np.log(smoothed / smoothed.sum()))
-
-
-def select_true_log_p(log_p: Array, labels: NDArray[np.int64]) -> Array:
-    """Return log p of the true classes, (..., n), from (..., n, C); a row that is not finite counts as uniform."""
-    picked = log_p[..., np.arange(len(labels)), labels]
-    return np.asarray(np.where(np.isfinite(picked), picked, -math.log(log_p.shape[-1])))
-
-
-def compute_total_loss(
-    logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, chosen: Calibration
-) -> float:
-    """Compute the sum of the cross-entropies of one candidate, (n, C) logits, in nats."""
-    return -float(select_true_log_p(calibrate_logits(logits, prior, chosen), labels).sum())
-
-
-def compute_grid_losses(
-    logits: NDArray[np.floating], labels: NDArray[np.int64], prior: Array, role: Role
-) -> tuple[float, ...]:
-    """Compute the sums of losses over the (T, kappa) grid of a role (section 7)."""
-    return tuple(compute_total_loss(logits, labels, prior, chosen) for chosen in make_grid(role))
-
-
 # --------------------------------------------------------------------------------------------------- section 8: weights
 
 
@@ -103,19 +70,29 @@ def distribute_weights(pooled: Mapping[Role, float], present: Sequence[Role]) ->
     return shares / total if total > 0 else np.full(len(present), 1 / len(present))
 
 
-def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
-    """Fit omega, (M,), by EM from u to sum_n log sum_k omega_k p_nk + a sum_k u_k log omega_k (section 8).
+def compute_shares(scores: Array, usable: NDArray[np.bool_]) -> Array:
+    """Return alpha = softmax(s) over the usable candidates, (n, M); zeros where none is usable.
+
+    `scores`: s = log omega + beta e, (n, M). `usable`: whether all of a candidate's outputs are finite, (n, M).
+    """
+    some = usable.any(axis=1, keepdims=True)
+    return np.where(usable, np.exp(log_softmax(np.where(usable | ~some, scores, -np.inf))), 0.0)
+
+
+def compute_mixture_likelihood(log_p: Array, scores: Array, unknown: Array) -> Array:
+    """Return log sum_k alpha_k exp l_k, (n,), the mixture's log-likelihood of its targets (section 9).
 
     Args:
-        log_p: (n, M) log-probabilities of the true classes; n may be 0.
-        pooled: u, (M,), sum 1.
-        shrinkage: a > 0, in samples; every omega_k is at least a u_k / (n + a).
+        log_p: l of each candidate, (n, M); a candidate that is not finite is dropped for that sample.
+        scores: s = log omega + beta e, (n, M).
+        unknown: (n,), what counts where no candidate is usable.
     """
-    weights = pooled
-    for _ in range(EM_STEPS if len(log_p) else 0):
-        responsibility = np.exp(log_softmax(compute_log_weights(weights) + log_p))
-        weights = (responsibility.sum(axis=0) + shrinkage * pooled) / (len(log_p) + shrinkage)
-    return weights
+    usable = np.isfinite(log_p)
+    some = usable.any(axis=1)
+    found = unknown.copy()
+    masked = np.where(usable, scores, -np.inf)[some]
+    found[some] = mix(np.where(usable, log_p, 0.0)[some], masked, NUMPY)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- section 9: energy
@@ -152,10 +129,10 @@ def compute_class_distance(validation: NDArray[np.integer], training: NDArray[np
     return Fraction(sum(abs(a * m - b * n) for a, b in zip(v, d, strict=True)), 2 * n * m)
 
 
-def choose_alternative(mixture: tuple[float, int], alternatives: Sequence[tuple[float, int]]) -> int | None:
+def choose_alternative(mixture: tuple[float, float], alternatives: Sequence[tuple[float, float]]) -> int | None:
     """Return the index of the alternative that gets half of the output, or None.
 
-    Pairs are (log-likelihood on V_i in nats, samples classified correctly). An alternative must beat the mixture by
+    Pairs are (log-likelihood on V_i in nats, score times samples: those classified correctly). An alternative must beat the mixture by
     more than 5 nats and at least 2 samples; among several the most likely one wins.
     """
     clear = [

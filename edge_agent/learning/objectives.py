@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from edge_agent.device.device import Device
-from fedge.models.losses import Loss, compute_class_weights, cross_entropy, make_loss
+from fedge.models.losses import Loss, compute_class_weights, cross_entropy
+from fedge.models.problems.losses import make_loss
 from fedge.models.training import Network, Stack, to_tensor
 from fedge.steps.sgd import Sgd
 
@@ -36,7 +37,7 @@ class LossOfOrder:
         """Yield the loss; what learns holds the class weights meanwhile."""
         learns.given = stack_class_weights(self.sgd, learns, devices)
         try:
-            yield make_loss(self.sgd)
+            yield make_loss(learns.task.problem, self.sgd)
         finally:
             learns.given = ()
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent.device.device import Device
-from edge_agent.learning.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, compute_log_prior, compute_total_loss
+from edge_agent.learning.mixture import BASE_CHECKPOINT, TIE, choose_steps
 from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
+from fedge.problems.calibration import PLAIN
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
 
@@ -21,7 +22,7 @@ CHECKPOINTS: Final = (20, 40, 80, 160)
 
 log = logging.getLogger("fedge.agent")
 
-Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
+Samples = tuple[NDArray[np.float32], NDArray[Any]]
 T = TypeVar("T")
 
 
@@ -61,9 +62,9 @@ def fit_private(
 
 
 def compute_log_likelihood(network: Network, model: Model, samples: Samples) -> float:
-    """Compute the log-likelihood of n >= 1 samples, in nats, without prior and temperature."""
-    logits = network.compute_logits(model, samples[0])
-    return -compute_total_loss(logits, samples[1], compute_log_prior(np.zeros(logits.shape[1], np.int64)), PLAIN)
+    """Compute the log-likelihood of n >= 1 samples, in nats, without offset and temperature."""
+    problem = network.task.problem
+    return problem.sum_likelihood(problem.calibrate(network.predict(model, *samples), PLAIN, np.zeros(())), samples[1])
 
 
 def fit_model(device: Device, start: Model, training: Samples, sgd: Sgd, steps: int, *stream: int) -> Model:

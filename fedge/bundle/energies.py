@@ -6,12 +6,15 @@ samples, so that similar samples have energies around 0. Weights are the candida
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.manifest import Reference
+from fedge.problems.problem import Problem
 
 Floats = NDArray[np.floating]
 
@@ -36,21 +39,30 @@ def compute_gate_entropy(weights: Floats) -> NDArray[np.float64]:
     return np.maximum(entropy, 0.0)  # a weight may be rounded above 1
 
 
-def compute_reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
-    """Return a bundle's reference from outputs on validation samples, and the lower bound of a usual free energy.
+def compute_strangeness(problem: Problem, answers: Sequence[Floats], weights: Floats, energies: Floats) -> Floats:
+    """Return how strange each sample is, (n,): its surprise where the problem says one, else its free energy."""
+    surprise = problem.get_surprise(answers)
+    return compute_free_energy(weights, energies) if surprise is None else surprise
+
+
+def compute_reference(
+    problem: Problem, answers: Sequence[Floats], weights: Floats, energies: Floats
+) -> tuple[Reference, float] | None:
+    """Return a bundle's reference from outputs on validation samples, and the lower bound of a usual strangeness.
 
     Return None with fewer than 2 usable samples. The lower bound, and the upper one in the reference, are order
     statistics of the n samples: the k-th from either end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))). Another
     sample of this kind is outside with probability 2k / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split
     conformal prediction). This assumes no shape of the distribution; standard deviations would not work, since the
-    graph clips energies.
+    graph clips energies. A problem with a surprise has the upper bound alone, at its own share of alarms.
     """
-    free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
+    free, entropy = compute_strangeness(problem, answers, weights, energies), compute_gate_entropy(weights)
     kept = np.isfinite(free)
     free, entropy = free[kept], entropy[kept]
     if len(free) < 2:
         return None
-    k = max(1, int(OUTLIER_SHARE / 2 * (len(free) + 1)))
+    alarms = problem.get_alarms()
+    k = max(1, int((OUTLIER_SHARE / 2 if alarms is None else alarms) * (len(free) + 1)))
     ordered = np.sort(free)
     yardstick = Reference(
         n=len(free),
@@ -60,4 +72,4 @@ def compute_reference(weights: Floats, energies: Floats) -> tuple[Reference, flo
         gate_entropy_std=float(entropy.std(ddof=1)),
         outlier_above=float(ordered[-k]),
     )
-    return yardstick, float(ordered[k - 1])
+    return yardstick, float(ordered[k - 1]) if alarms is None else -math.inf

@@ -16,18 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data.task import choose_gate_pool
+from fedge.problems.maths import Array, Floats, log_softmax
 
-if TYPE_CHECKING:
-    from fedge.steps.mixture.fit_weights import Calibration
-
-Array = NDArray[np.float64]
-Floats = NDArray[np.floating]
 F = TypeVar("F", bound=np.floating)
 A = TypeVar("A", bound="Addable")
 Numbers = Mapping[str, NDArray[Any]]
@@ -59,12 +55,6 @@ def softmax(scores: Floats, temperature: float = 1.0) -> Array:
     return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
 
 
-def log_softmax(scores: Array) -> Array:
-    """Return the log-softmax along the last axis, with the largest subtracted first."""
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
-
-
 class Addable(Protocol):
     """The interface that the formula needs of numpy's and torch's arrays."""
 
@@ -86,18 +76,6 @@ def mix(log_q: A, scores: A, library: Library[A]) -> A:
     return library.logsumexp(library.log_softmax(scores) + log_q)
 
 
-def calibrate_logits(logits: Floats, prior: Array, by: Calibration) -> Array:
-    """Return q = log-softmax(l / T + kappa * pi) along the last axis; NaN where l is not finite."""
-    with np.errstate(invalid="ignore"):
-        return log_softmax(np.asarray(logits, np.float64) / by.temperature + by.kappa * prior)
-
-
-def compute_raw_energies(logits: Floats) -> Array:
-    """Return logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.logaddexp.reduce(np.asarray(logits, np.float64), axis=2).T)
-
-
 def standardise(energies: Array, mean: Array, std: Array) -> Array:
     """Return standardised energies, (n, M), clipped to -3 to 3."""
     return np.asarray(np.clip((energies - mean) / np.maximum(std, MIN_ENERGY_STD), -ENERGY_CLIP, ENERGY_CLIP))
@@ -106,22 +84,6 @@ def standardise(energies: Array, mean: Array, std: Array) -> Array:
 def compute_log_weights(weights: Array) -> Array:
     """Return log omega, (M,), which is finite even for a weight of 0."""
     return np.log(weights, out=np.full(np.shape(weights), ZERO_WEIGHT), where=weights > 0)
-
-
-def compute_log_mixture(log_q: Array, scores: Array) -> Array:
-    """Return `mix` for all classes, (n, C).
-
-    Args:
-        log_q: log-probabilities of the candidates, (M, n, C). A candidate whose values for a sample are not finite is
-            dropped for that sample; if none is left, p = 1/C (scmoe_pfl.md 11.2).
-        scores: s = log omega + beta e, (n, M).
-    """
-    usable = np.asarray(np.isfinite(log_q).all(axis=2)).T
-    some = np.asarray(usable.any(axis=1))
-    clean = np.where(usable[:, None], np.moveaxis(log_q, 0, -1), 0.0)
-    log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
-    log_p[some] = mix(clean[some], np.where(usable, scores, -np.inf)[some, None], NUMPY)
-    return log_p
 
 
 def compute_gate_features(x: NDArray[F]) -> NDArray[F]:
@@ -308,7 +270,7 @@ def _fuse(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
         score = np.where(usable, score, LOWEST)
         energy = np.where(usable, energy, _NAN)
     if len(how.experts) > how.top:
-        _drop_experts(score, how.experts, how.top)
+        drop_experts(score, how.experts, how.top)
     score -= np.maximum.reduce(score, axis=1, keepdims=True)
     alpha = np.exp(score, out=score)
     alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
@@ -322,7 +284,7 @@ def _find_usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
     return finite
 
 
-def _drop_experts(score: Floats, experts: NDArray[np.int64], top: int) -> None:
+def drop_experts(score: Floats, experts: NDArray[np.int64], top: int) -> None:
     """Give each sample's experts other than the `top` best the score of a dropped candidate, in place."""
     others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
     score[np.arange(len(score))[:, None], experts[others]] = LOWEST

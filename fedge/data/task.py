@@ -148,8 +148,8 @@ def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
     if not gone and not added and old.classes != new.classes:
         found.append("the same classes in another order")
     words = {"name": "name", "input_shape": "input", "model": "network", "model_options": "options of the network"}
-    for field, word in words.items():
-        before, now = (getattr(task, field) for task in (old, new))
+    for name, word in words.items():
+        before, now = (getattr(task, name) for task in (old, new))
         if before != now:
             found.append(f"the {word} {_format_value(now)} in place of {_format_value(before)}")
     if old.preprocessing != new.preprocessing:

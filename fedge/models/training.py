@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -32,8 +31,11 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.losses import Loss, make_loss, make_loss_of
+from fedge.models.losses import Loss
 from fedge.models.optimizer import Optimizer, make_optimizer
+from fedge.models.problems.losses import PADDING, compute_losses, make_loss, make_loss_of
+from fedge.problems.own import Own
+from fedge.problems.problem import Problem
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.moved import alias_names
@@ -44,8 +46,6 @@ Part = Literal["all", "base", "head"]
 """Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
 """Samples per forward pass outside training; this bounds the memory."""
-PADDING: Final = -100
-"""Label of a padding sample, which counts in no loss and no gradient."""
 MOST_STACKED: Final = 2**15
 """Weights of the largest network of which several are trained side by side (see `can_stack`)."""
 CPU: Final = torch.device("cpu")
@@ -116,7 +116,7 @@ class Network:
         loss(self.module, x, y, *self.given).backward()  # type: ignore[no-untyped-call]
 
     def compute_outputs(self, x: Tensor) -> Tensor:
-        """Compute logits (b, C) of inputs (b, ...)."""
+        """Compute outputs (b, ...) of inputs (b, ...)."""
         out: Tensor = self.module(x)
         return out
 
@@ -162,14 +162,20 @@ class Network:
         return Model(now.params.copy(), now.buffers, now.counters)
 
     def compute_logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Compute logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
+        """Compute the outputs (n, ...) of a model, such as logits (n, C), in evaluation mode."""
         self.load(model)
+        if not len(x):
+            return np.zeros((0, *self.task.problem.get_output_shape(self.task.input_shape)))
         with torch.inference_mode():
-            chunks = torch.split(to_tensor(x, self.processor), CHUNK)
-            parts = [self.module(chunk) for chunk in chunks] if len(x) else []
-        if not parts:
-            return np.zeros((0, 0))
+            parts = [self.module(chunk) for chunk in torch.split(to_tensor(x, self.processor), CHUNK)]
         return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
+
+    def predict(self, model: Model, x: NDArray[np.float32], y: NDArray[Any]) -> NDArray[np.float64]:
+        """Compute what the problem's formulas need of a model's outputs on n samples, (n, ...), in evaluation mode.
+
+        These are the outputs themselves (`Problem.reduce_outputs`) or, in a user's own problem, the losses (n, 1).
+        """
+        return reduce_outputs(self.task.problem, self.compute_logits(model, x), x, y)
 
     def compute_features(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
         """Compute the head's input for n >= 1 samples, (n, D), in evaluation mode.
@@ -200,6 +206,7 @@ class Stack:
     """
 
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
+        self.task = network.task
         self.module = network.module
         self.layout = network.layout
         self.processor = network.processor
@@ -233,7 +240,7 @@ class Stack:
         return self._call(Features(self.module, self.layout), "module.", x)
 
     def compute_outputs(self, x: Tensor) -> Tensor:
-        """Compute logits (n, b, C)."""
+        """Compute outputs (n, b, ...)."""
         return self._call(self.module, "", x)
 
     def _call(self, module: nn.Module, prefix: str, *inputs: Tensor) -> Tensor:
@@ -429,11 +436,16 @@ def draw_stacked_batches(
 
 
 def join_samples(
-    samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    samples: Sequence[tuple[NDArray[np.float32], NDArray[Any]]],
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
     """Concatenate the samples of n clients and append one ignored sample (`PADDING`)."""
     x = np.concatenate([*(own for own, _ in samples), np.zeros_like(samples[0][0][:1])])
-    return x, np.concatenate([*(own for _, own in samples), [PADDING]])
+    return x, np.concatenate([*(own for _, own in samples), make_padding(samples[0][1], 1)])
+
+
+def make_padding(y: NDArray[Any], n: int) -> NDArray[Any]:
+    """Return targets of n samples that count in no loss, of the type and shape of other targets."""
+    return np.full((n, *y.shape[1:]), np.nan if y.dtype.kind == "f" else PADDING, y.dtype)
 
 
 def _set_evaluation_mode(module: nn.Module) -> None:
@@ -445,6 +457,7 @@ def _set_evaluation_mode(module: nn.Module) -> None:
 class Trainable(Protocol):
     """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` that a `Trainer` uses."""
 
+    task: TaskSpec
     module: nn.Module
     processor: torch.device
     weights: Tensor
@@ -468,14 +481,14 @@ class Trainer:
     unchanged.
 
     `rng` draws the batches, or yields them: positions (b,) in `x` and `y`, or (n, b) for a stack
-    (`draw_stacked_batches`). A stack's loss must ignore samples with the label `PADDING`, as cross-entropy does.
+    (`draw_stacked_batches`). A stack's loss must ignore samples of `PADDING`, as those of problems do.
     """
 
     def __init__(
         self,
         network: Trainable,
         x: NDArray[np.float32],
-        y: NDArray[np.int64],
+        y: NDArray[Any],
         sgd: Sgd,
         rng: np.random.Generator | Iterator[NDArray[np.int64]],
         *,
@@ -528,36 +541,36 @@ class Trainer:
         network.module.eval()
 
 
-def _make_loss(network: Trainable, sgd: Sgd, y: NDArray[np.int64]) -> Loss:
+def _make_loss(network: Trainable, sgd: Sgd, y: NDArray[Any]) -> Loss:
     if isinstance(network, Network):
-        return make_loss_of(sgd, y, network.task.n_classes, network.processor)
+        return make_loss_of(network.task.problem, sgd, y, network.processor)
     if sgd.class_weights:
         raise ValueError("only a network alone finds the weights of its classes: give the loss, and the weights")
-    return make_loss(sgd)
+    return make_loss(network.task.problem, sgd)
 
 
-def compute_mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:
-    """Compute the mean cross-entropy of the weights on n >= 1 samples, in evaluation mode."""
+def compute_mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[Any]) -> float:
+    """Compute the mean loss of the weights on n >= 1 samples, in evaluation mode."""
     return float(compute_mean_losses(network, x, y))
 
 
 def compute_loss_and_gradient_norm(
-    network: Network, x: NDArray[np.float32], y: NDArray[np.int64]
+    network: Network, x: NDArray[np.float32], y: NDArray[Any]
 ) -> tuple[float, float]:
-    """Compute mean cross-entropy and its gradient's L2 norm, n >= 1, in evaluation mode."""
+    """Compute mean loss and its gradient's L2 norm, n >= 1, in evaluation mode."""
     loss, norm = compute_losses_and_gradient_norms(network, x, y)
     return float(loss), float(norm)
 
 
-def compute_mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute each model's mean loss; for a stack, x is (n, m, ...) and y (n, m), padded (`pad_samples`)."""
+def compute_mean_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[Any]) -> NDArray[np.float64]:
+    """Compute each model's mean loss; for a stack, x is (n, m, ...) and y (n, m, ...), padded (`pad_samples`)."""
     with torch.inference_mode():
         total = sum((loss.double() for loss in _sum_losses(network, x, y)), torch.zeros(()))
-    return np.asarray(total.cpu().numpy() / _count_samples(y))
+    return np.asarray(total.cpu().numpy() / _count_samples(network, y))
 
 
 def compute_losses_and_gradient_norms(
-    network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
+    network: Network | Stack, x: NDArray[np.float32], y: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Compute each model's mean loss and its gradient's L2 norm; inputs as for `compute_mean_losses`."""
     network.gradient.zero_()
@@ -566,56 +579,77 @@ def compute_losses_and_gradient_norms(
         loss.sum().backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach().double()
     norms = torch.linalg.vector_norm(network.gradient, dim=-1, dtype=torch.float64)
-    return np.asarray(total.cpu().numpy() / _count_samples(y)), np.asarray(norms.cpu().numpy() / _count_samples(y))
+    return np.asarray(total.cpu().numpy() / _count_samples(network, y)), np.asarray(norms.cpu().numpy() / _count_samples(network, y))
 
 
-def compute_accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute the share of samples that each model classifies correctly, (n,); NaN where a model has no samples."""
-    if not y.size:
-        return np.full(len(y), np.nan)
+def compute_scores(stack: Stack, x: NDArray[np.float32], y: NDArray[Any]) -> list[float | None]:
+    """Compute each model's score on its samples, by the problem; None where its samples give none."""
+    if not y.shape[1]:
+        return [None] * len(y)
+    problem = stack.task.problem
+    parts = []
     with torch.inference_mode():
-        right = sum(
-            (
-                (stack.compute_outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1)
-                for inputs, labels in _iterate_chunks(stack, x, y)
-            ),
-            torch.zeros(len(y), dtype=torch.int64, device=stack.processor),
-        )
-    counts, hits = _count_samples(y), right.cpu().numpy()
-    shares: NDArray[np.float64] = np.divide(hits, counts, out=np.full(len(y), np.nan), where=counts > 0)
-    return shares
+        for inputs, targets in _iterate_chunks(stack, x, y):
+            flat = (each.flatten(0, 1).cpu().numpy() for each in (stack.compute_outputs(inputs), inputs, targets))
+            reduced = reduce_outputs(problem, *flat)
+            parts.append(reduced.reshape(len(y), -1, *reduced.shape[1:]))
+    rows = zip(np.concatenate(parts, axis=1), _find_real(stack, y), y, strict=True)
+    return [problem.score_alone(own[kept], targets[kept]) for own, kept, targets in rows]
+
+
+def reduce_outputs(
+    problem: Problem, outputs: NDArray[np.floating], x: NDArray[np.float32], y: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return what the problem's formulas need of outputs (n, ...): themselves, or the losses of a user's problem."""
+    if isinstance(problem, Own):
+        losses = compute_losses(problem, *(to_tensor(each) for each in (np.asarray(outputs, np.float32), x, y)))
+        return np.asarray(losses.numpy(), np.float64)[:, np.newaxis]
+    return np.asarray(problem.reduce_outputs(outputs, x), np.float64)
 
 
 def pad_samples(
-    samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]],
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Pad the samples of n clients to the largest client's number m: inputs (n, m, ...), labels (n, m)."""
+    samples: Sequence[tuple[NDArray[np.float32], NDArray[Any]]],
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Pad the samples of n clients to the largest client's number m: inputs (n, m, ...), targets (n, m, ...)."""
     longest = max(len(y) for _, y in samples)
     x = np.zeros((len(samples), longest, *samples[0][0].shape[1:]), np.float32)
-    y = np.full((len(samples), longest), PADDING, np.int64)
+    y = np.stack([make_padding(samples[0][1], longest)] * len(samples))
     for k, (own_x, own_y) in enumerate(samples):
         x[k, : len(own_y)], y[k, : len(own_y)] = own_x, own_y
     return x, y
 
 
-def _count_samples(y: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.asarray((y != PADDING).sum(axis=-1))
+def _count_axes(network: Network | Stack) -> int:
+    """Return the number of axes before a sample's own: (m, ...) for a network, (n, m, ...) for a stack."""
+    return 2 if isinstance(network, Stack) else 1
 
 
-def _sum_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> Iterator[Tensor]:
+def _find_real(network: Network | Stack, y: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which samples are no padding, (m,) or (n, m)."""
+    first = y.reshape(*y.shape[: _count_axes(network)], -1)[..., 0]
+    return np.asarray(~np.isnan(first) if y.dtype.kind == "f" else first != PADDING)
+
+
+def _count_samples(network: Network | Stack, y: NDArray[Any]) -> NDArray[np.int64]:
+    return np.asarray(_find_real(network, y).sum(axis=-1))
+
+
+def _sum_losses(network: Network | Stack, x: NDArray[np.float32], y: NDArray[Any]) -> Iterator[Tensor]:
     """Yield sums of losses over chunks of the samples, one per model."""
     network.module.eval()
-    for inputs, labels in _iterate_chunks(network, x, y):
-        logits = network.compute_outputs(inputs)
-        each = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=PADDING)
-        yield each.view(labels.shape).sum(dim=-1)
+    last = _count_axes(network) - 1
+    for inputs, targets in _iterate_chunks(network, x, y):
+        outputs = network.compute_outputs(inputs)
+        each = compute_losses(network.task.problem, *(own.flatten(0, last) for own in (outputs, inputs, targets)))
+        yield each.view(targets.shape[: last + 1]).sum(dim=-1)
 
 
 def _iterate_chunks(
-    network: Network | Stack, x: NDArray[np.float32], y: NDArray[np.int64]
+    network: Network | Stack, x: NDArray[np.float32], y: NDArray[Any]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    inputs, labels = (torch.split(to_tensor(own, network.processor), CHUNK, y.ndim - 1) for own in (x, y))
-    return zip(inputs, labels, strict=True)
+    last = _count_axes(network) - 1
+    inputs, targets = (torch.split(to_tensor(own, network.processor), CHUNK, last) for own in (x, y))
+    return zip(inputs, targets, strict=True)
 
 
 __getattr__ = alias_names(__name__, batches="draw_batches")

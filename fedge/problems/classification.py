@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,7 +44,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
         """Return the classes."""
         return y
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return pi, the log class shares (C,), with half a sample added for each class (fedge.md, 8)."""
         smoothed = np.bincount(targets, minlength=len(self.classes)) + 0.5
         return np.asarray(np.log(smoothed / smoothed.sum()))
@@ -74,6 +74,10 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
         """Return the accuracy, 0 to 1; None without samples."""
         return compute_accuracy(mixed[0].argmax(axis=1), targets)
+
+    def score_alone(self, outputs: Floats, targets: NDArray[Any]) -> float | None:
+        """Return the accuracy of the largest logits."""
+        return compute_accuracy(outputs.argmax(axis=1), targets)
 
     def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
         """Return the macro F1."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -56,7 +56,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         counts = np.where(y > 0, y.sum(axis=0), np.iinfo(np.int64).max)
         return np.where(y.any(axis=1), counts.argmin(axis=1), len(self.labels)).astype(np.int64)
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return the log odds pi of each label, (C,), with half a sample added on either side."""
         there, n = targets.sum(axis=0), len(targets)
         return np.asarray(np.log((there + 0.5) / (n - there + 0.5)))

@@ -6,14 +6,14 @@ validation loss, after the same rounds, clusters, trial and private model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fedge.problems.calibration import Calibration
+from fedge.problems.calibration import PLAIN, Calibration
 from fedge.problems.maths import Array, Floats
 from fedge.problems.names import PRINTABLE
 from fedge.problems.problem import Answers, Problem, require_targets
@@ -49,7 +49,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
         """Return one group for all."""
         return np.zeros(len(y), np.int64)
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return zero."""
         return np.zeros(1)
 
@@ -77,20 +77,9 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
         """Return nothing: outputs are not calibrated."""
         return {}
 
-    def list_kappas(self, *, own: bool) -> tuple[float, ...]:
-        """Return 0 alone, since there is no offset."""
-        return (0.0,)
-
-    def count_statistics(self, *, own: bool) -> int:
-        """Return 1, the sum of losses."""
-        return 1
-
-    def compute_statistics(
-        self, outputs: Floats, targets: NDArray[Any], offset: Array, *, own: bool
-    ) -> tuple[float, ...]:
-        """Return the sum of the losses."""
-        plain = Calibration(temperature=1.0, kappa=0.0)
-        return (-self.sum_likelihood(self.calibrate(outputs, plain, offset), targets),)
+    def list_choices(self, *, own: bool) -> tuple[Calibration, ...]:
+        """Return the plain one, since nothing is calibrated."""
+        return (PLAIN,)
 
     def fit_weights(
         self,

@@ -8,7 +8,7 @@ calibration; b is the device's offset; n samples. `fedge.models.problems` has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.problems.calibration import Calibration, make_grid
+from fedge.problems.calibration import PLAIN, Calibration, make_grid
 from fedge.problems.maths import Array, Floats, logsumexp
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
@@ -68,6 +68,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return the shapes of one sample's answers, in the order of `OUTPUTS`."""
         return (self.get_output_shape(input_shape),)
 
+    def make_no_targets(self, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the targets of no samples, (0, ...)."""
+        return np.zeros((0, *self.get_target_shape(input_shape)), np.int64)
+
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Check the targets of n samples, and return them in the type that training takes.
 
@@ -90,8 +94,11 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return what the formulas below need of the network's outputs, (n, ...): here the outputs themselves."""
         return outputs
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
-        """Return b, what a device's own targets say beside a candidate with these outputs, (n, ...)."""
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
+        """Return b, what a device's own targets say beside a candidate.
+
+        `predict` computes the candidate's outputs (n, ...) for these n samples; only some problems need them.
+        """
         raise NotImplementedError
 
     def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
@@ -133,7 +140,33 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return further figures for people, by name."""
         raise NotImplementedError
 
+    def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:  # noqa: ARG002 - for reconstruction
+        """Return how surprising each sample is, (n,), if the answers say it themselves."""
+        return None
+
+    def get_alarms(self) -> float | None:
+        """Return the share of usual samples that may count as strange, if the problem says one."""
+        return None
+
+    def score_alone(self, outputs: Floats, targets: NDArray[Any]) -> float | None:
+        """Return the score of a single model by its outputs (n, ...), without calibration."""
+        answers = self.calibrate(outputs, PLAIN, np.zeros(()))
+        usable = np.isfinite(answers.values.reshape(len(outputs), -1)).all(axis=1)
+        return self.compute_score(self.mix([answers], usable[:, np.newaxis].astype(np.float64)), targets)
+
     # ------------------------------------------------------------------------- choices that all devices make together
+
+    def list_choices(self, *, own: bool) -> tuple[Calibration, ...]:
+        """Return the calibrations to choose from, the first on a tie."""
+        return make_grid(self.list_kappas(own=own))
+
+    def compute_choice_losses(self, statistics: Array, *, own: bool) -> Array:  # noqa: ARG002 - for regression
+        """Return the loss of each choice on each device, (N, choices), from the devices' statistics (N, S)."""
+        return statistics
+
+    def finish_choice(self, chosen: Calibration, index: int, means: Array) -> Calibration:  # noqa: ARG002 - likewise
+        """Return the chosen calibration with its deviation, from the means of all statistics over samples, (S,)."""
+        return chosen
 
     def list_kappas(self, *, own: bool) -> tuple[float, ...]:
         """Return the strengths of the offset to choose from, for a model that learned on the device alone or not."""
@@ -141,7 +174,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
 
     def count_statistics(self, *, own: bool) -> int:
         """Return the number of sums that a device reports for a candidate."""
-        return len(make_grid(self.list_kappas(own=own)))
+        return len(self.list_choices(own=own))
 
     def compute_statistics(
         self, outputs: Floats, targets: NDArray[Any], offset: Array, *, own: bool
@@ -150,8 +183,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
 
         These are the sums of losses -l for all points of the grid. A sum that is not finite counts as unknown.
         """
-        grid = make_grid(self.list_kappas(own=own))
-        return tuple(-float(self.sum_likelihood(self.calibrate(outputs, how, offset), targets)) for how in grid)
+        choices = self.list_choices(own=own)
+        return tuple(-self.sum_likelihood(self.calibrate(outputs, how, offset), targets) for how in choices)
 
     def sum_likelihood(self, answers: Answers, targets: NDArray[Any]) -> float:
         """Return the sum of l over samples; one that is not finite counts as unknown."""

@@ -9,19 +9,21 @@ A device needs no labels. A target is a mark, 1 for a known anomaly: such sample
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, structs
 from numpy.typing import NDArray
 
-from fedge.problems.calibration import Calibration
+from fedge.problems.calibration import PLAIN, Calibration
 from fedge.problems.labels import require_whole_numbers
 from fedge.problems.maths import Array, Floats, logsumexp
 from fedge.problems.problem import Answers, Problem
 from fedge.problems.scores import compute_auroc
 
+SMALLEST: Final = 1e-12
+"""Lower bound of a pooled mean error."""
 LARGEST: Final = 1e30
 """Bound of the surprise, which says that no candidate's output is finite."""
 
@@ -61,7 +63,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
             errors = (np.asarray(outputs, np.float64) - inputs) ** 2
         return np.asarray(errors.reshape(len(inputs), -1).mean(axis=1, keepdims=True))
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return zero: a device's own samples say nothing beside the model."""
         return np.zeros(1)
 
@@ -107,9 +109,21 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         found = compute_auroc(mixed[0][:, 0], targets > 0)
         return {} if found is None else {"auroc": found}
 
-    def list_kappas(self, *, own: bool) -> tuple[float, ...]:
-        """Return 0 alone, since there is no offset."""
-        return (0.0,)
+    def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:
+        """Return the surprise, (n,)."""
+        return answers[0][:, 0]
+
+    def get_alarms(self) -> float | None:
+        """Return the share of usual samples for which an alarm is accepted."""
+        return self.alarms
+
+    def list_choices(self, *, own: bool) -> tuple[Calibration, ...]:
+        """Return the plain one, whose deviation follows from the errors."""
+        return (PLAIN,)
+
+    def finish_choice(self, chosen: Calibration, index: int, means: Array) -> Calibration:
+        """Return it with s, the root of the mean error."""
+        return structs.replace(chosen, deviation=(float(np.sqrt(max(means[0], SMALLEST))),))
 
     def count_statistics(self, *, own: bool) -> int:
         """Return 1, the sum of errors."""

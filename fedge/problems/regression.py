@@ -11,11 +11,11 @@ Weights are those of a stack of predictors (Wolpert, 1992): they minimise the er
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, structs
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
@@ -31,6 +31,8 @@ PULL: Final = 100
 """Samples of all devices together that count beside a device's own when it fits its weights."""
 BINS: Final = 10
 """Groups of samples, by quantiles of the first target."""
+SMALLEST: Final = 1e-12
+"""Lower bound of a pooled variance, in squared deviations of the task."""
 LARGEST: Final = 60.0
 """Bound of |h|, so that exp(h) stays finite in single precision."""
 
@@ -76,6 +78,10 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         """Return those of mean and spread, (D,)."""
         return (self.width,), (self.width,)
 
+    def make_no_targets(self, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the targets of no samples, (0, D) float32."""
+        return np.zeros((0, self.width), np.float32)
+
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Return standardised targets, (n, D) float32; (n,) is taken for one target. Raise ConfigError for others."""
         values = y[:, np.newaxis] if y.shape == (n,) and self.width == 1 else y
@@ -99,9 +105,9 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         edges = np.quantile(y[:, 0], np.arange(1, BINS) / BINS)
         return np.searchsorted(edges, y[:, 0], side="right").astype(np.int64)
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return b, the candidate's mean residual over a device's samples, shrunken by n / (n + 10), (D,)."""
-        residuals = targets - self._split(outputs)[0]
+        residuals = targets - self._split(predict())[0]
         kept = residuals[np.isfinite(residuals).all(axis=1)]
         return np.asarray(kept.sum(axis=0) / (len(kept) + SHRINKAGE))
 
@@ -169,6 +175,27 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         names = [""] if self.width == 1 else [f" {name}" for name in self.targets]
         each = zip(names, rmse, mae, strict=True)
         return {kind + name: float(v) for name, *two in each for kind, v in zip(("rmse", "mae"), two, strict=True)}
+
+    def list_choices(self, *, own: bool) -> tuple[Calibration, ...]:
+        """Return one for each kappa, since the deviations follow from the residuals; with variance as elsewhere."""
+        if self.variance:
+            return super().list_choices(own=own)
+        return tuple(Calibration(temperature=1.0, kappa=kappa) for kappa in self.list_kappas(own=own))
+
+    def compute_choice_losses(self, statistics: Array, *, own: bool) -> Array:
+        """Return 1/2 sum_d of squared residuals over the pooled variance of those without offset, (N, choices)."""
+        if self.variance:
+            return statistics
+        squares = statistics.reshape(len(statistics), -1, self.width)
+        variance = np.maximum(squares[:, 0].sum(axis=0), SMALLEST) / max(len(squares), 1)
+        return np.asarray(0.5 * (squares / variance).sum(axis=2))
+
+    def finish_choice(self, chosen: Calibration, index: int, means: Array) -> Calibration:
+        """Return it with s_d, the root of the mean squared residual of each target."""
+        if self.variance:
+            return chosen
+        squares = means.reshape(-1, self.width)[index]
+        return structs.replace(chosen, deviation=tuple(np.sqrt(np.maximum(squares, SMALLEST)).tolist()))
 
     def count_statistics(self, *, own: bool) -> int:
         """Return 4 D: for each kappa, the sums of squared residuals; with variance as elsewhere."""

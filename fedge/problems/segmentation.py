@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
@@ -62,7 +62,7 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
         counts = np.stack([(y == c).sum(axis=(1, 2)) for c in range(1, n_classes)], axis=1)
         return np.where(counts.any(axis=1), counts.argmax(axis=1) + 1, BACKGROUND).astype(np.int64)
 
-    def fit_offset(self, targets: NDArray[Any], outputs: Floats) -> Array:
+    def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return pi, (C, 1, 1), with half a pixel added for each class."""
         counts = np.bincount(targets[targets != IGNORED].ravel(), minlength=len(self.classes)) + 0.5
         return np.asarray(np.log(counts / counts.sum()))[:, np.newaxis, np.newaxis]

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, preprocessing, tables
-from fedge.problems.labels import require_class_numbers
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError, raise_as
+from fedge.problems.labels import require_class_numbers
 from fedge.system.files import require_there
 from fedge.system.loading import FAILURES, describe_error
 from fedge.tasks import arrays

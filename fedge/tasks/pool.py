@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, tables
-from fedge.problems.labels import require_class_numbers
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, raise_as
+from fedge.problems.labels import require_class_numbers
 from fedge.system.loading import load_object
 from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import read_device_data

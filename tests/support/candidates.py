@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.device.worker import Worker
+from fedge.problems.calibration import Calibration
 from fedge.steps.contract import Action, Result, load_installed_steps
 from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.fit_energy import FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
-from fedge.steps.mixture.fit_weights import Calibration, FitWeights
+from fedge.steps.mixture.fit_weights import FitWeights
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
 from fedge.tasks import DeviceData

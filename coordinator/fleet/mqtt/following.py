@@ -239,7 +239,7 @@ class Following(Presence):
         """Return the public part of a report. `accuracy` is that of the start model, if reported."""
         fields: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
         if report.outcome is Outcome.DONE:
-            accuracy = getattr(decode_result(report, action), "val_accuracy", None)
+            accuracy = getattr(decode_result(report, action), "val_score", None)
             return fields if accuracy is None else {**fields, "accuracy": accuracy}
         return fields
 

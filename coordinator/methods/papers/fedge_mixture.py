@@ -11,8 +11,9 @@ from typing import ClassVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
-from coordinator.aggregation.pooled import choose_pooled, pool_weights
+from coordinator.aggregation.pooled import choose_pooled, pool_means, pool_products, pool_weights, stack_weights
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.method import Method
 from coordinator.methods.papers.fedge_experts import list_offered_experts
@@ -22,11 +23,12 @@ from coordinator.methods.parts.unresponsive import find_responsive, run_and_reco
 from coordinator.methods.rounds import count_steps_alone, make_round_rng, select_results
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
-from fedge.bundle.calibration import BETAS, make_grid
+from fedge.bundle.calibration import BETAS
+from fedge.problems.calibration import Calibration
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
-from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.mixture.fit_weights import FitWeights, Products, WeightsFitted
 from fedge.steps.mixture.install import Installed
 from fedge.wire.messages import Role
 
@@ -70,12 +72,17 @@ class Mixtures(Method[FedgeState]):
         # that have a local model vote on the variant with it.
         variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
         pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
+        products: Products | UnsetType = UNSET
         for turn in self.WEIGHT_TURNS if weighing else ():
             order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
             state, answers = await run_and_record(
                 state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive}
             )
             weighed = select_results(answers, WeightsFitted)
+            products = pool_products([(w.products, w.n_validation) for w in weighed.values() if w.products]) or UNSET
+            if not isinstance(products, UnsetType):  # a stack: one turn says all
+                pooled = tuple(stack_weights(products, present) for present in variants)
+                break
             pooled = tuple(
                 pool_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
                 for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
@@ -84,7 +91,9 @@ class Mixtures(Method[FedgeState]):
         # Sections 8 and 9: whether the local model pays, and how much the energy counts.
         measured: dict[str, EnergyFitted] = {}
         if weighing:
-            energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
+            energy = FitEnergy(
+                calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE, products=products
+            )
             present = {i: energy for i in fitted if i not in state.unresponsive}
             state, answers = await run_and_record(state, fleet, "energy", present)
             measured = select_results(answers, EnergyFitted)
@@ -93,7 +102,12 @@ class Mixtures(Method[FedgeState]):
         beta = self.choose_beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
 
         pool = PooledSettings(
-            calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation
+            calibration=calibration,
+            weights=pooled[local],
+            beta=beta,
+            local=local,
+            n_validation=n_validation,
+            products=products,
         )
         if pool.local and (late := [i for i in fitted if i not in pilots]):
             state, _ = await run_and_record(
@@ -145,13 +159,17 @@ class Mixtures(Method[FedgeState]):
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Choose the (T, kappa) with the smallest pooled loss (section 7); with too few samples, that of section 12."""
+        """Choose the calibration with the smallest pooled loss (section 7); with too few samples, that of section 12."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
-        points = make_grid(role)
+        problem, own = self.problem, not role.is_shared
+        points = problem.list_choices(own=own)
         allowed = [n for n, point in enumerate(points) if self.allows(role, point)]
-        losses = [result.losses[role] for result in fitted if role in result.losses]
-        return points[allowed[choose_pooled([[sums[n] for n in allowed] for sums in losses])]]
+        there = [result for result in fitted if role in result.losses]
+        sums = np.array([result.losses[role] for result in there], np.float64)
+        losses = problem.compute_choice_losses(sums, own=own)
+        index = allowed[choose_pooled([[row[n] for n in allowed] for row in losses.tolist()])]
+        return problem.finish_choice(points[index], index, pool_means(sums, [result.n_validation for result in there]))
 
     def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002 - for variants
         """Return whether a point of the grid may be chosen."""
@@ -181,5 +199,6 @@ class Mixtures(Method[FedgeState]):
             pooled=weights,
             shrinkage=self.SHRINKAGE,
             beta=pool.beta,
+            products=pool.products,
             sgd=self.settings.sgd,
         )

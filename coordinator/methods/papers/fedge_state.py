@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from coordinator.fleet.fleet import AcceptedUpdate
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel
 from coordinator.methods.parts.unresponsive import AskingState
 from coordinator.selection import ccmab
-from fedge.steps.mixture.fit_weights import Calibration
+from fedge.problems.calibration import Calibration
+from fedge.steps.mixture.fit_weights import Products
 from fedge.wire.messages import BlobRef, Role
 
 
@@ -74,6 +75,7 @@ class PooledSettings(Struct, frozen=True, kw_only=True):
     beta: float
     local: bool
     n_validation: int
+    products: Products | UnsetType = UNSET
 
 
 class FedgeState(AskingState, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
+from fedge.problems.calibration import PLAIN, Calibration
 from fedge.system import child
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import Role
@@ -39,16 +40,23 @@ def make_mixture(
                 role=Role.GLOBAL if alone else Role.EXPERT,
                 name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
                 model=model,
-                kappa=0.0 if log_prior is None else 1.0,
+                offset=_make_offset(task) if log_prior is None else log_prior,
+                calibration=PLAIN if log_prior is None else Calibration(temperature=1.0, kappa=1.0),
                 weight=share,
             )
             for k, (model, share) in enumerate(zip(models, shares, strict=True))
         ),
-        log_prior=np.zeros(task.n_classes) if log_prior is None else log_prior,
         beta=0.0,
         gate=GateWeights.make_untrained(task.input_shape, len(models)),
         top=len(models),
     )
+
+
+def _make_offset(task: TaskSpec) -> NDArray[np.float64]:
+    """Return the offset of a device without samples, which says nothing."""
+    none = np.zeros((0, *task.problem.get_output_shape(task.input_shape)))
+    y = task.problem.make_no_targets(task.input_shape)
+    return np.zeros_like(task.problem.fit_offset(y, lambda: none))
 
 
 def make_files(

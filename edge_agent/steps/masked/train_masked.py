@@ -77,7 +77,7 @@ def mask_update(device: Device, action: TrainMasked, trained: Trained) -> Result
         loss_before=trained.loss_before,
         loss_after=trained.loss_after,
         gradient_norm=trained.gradient_norm,
-        val_accuracy=trained.val_accuracy,
+        val_score=trained.val_score,
     )
     session.save(Masked(_compute_digest(action), statement, action.shares, encode_body(result), vector))
     return result

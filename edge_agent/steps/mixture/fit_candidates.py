@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from edge_agent.device.device import Device
-from edge_agent.learning import candidates, mixture
-from edge_agent.learning.evaluation import compute_logits, compute_shared_prior, fetch_best_start
+from edge_agent.learning import candidates
+from edge_agent.learning.evaluation import fetch_best_start, fit_shared_offset
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
@@ -40,11 +40,12 @@ def run(
         device, models, plan, action.sgd, data.shared, data.shared_validation, (PRIVATE, LOCAL)
     )
     candidates.save_fitted(device, fitted)
-    (x, y), classes = device.data.shared_validation, compute_shared_prior(device)
-    losses = {
-        role: mixture.compute_grid_losses(
-            compute_logits(device, fitted.decode_model(device, role), x), y, classes, role
-        )
-        for role in (fitted.roles if action.tell else ())
-    }
-    return CandidatesFitted(losses=losses, n_validation=len(y), cluster=cluster)
+    losses = {role: _sum_statistics(device, fitted, role) for role in (fitted.roles if action.tell else ())}
+    return CandidatesFitted(losses=losses, n_validation=len(data.shared_validation[1]), cluster=cluster)
+
+
+def _sum_statistics(device: Device, fitted: candidates.FittedModels, role: Role) -> tuple[float, ...]:
+    """Return the sums over V_L from which a candidate is calibrated (section 7)."""
+    (x, y), model = device.data.shared_validation, fitted.decode_model(device, role)
+    outputs, offset = device.network.predict(model, x, y), fit_shared_offset(device, model)
+    return device.task.problem.compute_statistics(outputs, y, offset, own=not role.is_shared)

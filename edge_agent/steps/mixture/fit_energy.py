@@ -6,7 +6,8 @@ from edge_agent.device.device import Device
 from edge_agent.learning import mixture
 from edge_agent.learning.candidates import Candidates, make_pooled_candidates
 from fedge.bundle.calibration import BETAS
-from fedge.bundle.formula import Array, compute_log_mixture, compute_log_weights
+from fedge.bundle.formula import compute_log_weights
+from fedge.problems.maths import Array
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 
 
@@ -17,7 +18,7 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
     for pooled in action.pooled:
         found = make_pooled_candidates(device, action.calibration, pooled)
         u = mixture.distribute_weights(pooled, found.roles)
-        own = mixture.fit_em_weights(found.log_p, u, action.shrinkage)
+        own = found.fit_weights(device, device.data.shared_validation[1], pooled, action.shrinkage, action.products)
         pooled_losses.append(_compute_loss(device, found, u, 0.0))
         plain, half, full = (_compute_loss(device, found, own, beta) for beta in BETAS)
         beta_losses.append((plain, half, full))
@@ -29,5 +30,6 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
 
 
 def _compute_loss(device: Device, found: Candidates, weights: Array, beta: float) -> float:
-    log_p = compute_log_mixture(found.log_q, compute_log_weights(weights) + beta * found.energies)
-    return -float(mixture.select_true_log_p(log_p, device.data.shared_validation[1]).sum())
+    unknown = device.task.problem.compute_unknown(device.data.shared_validation[1])
+    scores = compute_log_weights(weights) + beta * found.energies
+    return -float(mixture.compute_mixture_likelihood(found.log_p, scores, unknown).sum())

@@ -11,18 +11,11 @@ import numpy as np
 from edge_agent.device.device import Device
 from edge_agent.learning import gate, mixture, private_model
 from edge_agent.learning.candidates import INITIAL, Candidates, FittedModels, fit_models, load_fitted, make_candidates
-from edge_agent.learning.evaluation import (
-    compute_final_prior,
-    compute_logits,
-    compute_metrics,
-    compute_prior,
-    score_predictions,
-)
-from edge_agent.learning.mixture import PLAIN
+from edge_agent.learning.evaluation import Figures, fit_final_offset, fit_own_offset, measure_model
 from export import Candidate, GateWeights, Guard, Mixture
-from fedge.bundle.formula import Array, calibrate_logits, compute_log_mixture, compute_log_weights
+from fedge.bundle.formula import compute_log_weights
+from fedge.problems.calibration import PLAIN, Calibration
 from fedge.steps.mixture.fit_gate import FitGate
-from fedge.steps.mixture.fit_weights import Calibration
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
@@ -45,20 +38,17 @@ def run(
         device,
         fit_final_candidates(device, action),
         data.validation,
-        compute_prior(device),
+        data.training,
         action.calibration,
         action.pooled,
     )
     beta = action.beta if len(data.y_val) else 0.0
-    weights = mixture.fit_em_weights(
-        found.log_p, mixture.distribute_weights(action.pooled, found.roles), action.shrinkage
-    )
+    weights = found.fit_weights(device, data.y_val, action.pooled, action.shrinkage, action.products)
     scores = compute_log_weights(weights) + beta * found.energies
-    log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
     trained = GateWeights.make_untrained(device.task.input_shape, len(found.roles))
     if trains_gate:
-        trained = gate.train_gate(data.x_val, log_p, scores, seed=device.seed)
-    fused = compute_log_mixture(found.log_q, scores)
+        trained = gate.train_gate(data.x_val, found.log_p, scores, seed=device.seed)
+    fused = found.measure(device, scores)
     guard = choose_guard(device, found.fitted, action.calibration, fused) if guards else None
     final = fit_final_models(device, found, action.sgd) if refits else list(found.models)
     made = [
@@ -66,8 +56,8 @@ def run(
             role=role,
             name=role.value,
             model=model,
-            temperature=chosen.temperature,
-            kappa=chosen.kappa,
+            offset=fit_final_offset(device, model),
+            calibration=chosen,
             energy_mean=float(found.energy_mean[k]),
             energy_std=float(found.energy_std[k]),
             weight=min(float(weights[k]), 1.0),
@@ -76,19 +66,20 @@ def run(
     ]
     if guard is not None and guard[0] not in found.roles:  # the local model, which the pool omitted, for the guard
         role = guard[0]
-        made.append(Candidate(role=role, name=role.value, model=found.fitted.decode_model(device, role), weight=0.0))
+        model = found.fitted.decode_model(device, role)
+        offset = fit_final_offset(device, model)
+        made.append(Candidate(role=role, name=role.value, model=model, offset=offset, weight=0.0))
         trained = _add_output(trained)
     index = None if guard is None else [c.role for c in made].index(guard[0])
     return device.write_bundle(
         Mixture(
             candidates=tuple(made),
-            log_prior=compute_final_prior(device),
             beta=beta,
             gate=trained,
-            guard=None if guard is None or index is None else Guard(index, guard[1].temperature, guard[1].kappa),
+            guard=None if guard is None or index is None else Guard(index, guard[1]),
         ),
         "fedge",
-        compute_metrics(device, fused),
+        fused.metrics,
     )
 
 
@@ -112,24 +103,25 @@ def fit_final_candidates(device: Device, action: FitGate) -> FittedModels:
 
 
 def choose_guard(
-    device: Device, fitted: FittedModels, calibration: Mapping[Role, Calibration], fused: Array
+    device: Device, fitted: FittedModels, calibration: Mapping[Role, Calibration], fused: Figures
 ) -> tuple[Role, Calibration] | None:
     """Choose the candidate that gets half of the output, or None (section 11); before section 10, with r = 0."""
-    data, n_classes = device.data, device.task.n_classes
-    counts = np.bincount(data.y_val, minlength=n_classes)
-    if not mixture.is_representative(counts, data.count_classes(n_classes)):
+    data = device.data
+    groups = device.task.problem.group_targets(data.labelled[1])
+    training, validation = groups[: data.n_train], groups[data.n_train :]
+    n_groups = int(groups.max(initial=0)) + 1
+    if not mixture.is_representative(*(np.bincount(own, minlength=n_groups) for own in (validation, training))):
         return None
     alternatives = [
         (role, PLAIN if role is Role.GLOBAL else calibration.get(role, PLAIN))
         for role in (Role.GLOBAL, Role.PRIVATE, Role.LOCAL)
         if role in fitted.roles
     ]
-    classes = compute_prior(device)
-    scores = []
+    found = []
     for role, chosen in alternatives:
-        found = compute_logits(device, fitted.decode_model(device, role), data.x_val)
-        scores.append(score_predictions(device, calibrate_logits(found, classes, chosen)))
-    best = mixture.choose_alternative(score_predictions(device, fused), scores)
+        model = fitted.decode_model(device, role)
+        found.append(measure_model(device, model, chosen, fit_own_offset(device, model))[:2])
+    best = mixture.choose_alternative(fused[:2], found)
     return None if best is None else alternatives[best]
 
 

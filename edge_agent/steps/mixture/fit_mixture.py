@@ -13,11 +13,11 @@ import numpy as np
 
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning import gate, mixture, private_model
-from edge_agent.learning.evaluation import compute_final_prior, compute_logits, rank_model
-from edge_agent.learning.mixture import PLAIN
+from edge_agent.learning.evaluation import find_usable, fit_final_offset, rank_model
 from edge_agent.learning.private_model import Samples
 from export import Candidate, GateWeights, Mixture
-from fedge.bundle.formula import Array, calibrate_logits, compute_raw_energies
+from fedge.problems.calibration import PLAIN
+from fedge.problems.maths import Array, Floats
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
 from fedge.tensors.layout import Model
@@ -96,10 +96,19 @@ def compute_mean_energies(device: Device, models: list[Model]) -> Array:
     """Compute offsets mu, (M,), on validation samples, or else on training samples (section 11.4)."""
     data = device.data
     seen = data.x_val if len(data.y_val) else data.x_train
-    offsets, _ = mixture.compute_energy_statistics(
-        compute_raw_energies(np.stack([compute_logits(device, model, seen) for model in models]))
-    )
+    targets = data.y_val if len(data.y_val) else data.y_train
+    found = [measure_candidate(device, model, (seen, targets)) for model in models]
+    offsets, _ = mixture.compute_energy_statistics(np.stack([energies for _, energies in found], axis=1))
     return offsets
+
+
+def measure_candidate(device: Device, model: Model, samples: Samples) -> tuple[Array, Floats]:
+    """Return l (n,), NaN where the model is not usable, and the raw energies (n,), without calibration."""
+    problem, (x, y) = device.task.problem, samples
+    outputs = device.network.predict(model, x, y)
+    answers = problem.calibrate(outputs, PLAIN, np.zeros(()))
+    found = np.where(find_usable(answers), problem.compute_log_likelihood(answers, y), np.nan)
+    return found, problem.compute_energies(outputs, answers)
 
 
 def fit_gate(
@@ -116,13 +125,10 @@ def fit_gate(
     x, y = samples
     if len(y) < gate.MIN_SAMPLES:
         return GateWeights.make_untrained(device.task.input_shape, len(models))
-    found = np.stack([compute_logits(device, model, x) for model in models])
-    log_q = calibrate_logits(found, np.zeros(device.task.n_classes), PLAIN)
-    scores = (compute_raw_energies(found) - offsets) * energy
-    usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
-    log_p = np.where(usable, mixture.select_true_log_p(log_q, y).T, np.nan)
+    found = [measure_candidate(device, model, samples) for model in models]
+    log_p, energies = (np.stack(each, axis=1) for each in zip(*found, strict=True))
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
-    scores = np.where(usable, scores, 0.0)
+    scores = np.where(np.isfinite(log_p), (energies - offsets) * energy, 0.0)
     return gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=top)
 
 
@@ -140,10 +146,15 @@ def write_mixture(
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
     made = Mixture(
         candidates=tuple(
-            Candidate(role=role, name=name, model=model, energy_mean=float(offset))
+            Candidate(
+                role=role,
+                name=name,
+                model=model,
+                offset=fit_final_offset(device, model),
+                energy_mean=float(offset),
+            )
             for role, name, model, offset in zip(roles, names, models, offsets, strict=True)
         ),
-        log_prior=compute_final_prior(device),
         beta=1.0 if energy and len(models) > 1 else 0.0,
         gate=weights,
         top=top,

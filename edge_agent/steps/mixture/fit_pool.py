@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edge_agent.device.device import Device, FailedError
-from edge_agent.learning.evaluation import compute_logits, compute_metrics
+from edge_agent.learning.evaluation import measure_answers
 from edge_agent.learning.frame import assemble_model
 from edge_agent.steps.mixture.install import install_alone, load_kept, make_served_model
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, compute_pool_reference, find_usable
-from fedge.bundle.formula import Array
 from fedge.errors import ProtocolError
 from fedge.models.training import draw_batches, to_tensor
+from fedge.problems.maths import Array
+from fedge.problems.problem import Answers
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, find_kept
@@ -104,11 +105,10 @@ def run(device: Device, action: FitPool) -> Installed:
         anchored=action.preset == "anchored",
     )
     p = _predict(device, modules, pool, data.x_val)
-    own = compute_logits(device, model, data.x_val)
+    own = device.network.compute_logits(model, data.x_val)
     if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
         return _install_own(device, model)
-    with np.errstate(divide="ignore"):
-        return device.write_bundle(pool, METHOD, compute_metrics(device, np.log(p)))
+    return device.write_bundle(pool, METHOD, _measure(device, p))
 
 
 # --------------------------------------------------------------------------------------------------------- the pool
@@ -165,11 +165,11 @@ def _compute_outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -
         network = device.network
         models = [item for item in modules.items if isinstance(item, Model)]
         features = np.stack([network.compute_features(model, x) for model in models], axis=1).astype(np.float64)
-        found = np.stack([compute_logits(device, model, x) for model in models], axis=1)
+        found = np.stack([network.compute_logits(model, x) for model in models], axis=1)
         rest = np.broadcast_to(modules.rest.astype(np.float64), (len(x), found.shape[2]))
         return features, found - rest[:, None], rest, x.reshape(len(x), -1).astype(np.float64)
     f = device.network.compute_features(modules.trunk, x).astype(np.float64)
-    rest = compute_logits(device, modules.trunk, x)
+    rest = device.network.compute_logits(modules.trunk, x)
     heads = [item for item in modules.items if not isinstance(item, Model)]
     added = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
     return added if modules.vectors is None else modules.vectors[np.newaxis], added, rest, f
@@ -180,6 +180,16 @@ def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32
         return np.zeros((0, device.task.n_classes))
     _, added, rest, g = _compute_outputs(device, modules, x)
     return compute_pool_reference(pool, added, rest, g)[0]
+
+
+def _measure(device: Device, p: Array) -> dict[str, float]:
+    """Return figures for the bundle, from probabilities (m, C) of the validation samples."""
+    problem, y = device.task.problem, device.data.y_val
+    with np.errstate(divide="ignore"):
+        answers = Answers(np.log(p))
+    found = problem.compute_log_likelihood(answers, y)
+    likelihoods = np.where(np.isfinite(found), found, problem.compute_unknown(y))
+    return measure_answers(device, [answers], np.ones((len(y), 1)), likelihoods).metrics
 
 
 def _install_own(device: Device, model: Model) -> Installed:

@@ -6,12 +6,12 @@ import math
 
 from edge_agent.device.device import PERSONAL, Device
 from edge_agent.learning import private_model
-from edge_agent.learning.evaluation import compute_final_prior, compute_logits, compute_metrics, compute_prior
+from edge_agent.learning.evaluation import fit_final_offset, fit_own_offset, measure_model
 from edge_agent.learning.frame import assemble_model
-from edge_agent.learning.mixture import PLAIN, TIE
+from edge_agent.learning.mixture import TIE
 from export import Candidate, GateWeights, Mixture
-from fedge.bundle.formula import calibrate_logits
 from fedge.models.training import Trainer, compute_mean_loss
+from fedge.problems.calibration import PLAIN
 from fedge.steps.mixture.install import FineTune, Install, Installed, Served
 from fedge.steps.training.train import find_kept
 from fedge.tensors.layers import Layers
@@ -43,14 +43,13 @@ def make_served_model(device: Device, action: Served) -> Model:
 
 def install_alone(device: Device, model: Model, role: Role, method: str) -> Installed:
     """Write one model unchanged as a bundle, a mixture of one model."""
+    offset = fit_final_offset(device, model)
     alone = Mixture(
-        candidates=(Candidate(role=role, name=role.value, model=model),),
-        log_prior=compute_final_prior(device),
+        candidates=(Candidate(role=role, name=role.value, model=model, offset=offset),),
         beta=0.0,
         gate=GateWeights.make_untrained(device.task.input_shape, 1),
     )
-    log_p = calibrate_logits(compute_logits(device, model, device.data.x_val), compute_prior(device), PLAIN)
-    return device.write_bundle(alone, method, compute_metrics(device, log_p))
+    return device.write_bundle(alone, method, measure_model(device, model, PLAIN, fit_own_offset(device, model)).metrics)
 
 
 def fine_tune(device: Device, start: Model, tuning: FineTune) -> Model:

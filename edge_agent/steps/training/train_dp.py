@@ -46,7 +46,7 @@ def run(device: Device, action: TrainDp) -> Result:
     ledger.record(charge)
     trained = device.network.dump()
     kept = None if begun.keeps is None else cut(trained, device.layout, begun.keeps)
-    return finish(begun, Learned(trained, kept), Evaluation(accuracy=None), loss_after=None)
+    return finish(begun, Learned(trained, kept), Evaluation(score=None), loss_after=None)
 
 
 def plan_charge(device: Device, action: TrainDp) -> Charge:

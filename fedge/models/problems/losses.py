@@ -6,10 +6,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from fedge.errors import ConfigError
+from fedge.models import losses
+from fedge.models.losses import Loss
 from fedge.models.problems import classification, multi_label, own, reconstruction, regression, segmentation
+from fedge.problems.classification import Classification
 from fedge.problems.problem import Problem
+from fedge.steps.sgd import Sgd
 
 Losses = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 PADDING: Final = -100
@@ -25,6 +31,40 @@ _LOSSES: Final[dict[str, Losses]] = {
 }
 
 
+def make_loss(problem: Problem, sgd: Sgd) -> Loss:
+    """Make the loss that a network learns by; with class weights, these follow a batch as a further argument, (C,).
+
+    Raises:
+        ConfigError: the recipe has parts that the problem does not know.
+    """
+    if isinstance(problem, Classification):
+        return losses.make_loss(sgd)
+    require_known(problem, sgd)
+
+    def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return compute_mean_loss(problem, module(x), x, y)
+
+    return compute_loss
+
+
+def make_loss_of(problem: Problem, sgd: Sgd, y: NDArray[Any], processor: torch.device) -> Loss:
+    """Make the loss of a recipe for samples with the targets y, whose class weights it holds."""
+    if isinstance(problem, Classification):
+        return losses.make_loss_of(sgd, y, len(problem.classes), processor)
+    return make_loss(problem, sgd)
+
+
+def require_known(problem: Problem, sgd: Sgd) -> None:
+    """Refuse parts of a recipe that are for single-label classification.
+
+    Raises:
+        ConfigError: the recipe has such a part, and the problem is another one.
+    """
+    given = {"label smoothing": sgd.label_smoothing, "class weights": sgd.class_weights}
+    if problem.kind != "classification" and (there := [name for name, value in given.items() if value]):
+        raise ConfigError(f"{' and '.join(there)} are for classification, not for {problem.NAME}: leave them out")
+
+
 def compute_losses(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the losses of n samples, (n,), 0 for padding samples.
 
@@ -36,9 +76,8 @@ def compute_losses(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> T
     """
     real = find_real_samples(y)
     wide = real.view(real.shape + (1,) * (y.ndim - real.ndim))
-    kind = type(problem).__struct_config__.tag
-    losses = _LOSSES[str(kind)](problem, outputs, x, torch.where(wide, y, torch.zeros_like(y)))
-    return torch.where(real, losses, torch.zeros_like(losses))
+    found = _LOSSES[problem.kind](problem, outputs, x, torch.where(wide, y, torch.zeros_like(y)))
+    return torch.where(real, found, torch.zeros_like(found))
 
 
 def compute_mean_loss(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Self
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Result, Reveals, require
@@ -15,7 +15,7 @@ from fedge.steps.masked.mask_shares import Position, Sealed
 from fedge.steps.training.train import Train
 from fedge.system.files import compute_digest
 from fedge.tensors.layout import Codec, Layout
-from fedge.wire.messages import BlobRef, Id, NonNegative, Share
+from fedge.wire.messages import BlobRef, Id, NonNegative, Score
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):
@@ -31,14 +31,14 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
         "loss_before": Reveals.LOSS,
         "loss_after": Reveals.LOSS,
         "gradient_norm": Reveals.LOSS,
-        "val_accuracy": Reveals.LOSS,
+        "val_score": Reveals.LOSS,
     }
     masked: BlobRef
     statement: Signature
     loss_before: float | None = None
     loss_after: float | None = None
     gradient_norm: NonNegative | None = None
-    val_accuracy: Share | None = None
+    val_score: Score | None = field(name="val_accuracy", default=None)
 
 
 def compute_common_digest(train: Train, heaviest: int) -> str:

@@ -16,14 +16,17 @@ from fedge.wire.messages import BlobRef, Count, Role
 
 CANDIDATE_STEPS: Final = 160
 """Most training steps of the private model (fedge.md section 6)."""
-GridLosses = Annotated[tuple[float, ...], Meta(min_length=16, max_length=16)]
+Statistics = Annotated[tuple[float, ...], Meta(min_length=1, max_length=4096)]
 
 
 class CandidatesFitted(Result, frozen=True, kw_only=True):
-    """For each candidate the 16 sums of validation losses over the grid (T outermost), and m_i, `n_validation`."""
+    """For each candidate the sums over validation samples from which it is calibrated, and m_i, `n_validation`.
+
+    In classification these are 16 sums of losses over the grid, T outermost (`Problem.compute_statistics`).
+    """
 
     REVEALS: ClassVar = {"losses": Reveals.LOSS, "n_validation": Reveals.COUNT, "cluster": Reveals.CHOICE}
-    losses: dict[Role, GridLosses] = {}
+    losses: dict[Role, Statistics] = {}
     n_validation: Count = 0
     cluster: Annotated[int, Meta(ge=-1)] = -1  # cluster of the primary expert
 
@@ -63,3 +66,6 @@ class FitCandidates(Action, frozen=True, kw_only=True):
             bool(self.experts) or Role.EXPERT not in result.losses,
             "the report has losses of an expert, but none was offered",
         )
+        for role, sums in result.losses.items():
+            wanted = task.problem.count_statistics(own=not role.is_shared)
+            require(len(sums) == wanted, f"{len(sums)} sums of the candidate {role} in place of {wanted}")

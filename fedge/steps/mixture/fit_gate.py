@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
+from fedge.problems.calibration import Calibration
 from fedge.steps.contract import Action
 from fedge.steps.mixture.fit_candidates import CANDIDATE_STEPS
-from fedge.steps.mixture.fit_weights import Calibration, Weights
+from fedge.steps.mixture.fit_weights import Products, Weights
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd
 from fedge.wire.messages import NonNegative, Role
@@ -26,6 +27,7 @@ class FitGate(Action, frozen=True, kw_only=True):
     pooled: Weights
     shrinkage: Annotated[float, Meta(gt=0)]
     beta: NonNegative
+    products: Products | UnsetType = UNSET
     sgd: Sgd
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:

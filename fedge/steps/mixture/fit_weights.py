@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
-from msgspec import Meta, Struct
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+from numpy.typing import NDArray
 
 from fedge.data.task import TaskSpec
+from fedge.problems.calibration import Calibration
 from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.wire.messages import Count, Role, Share
-
-
-class Calibration(Struct, frozen=True, kw_only=True):
-    """Temperature T_k > 0 and prior strength kappa_k >= 0 of one candidate, the same on all devices."""
-
-    temperature: Annotated[float, Meta(gt=0, le=100)]
-    kappa: Annotated[float, Meta(ge=0, le=100)]
-
 
 Weights = Annotated[dict[Role, Share], Meta(min_length=1)]
 Variants = Annotated[tuple[Weights, ...], Meta(min_length=1, max_length=4)]
 
 
+Products = dict[Role, dict[Role, float]]
+"""Sums over samples of the products of two candidates' residuals, or their means (`Problem.sum_products`)."""
+
+
+def format_products(products: NDArray[np.float64] | None, roles: Sequence[Role]) -> Products | UnsetType:
+    """Return products (M, M) by the roles of the candidates, as they travel."""
+    if products is None:
+        return UNSET
+    return {a: dict(zip(roles, row.tolist(), strict=True)) for a, row in zip(roles, products, strict=True)}
+
+
+def select_products(products: Products | UnsetType, roles: Sequence[Role]) -> NDArray[np.float64] | None:
+    """Return the products of these candidates, (M, M); None if those of some pair are unknown."""
+    if isinstance(products, UnsetType) or any(b not in products.get(a, {}) for a in roles for b in roles):
+        return None
+    return np.array([[products[a][b] for b in roles] for a in roles])
+
+
 class WeightsFitted(Result, frozen=True, kw_only=True):
     """The weights omega_i for each pooled mean of the order."""
 
-    REVEALS: ClassVar = {"weights": Reveals.WEIGHT, "n_validation": Reveals.COUNT}
+    REVEALS: ClassVar = {"weights": Reveals.WEIGHT, "n_validation": Reveals.COUNT, "products": Reveals.LOSS}
     weights: Variants
     n_validation: Count
+    products: Products | UnsetType = UNSET  # if the problem's weights need them; of all candidates of the device
 
 
 class OfPooled(Action, frozen=True, kw_only=True):
@@ -37,6 +52,7 @@ class OfPooled(Action, frozen=True, kw_only=True):
     calibration: dict[Role, Calibration]
     pooled: Variants
     shrinkage: Annotated[float, Meta(gt=0)]
+    products: Products | UnsetType = UNSET  # means over the samples of all devices, once they are known
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Count the passes of each candidate on the validation samples, once per variant."""

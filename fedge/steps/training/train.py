@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
@@ -14,7 +14,7 @@ from fedge.steps.contract import Action, Result, Reveals, Steps, load_installed_
 from fedge.steps.sgd import TRAINING_PASSES, Sgd
 from fedge.system.moved import alias_members
 from fedge.tensors.layout import Codec, Layout, Selector
-from fedge.wire.messages import BlobRef, Count, NonNegative, Share
+from fedge.wire.messages import BlobRef, Count, NonNegative, Score
 
 MAX_STARTS: Final = 64
 """Most models that an order offers to start from."""
@@ -48,7 +48,7 @@ class Trained(Result, frozen=True, kw_only=True):
         "loss_before": Reveals.LOSS,
         "loss_after": Reveals.LOSS,
         "gradient_norm": Reveals.LOSS,
-        "val_accuracy": Reveals.LOSS,
+        "val_score": Reveals.LOSS,
     }
     update: BlobRef
     n_samples: Count  # |D_L|
@@ -56,7 +56,7 @@ class Trained(Result, frozen=True, kw_only=True):
     loss_before: float | None = None  # mean training loss on D_L at the start model, without proximal term
     loss_after: float | None = None
     gradient_norm: NonNegative | None = None  # L2 norm of the gradient of the mean loss at the start model
-    val_accuracy: Share | None = None  # accuracy of the start model on the validation samples
+    val_score: Score | None = field(name="val_accuracy", default=None)  # of the start model on validation samples
 
 
 @alias_members(kept="select_kept")

@@ -74,7 +74,7 @@ class TrainDp(Train, frozen=True, kw_only=True):
     def check(self, result: Trained, task: TaskSpec) -> None:
         """Require what `Train` does, and nothing but the update."""
         super().check(result, task)
-        figures = (result.loss_before, result.loss_after, result.gradient_norm, result.val_accuracy)
+        figures = (result.loss_before, result.loss_after, result.gradient_norm, result.val_score)
         require(figures == (None,) * len(figures), "the report has a figure that no noise protects")
 
 

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from fedge.bundle.calibration import BETAS, KAPPAS, TEMPERATURES, make_grid
+from fedge.problems.calibration import Calibration
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
 from fedge.steps.mixture.fit_energy import EnergyFitted
-from fedge.steps.mixture.fit_weights import Calibration
 from fedge.wire.messages import Role
 
 

@@ -53,7 +53,7 @@ class Case:
         return self.problem.reduce_outputs(self.outputs[k], self.x)
 
     def fit_offset(self, k: int) -> Array:
-        return self.problem.fit_offset(self.convert(), self.reduce(k))
+        return self.problem.fit_offset(self.convert(), lambda: self.reduce(k))
 
 
 def make_case(name: str) -> Case:
@@ -237,7 +237,7 @@ def test_a_devices_own_targets_help_where_they_are_those_of_the_samples(case: Ca
     """With the offset of these samples, outputs that say nothing are likelier than without; never for reconstruction."""
     problem, y = case.problem, case.convert()
     nothing = problem.reduce_outputs(np.zeros_like(case.outputs[0]), case.x)
-    offset = problem.fit_offset(y, nothing)
+    offset = problem.fit_offset(y, lambda: nothing)
     full = problem.sum_likelihood(problem.calibrate(nothing, Calibration(temperature=1, kappa=1), offset), y)
     none = problem.sum_likelihood(problem.calibrate(nothing, PLAIN, offset), y)
     assert full > none or (problem.kind == "reconstruction" and full == none)

@@ -9,6 +9,7 @@ import pytest
 
 from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
+from fedge.problems.calibration import Calibration
 from fedge.steps.contract import (
     HARMLESS,
     Action,
@@ -34,7 +35,7 @@ from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.fit_pool import FitPool
-from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.mixture.fit_weights import FitWeights, WeightsFitted
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.sgd import Sgd
