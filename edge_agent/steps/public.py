@@ -39,7 +39,6 @@ __all__ = [  # noqa: RUF022 - as one meets them
     "Network",
     "Trainer",
     "Loss",
-    "make_loss",
     "cross_entropy",
     "compute_mean_loss",
     "draw_batches",

@@ -100,6 +100,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str  # "mlp", "cnn", or the user's own "package.module:factory"
     model_options: dict[str, int | float | str | bool] = {}
     preprocessing: Preprocessing = Preprocessing()
+    first_label: int | UnsetType = UNSET  # number of the first class in files, omitted if it is 0
     asked: Asked | UnsetType = field(default=UNSET, name="problem")  # omitted for single-label classification
 
     def __post_init__(self) -> None:
@@ -118,7 +119,9 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def problem(self) -> Problem:
         """What is asked: single-label classification unless the task says another problem."""
-        return Classification(classes=self.classes) if isinstance(self.asked, UnsetType) else self.asked
+        if not isinstance(self.asked, UnsetType):
+            return self.asked
+        return Classification(classes=self.classes, first=self.first_label or 0)
 
     @property
     def n_classes(self) -> int:

@@ -57,11 +57,12 @@ def find_head_name(module: nn.Module, task: TaskSpec) -> str | None:
 
 
 def _is_head(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
-    if layer.out_features != task.n_classes:
+    shape = task.problem.get_output_shape(task.input_shape)
+    if shape != (layer.out_features,):
         return False
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.random((4, *task.input_shape), np.float32))
-    wanted = torch.from_numpy(rng.standard_normal((4, task.n_classes), np.float32))
+    wanted = torch.from_numpy(rng.standard_normal((4, *shape), np.float32))
     seen: list[tuple[int, ...]] = []
 
     def replace_output(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:

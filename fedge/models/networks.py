@@ -12,6 +12,7 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
 from fedge.models.resnet_moe import ResNetMoE
+from fedge.models.unet import UNet
 from fedge.models.weights import RESERVED
 
 Options = Mapping[str, int | float | str | bool]
@@ -22,7 +23,7 @@ def mlp(task: TaskSpec) -> nn.Module:
     options = _parse_sizes(task, hidden=32)
     hidden = options["hidden"]
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(task.input_shape), hidden), nn.ReLU(), nn.Linear(hidden, task.n_classes)
+        nn.Flatten(), nn.Linear(math.prod(task.input_shape), hidden), nn.ReLU(), *_make_last(task, hidden)
     )
 
 
@@ -47,7 +48,7 @@ def resnet_moe(task: TaskSpec) -> nn.Module:
     _require_images(task, 4)
     if options["top"] > options["experts"]:
         raise ConfigError(f"option top of {task.model} is {options['top']}, with {options['experts']} experts")
-    return ResNetMoE(task.input_shape, task.n_classes, **options)
+    return ResNetMoE(task.input_shape, _count_outputs(task), **options)
 
 
 def mobilenet_v3_small(task: TaskSpec) -> nn.Module:
@@ -71,6 +72,44 @@ def resnet_18(task: TaskSpec) -> nn.Module:
     return net
 
 
+def unet(task: TaskSpec) -> nn.Module:
+    """Build a small U-Net, from images to an output for each pixel. Option: channels=16, doubled at each of two steps.
+
+    Source: Ronneberger et al., "U-Net", MICCAI 2015, with group normalisation in place of none.
+    """
+    options = _parse_sizes(task, channels=16)
+    _require_images(task, 8)
+    return UNet(task.input_shape, task.problem.get_output_shape(task.input_shape)[0], options["channels"])
+
+
+def autoencoder(task: TaskSpec) -> nn.Module:
+    """Build a perceptron with a narrow middle: flatten, hidden, code, hidden, outputs. Options: hidden=64, code=8."""
+    options = _parse_sizes(task, hidden=64, code=8)
+    hidden, code = options["hidden"], options["code"]
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(task.input_shape), hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, code),
+        nn.ReLU(),
+        nn.Linear(code, hidden),
+        nn.ReLU(),
+        *_make_last(task, hidden),
+    )
+
+
+def _count_outputs(task: TaskSpec) -> int:
+    """Return the number of outputs of a network that gives a vector.
+
+    Raises:
+        ConfigError: the problem's outputs are no vector.
+    """
+    shape = task.problem.get_output_shape(task.input_shape)
+    if len(shape) != 1:
+        raise ConfigError(f"{task.model} gives a vector, but {task.problem.NAME} asks for {shape}: take another network")
+    return shape[0]
+
+
 NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
     "mlp": mlp,
     "cnn": cnn,
@@ -78,6 +117,8 @@ NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
     "resnet_moe": resnet_moe,
     "mobilenet-v3-small": mobilenet_v3_small,
     "resnet-18": resnet_18,
+    "unet": unet,
+    "autoencoder": autoencoder,
 }
 _SMALL: Final = 64
 """Side in pixels below which the first stride is 1; torchvision's networks are made for 224 and shrink images much."""
@@ -89,7 +130,7 @@ def _make_torchvision(task: TaskSpec, name: str) -> nn.Module:
     torchvision_ops.declare_operators()
     from torchvision import models  # seconds
 
-    net: nn.Module = getattr(models, name)(num_classes=task.n_classes)
+    net: nn.Module = getattr(models, name)(num_classes=_count_outputs(task))
     return net
 
 
@@ -113,8 +154,15 @@ def _make_two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int
         nn.Flatten(),
         nn.Linear(channels[1] * (height // 4) * (width // 4), hidden),
         nn.ReLU(),
-        nn.Linear(hidden, task.n_classes),
+        *_make_last(task, hidden),
     )
+
+
+def _make_last(task: TaskSpec, hidden: int) -> list[nn.Module]:
+    """Make the last layers, from hidden units to outputs of the problem's shape."""
+    shape = task.problem.get_output_shape(task.input_shape)
+    last = nn.Linear(hidden, math.prod(shape))
+    return [last] if len(shape) == 1 else [last, nn.Unflatten(1, shape)]
 
 
 def _require_images(task: TaskSpec, side: int) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from fedge.problems.calibration import Calibration
-from fedge.problems.labels import require_class_numbers
+from fedge.problems.labels import read_labels
 from fedge.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.problems.problem import Answers, Problem
 from fedge.problems.scores import compute_accuracy, compute_macro_f1
@@ -27,6 +28,8 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     OUTPUTS: ClassVar = ("probabilities",)
 
     classes: tuple[str, ...]
+    first: int = 0  # the number of the first class in files
+    open: bool = False  # whether samples may be of classes that have not joined yet
 
     def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C,)."""
@@ -38,7 +41,15 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
 
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Return class numbers, (n,) int64; raise ConfigError for others."""
-        return require_class_numbers(y, n, len(self.classes), what)
+        return read_labels(y, n, self.classes, self.first, None if self.open else len(self.classes), what)
+
+    def find_known(self, y: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which samples are of a known class."""
+        return y < len(self.classes)
+
+    def allow_unknown(self) -> Classification:
+        """Return the problem that takes class numbers beyond the known ones, too."""
+        return structs.replace(self, open=True)
 
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return the classes."""

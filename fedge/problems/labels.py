@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.system.text import escape_controls, suggest_nearest
 
 NUMBERING: Final = "`classes, y = np.unique(y, return_inverse=True)`"
 """Code that turns labels of any kind into class numbers without gaps."""
@@ -45,6 +47,56 @@ def require_class_numbers(values: NDArray[Any], n_samples: int, n_classes: int |
     raise ConfigError(
         f"{found}: number the labels so, the same on all machines, such as by {NUMBERING} over all samples"
     )
+
+
+def read_labels(
+    values: NDArray[Any], n_samples: int, names: Sequence[str], first: int, n_classes: int | None, what: str
+) -> NDArray[np.int64]:
+    """Return the class numbers (n,) of labels in any form that leaves no doubt.
+
+    These are whole numbers from `first` on, whole floats, one-hot rows (n, C), and text that is in `names`.
+
+    Args:
+        values: the labels, (n,), (n, 1) or (n, C).
+        n_samples: n.
+        names: the names of the classes.
+        first: the number of the first class.
+        n_classes: C; None if samples may be of classes that have no name yet.
+        what: the beginning of error messages.
+
+    Raises:
+        ConfigError: the labels are something else; the text says how to convert them.
+    """
+    y = values[:, 0] if values.shape == (n_samples, 1) else values
+    if y.shape == (n_samples, len(names)) and is_one_hot(y):
+        return np.asarray(y.argmax(axis=1), np.int64)
+    if y.shape == (n_samples,) and y.dtype.kind in "USO":
+        return _find_names(y, names, what)
+    if y.shape == (n_samples,) and y.dtype.kind == "f" and np.isfinite(y).all() and (y == np.rint(y)).all():
+        y = y.astype(np.int64)
+    if first and y.dtype.kind in "bui":
+        y = y.astype(np.int64) - first
+    return require_class_numbers(y, n_samples, n_classes, what)
+
+
+def is_one_hot(y: NDArray[Any]) -> bool:
+    """Return whether each row (n, C) of two columns or more holds a single 1 among zeros."""
+    return (
+        y.ndim == 2
+        and y.shape[1] > 1
+        and y.dtype.kind in "buif"
+        and bool(((y == 0) | (y == 1)).all() and (y.sum(axis=1) == 1).all())
+    )
+
+
+def _find_names(y: NDArray[Any], names: Sequence[str], what: str) -> NDArray[np.int64]:
+    place = {name: k for k, name in enumerate(names)}
+    found = np.array([place.get(str(label), -1) for label in y], np.int64)
+    if (found < 0).any():
+        label = escape_controls(str(y[int(np.argmin(found))]))[:100]
+        some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+        raise ConfigError(f"{what} holds the label {label!r}{suggest_nearest(label, names)}; the classes are {some}")
+    return found
 
 
 def _explain_conversion(values: NDArray[Any], n_samples: int) -> str:

@@ -72,6 +72,14 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return the targets of no samples, (0, ...)."""
         return np.zeros((0, *self.get_target_shape(input_shape)), np.int64)
 
+    def find_known(self, y: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which samples can be learned, (n,): all, unless they are of classes that have not joined yet."""
+        return np.ones(len(y), np.bool_)
+
+    def allow_unknown(self) -> Problem:
+        """Return the problem that also takes samples which `find_known` leaves out."""
+        return self
+
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Check the targets of n samples, and return them in the type that training takes.
 
@@ -79,6 +87,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
             ConfigError: they do not fit; the text begins with `what` and says how to convert them.
         """
         raise NotImplementedError
+
+    def rotate_targets(self, y: NDArray[Any], quarters: int) -> NDArray[Any]:  # noqa: ARG002 - for masks
+        """Return the targets of images that are turned counter-clockwise by `quarters` times 90 degrees."""
+        return y
 
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return a group 0, 1, ... for each sample, (n,), for draws that should be alike in all groups.

@@ -56,6 +56,10 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
             )
         return y.astype(np.int64)
 
+    def rotate_targets(self, y: NDArray[Any], quarters: int) -> NDArray[Any]:
+        """Return the masks turned like their images."""
+        return np.ascontiguousarray(np.rot90(y, quarters, axes=(1, 2)))
+
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return each sample's most frequent class but the background, or the background if it has no other."""
         n_classes = len(self.classes)

@@ -13,7 +13,7 @@ from fedge.data.npz import load_arrays
 from fedge.data.scaling import explain_unfit
 from fedge.data.task import TEST
 from fedge.errors import ConfigError
-from fedge.problems.labels import NUMBERING, require_class_numbers, require_whole_numbers
+from fedge.problems.labels import NUMBERING, require_whole_numbers
 from fedge.system.moved import alias_names
 from fedge.system.text import escape_controls, suggest_nearest
 
@@ -48,7 +48,7 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
-        x (n, ...) numbers, finite in single precision; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive
+        x (n, ...) numbers, finite in single precision; y as it is, for the task's problem to check; split (n,) int64 in 0..2; sensitive
         (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
 
     Raises:
@@ -60,8 +60,6 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
     if fault := explain_unfit(x):
         raise ConfigError(f"{where}: {fault}")
-    if "y" in found:
-        found["y"] = require_class_numbers(found["y"], len(x), None, f"{where}: y")
     largest = {"split": TEST, "sensitive": 1, "user": len(x) - 1}
     for name in (name for name in largest if name in found):
         found[name] = require_whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedge.data.scaling import are_inputs, explain_unfit
 from fedge.data.task import TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
-from fedge.problems.labels import require_class_numbers, require_whole_numbers
+from fedge.problems.labels import require_whole_numbers
 from fedge.system.files import compute_digest
 from fedge.system.loading import FAILURES, describe_error, load_object
 from fedge.system.moved import alias_members
@@ -22,26 +22,27 @@ from fedge.tasks.sampling import count_validation, draw_stratified
 @alias_members(of="from_samples", unlabelled="from_inputs", of_task="to_task_types")
 @dataclass(frozen=True, slots=True)
 class DeviceData:
-    """A device's model inputs and labels, without test samples, which no step may see.
+    """A device's model inputs and targets, without test samples, which no step may see.
 
-    Shapes: x_train (n, *input_shape) float32, y_train (n,) int64, sensitive (n,) bool, x_val (m, *input_shape) float32,
-    y_val (m,) int64. A sample marked `sensitive` trains no model that is uploaded. `quarters`: by how many the inputs
-    are turned, counter-clockwise, against what the device sees now (`edge_agent.samples.past`).
+    Shapes: x_train (n, *input_shape) float32, y_train (n, ...), sensitive (n,) bool, x_val (m, *input_shape) float32,
+    y_val (m, ...). Targets are class numbers (n,) int64, or what `Problem.convert_targets` of the task's problem makes.
+    A sample marked `sensitive` trains no model that is uploaded. `quarters`: by how many the inputs are turned,
+    counter-clockwise, against what the device sees now (`edge_agent.samples.past`).
     """
 
     x_train: NDArray[np.float32]
-    y_train: NDArray[np.int64]
+    y_train: NDArray[Any]
     sensitive: NDArray[np.bool_]
     x_val: NDArray[np.float32]
-    y_val: NDArray[np.int64]
+    y_val: NDArray[Any]
     sensitive_val: NDArray[np.bool_] | None = None
     quarters: int = 0
 
     def __post_init__(self) -> None:
         n, m = len(self.x_train), len(self.x_val)
-        shapes = (self.y_train.shape, self.sensitive.shape, self.y_val.shape, self.marks_val.shape)
+        shapes = (self.y_train.shape[:1], self.sensitive.shape, self.y_val.shape[:1], self.marks_val.shape)
         if shapes != ((n,), (n,), (m,), (m,)):
-            raise ConfigError("there must be one label and one mark for each sample")
+            raise ConfigError("there must be one target and one mark for each sample")
 
     @property
     def marks_val(self) -> NDArray[np.bool_]:
@@ -69,23 +70,25 @@ class DeviceData:
     def from_samples(
         cls,
         x: NDArray[np.float32],
-        y: NDArray[np.int64],
+        y: NDArray[Any],
         *,
         sensitive: NDArray[np.bool_] | None = None,
         split: NDArray[np.int64] | None = None,
+        groups: NDArray[np.int64] | None = None,
         seed: int,
     ) -> DeviceData:
         """Make training and validation samples of one device.
 
         Args:
             x: model inputs, (n, *input_shape).
-            y: labels, (n,).
+            y: targets, (n, ...).
             sensitive: marks, (n,); None if nothing is sensitive.
-            split: 0 train, 1 validation, 2 test, (n,); if None, a fifth of each class is held out for validation.
+            split: 0 train, 1 validation, 2 test, (n,); if None, a fifth of each group is held out for validation.
+            groups: the group of each sample (`Problem.group_targets`), (n,); if None, the targets are class numbers.
             seed: seed of the hold-out.
         """
         marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
-        parts = hold_out(y, marks, seed) if split is None else split
+        parts = hold_out(y if groups is None else groups, marks, seed) if split is None else split
         train, validation = parts == TRAIN, parts == VALIDATION
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
@@ -98,9 +101,9 @@ class DeviceData:
             ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
                 label is not a class number of the task, or a mark is neither 0 nor 1.
         """
-        n = None if only_known else task.n_classes
-        x_train, y_train, sensitive = _convert_part(task, n, "training", self.x_train, self.y_train, self.sensitive)
-        x_val, y_val, marks = _convert_part(task, n, "validation", self.x_val, self.y_val, self.marks_val)
+        training, validation = (self.x_train, self.y_train, self.sensitive), (self.x_val, self.y_val, self.marks_val)
+        x_train, y_train, sensitive = _convert_part(task, "training", *training, only_known=only_known)
+        x_val, y_val, marks = _convert_part(task, "validation", *validation, only_known=only_known)
         marks_val = None if self.sensitive_val is None else marks
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, marks_val, self.quarters)
 
@@ -126,30 +129,30 @@ class DeviceData:
         return self.n_train - int(np.count_nonzero(self.sensitive))
 
     @property
-    def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def shared(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """Inputs and labels of the non-sensitive training samples, D_iL."""
         if not self.sensitive.any():
             return self.training
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
     @property
-    def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def shared_validation(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """The non-sensitive validation samples, V_iL, the only ones behind any reported validation result."""
         kept = ~self.marks_val
         return self.x_val[kept], self.y_val[kept]
 
     @property
-    def validation(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def validation(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """The validation samples, used for selection. They train nothing until selection is over."""
         return self.x_val, self.y_val
 
     @property
-    def training(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def training(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """All training samples, including sensitive ones, for models that never leave the device."""
         return self.x_train, self.y_train
 
     @property
-    def labelled(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def labelled(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """Inputs and labels of the training samples, then of the validation samples."""
         return np.concatenate([self.x_train, self.x_val]), np.concatenate([self.y_train, self.y_val])
 
@@ -164,19 +167,21 @@ class DeviceData:
 
 
 def _convert_part(
-    task: TaskSpec, n_classes: int | None, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
-) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Check inputs, labels and marks of a part of the samples, and convert them to the types of `DeviceData`."""
-    n, what = len(x), f"of the {part} samples"
+    task: TaskSpec, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any], *, only_known: bool
+) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[np.bool_]]:
+    """Check inputs, targets and marks of a part of the samples, and convert them to the types of `DeviceData`."""
+    n, what, problem = len(x), f"of the {part} samples", task.problem
     if not n:
-        return np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        none = problem.make_no_targets(task.input_shape)
+        return np.zeros((0, *task.input_shape), np.float32), none, np.zeros(0, np.bool_)
     if x.shape[1:] != task.input_shape:
         raise ConfigError(f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}")
     if x.dtype.kind not in "buif":
         raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
     if not are_inputs(x) and (fault := explain_unfit(x, x)):
         raise ConfigError(f"{what}, {fault}")
-    y = require_class_numbers(y, n, n_classes, f"y {what}")
+    asked = problem.allow_unknown() if only_known else problem
+    y = asked.convert_targets(y, n, task.input_shape, f"y {what}")
     marks = require_whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
     return x.astype(np.float32, copy=False), y, marks
 

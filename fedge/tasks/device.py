@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from fedge.data import images, preprocessing, tables
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError, raise_as
-from fedge.problems.labels import require_class_numbers
 from fedge.system.files import require_there
 from fedge.system.loading import FAILURES, describe_error
 from fedge.tasks import arrays
@@ -35,7 +35,8 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     if ":" in task.name:
         return _read_by_own_task(task, source, seed)
     x, y, split, sensitive = _read(task, source)
-    return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, seed=seed)
+    groups = task.problem.group_targets(y)
+    return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, groups=groups, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Parts:
     """
 
     x: NDArray[np.float32]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     sensitive: NDArray[np.bool_]
     split: NDArray[np.int64]
     is_given: bool
@@ -65,13 +66,13 @@ def read_parts(task: TaskSpec, source: Path, *, seed: int, only_known: bool = Fa
         parts = np.repeat([TRAIN, VALIDATION], [data.n_train, n_val])
         return Parts(x, y, np.concatenate([data.sensitive, data.marks_val]), parts, True, n_unknown)
     x, y, split, sensitive = _read(task, source, only_known=only_known)
-    known = y < task.n_classes
+    known = task.problem.find_known(y)
     x, y, sensitive = x[known], y[known], sensitive[known]
-    parts = hold_out(y, sensitive, seed) if split is None else split[known]
+    parts = hold_out(task.problem.group_targets(y), sensitive, seed) if split is None else split[known]
     return Parts(x, y, sensitive, parts, split is not None, int((~known).sum()))
 
 
-def read_labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def read_labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[Any]]:
     """Read all labelled samples of a source but test samples; raises the same errors as `read_device_data`."""
     return read_device_data(task, source, seed=0).labelled
 
@@ -90,7 +91,7 @@ def read_device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
 def _read_own_known(task: TaskSpec, source: Path, seed: int, *, only_known: bool) -> tuple[DeviceData, int]:
     """Read the data by the user's own code; return them, and how many samples of unknown classes were left out."""
     data = _read_by_own_task(task, source, seed, only_known=only_known)
-    train, validation = data.y_train < task.n_classes, data.y_val < task.n_classes
+    train, validation = (task.problem.find_known(y) for y in (data.y_train, data.y_val))
     n_unknown = int((~train).sum() + (~validation).sum())
     if not n_unknown:
         return data, 0
@@ -109,8 +110,8 @@ def _read_by_own_task(
         if not isinstance(own, DeviceData):
             raise ConfigError(f"device_data returned {type(own).__name__}, not a fedge.tasks.DeviceData")
         if not labelled:
-            none = (np.zeros(len(x), np.int64) for x in (own.x_train, own.x_val))
-            own = replace(own, y_train=next(none), y_val=next(none))
+            train, validation = (_make_targets(task, len(x)) for x in (own.x_train, own.x_val))
+            own = replace(own, y_train=train, y_val=validation)
         return own.to_task_types(task, only_known=only_known)
     except FAILURES as error:
         require_there(source, "file or folder of samples")
@@ -118,7 +119,13 @@ def _read_by_own_task(
         raise ConfigError(f"{task.name} cannot read {source}: {reason}") from error
 
 
-_Read = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
+def _make_targets(task: TaskSpec, n: int) -> NDArray[Any]:
+    """Return targets of n samples whose targets do not matter."""
+    none = task.problem.make_no_targets(task.input_shape)
+    return np.zeros((n, *none.shape[1:]), none.dtype)
+
+
+_Read = tuple[NDArray[np.float32], NDArray[Any], NDArray[np.int64] | None, NDArray[np.bool_]]
 
 
 def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bool = False) -> _Read:
@@ -137,8 +144,8 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
         found = tables.read_table(tables.get_schema(task), source, labelled=labelled, only_known=only_known)
     else:
         found = arrays.read_arrays(source, labelled=labelled)
-    n, n_classes = len(found["x"]), None if only_known else task.n_classes
-    y = require_class_numbers(found["y"], n, n_classes, f"{source}: y") if labelled else np.zeros(0, np.int64)
+    n, asked = len(found["x"]), task.problem.allow_unknown() if only_known else task.problem
+    y = asked.convert_targets(found["y"], n, task.input_shape, f"{source}: y") if labelled else _make_targets(task, 0)
     with raise_as(ConfigError, str(source), on=ConfigError):
         x = preprocessing.preprocess(task, found["x"])
     return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))

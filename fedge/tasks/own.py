@@ -26,6 +26,7 @@ from fedge.system.loading import FAILURES, register_object
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
 from fedge.tasks.pool import load_pool as read_pool
+from fedge.tasks.problems import Kind, state_problem
 from fedge.tasks.specs import make_array_spec
 
 _CHANNELS = (1, 3)  # numbers of channels of grey and colour images
@@ -47,8 +48,9 @@ class Task:
     def from_arrays(
         cls,
         x: ArrayLike,
-        y: ArrayLike,
+        y: ArrayLike | None = None,
         *,
+        problem: Kind = "classification",
         model: object = None,
         classes: Sequence[str] | None = None,
         users: ArrayLike | None = None,
@@ -61,27 +63,35 @@ class Task:
                 the channel axis. Whole numbers of other types count as uint8 images if they are 0..255 in the shape of
                 images. Without a channel axis they do so only for fedge's own networks, since other networks may take
                 them as they are.
-            y: whole numbers (n,) from 0; without gaps if `classes` is None.
+            y: the targets. For classification whole numbers (n,), text, or one-hot rows; for several labels zeros and
+                ones (n, labels); for regression numbers (n,) or (n, targets); for segmentation masks (n, height, width)
+                of class numbers, 255 where a pixel does not count; for reconstruction nothing, or marks (n,), 1 for a
+                known anomaly.
+            problem: what is asked of the network: "classification", "multi-label", "regression", "segmentation" or
+                "reconstruction".
             model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
                 or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
                 with no argument if it takes none. None means a convolutional network for images of 16 pixels or more,
                 else a perceptron.
-            classes: class names; if None, the class numbers.
+            classes: names of classes, labels or targets; if None, the labels or numbers.
             users: the person behind each sample, (n,), for partition "natural".
             name: name of the task.
 
         Raises:
             ConfigError: an array has a wrong shape, type or value.
         """
-        given = {"x": _to_array(x, f"{name}: x"), "y": _to_array(y, f"{name}: y")}
+        given = {"x": _to_array(x, f"{name}: x")}
+        if y is not None:
+            given["y"] = _to_array(y, f"{name}: y")
         if classes is not None:
             given["classes"] = _to_array(classes, f"{name}: classes")
         table = arrays.require_arrays(given, name)
         own_network = model is not None and not (isinstance(model, str) and ":" not in model)
         images, mode = _move_channels_first(_to_pixels(table["x"], own_network))
-        classes = arrays.get_class_names(table, name)
+        stated = state_problem(problem, table, name)
         with raise_as(ConfigError, name, on=ConfigError):
-            spec = make_array_spec(name, images, classes)
+            spec = make_array_spec(name, images, stated)
+            spec.problem.convert_targets(stated.y, len(images), spec.input_shape, "y")
         if mode is not None:
             how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
             spec = msgspec.structs.replace(spec, preprocessing=how)
@@ -90,9 +100,9 @@ class Task:
             if users is None
             else np.unique(_to_array(users, f"{name}: users"), return_inverse=True)[1].astype(np.int64)
         )
-        if user is not None and user.shape != table["y"].shape:
+        if user is not None and user.shape != (len(images),):
             raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
-        return cls._make(Pool(images, table["y"], spec, user), model)
+        return cls._make(Pool(images, stated.y, spec, user), model)
 
     @classmethod
     def from_dataset(

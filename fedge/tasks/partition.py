@@ -70,7 +70,7 @@ def partition_pool(
         from fedge.tasks.generated import Generated
 
         return list(Generated(pool, n_devices, how, seed=seed).values())
-    most = {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[how.groups]
+    most = {"rotation": 4, "labels": pool.n_groups, "codes": n_devices}[how.groups]
     n_groups = how.n_groups if how.partition == "groups" else 1
     if not 1 <= n_groups <= most:
         raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {how.groups}, not in {n_groups}")
@@ -81,7 +81,7 @@ def partition_pool(
     if len(pool.y) < how.min_samples * n_devices:
         raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {how.min_samples}")
     rng = np.random.default_rng(seed)
-    units = make_units(pool.y, pool.block)
+    units = make_units(pool.groups, pool.block)
     group_of = np.arange(n_devices) % n_groups
     if how.partition == "natural":
         if pool.user is None:
@@ -96,7 +96,7 @@ def partition_pool(
         elif how.partition == "iid":
             owner_of_unit = partitioners.partition_evenly(units, weights, rng)
         else:
-            portions = _compute_portions(group_of, weights, pool.spec.n_classes, how.groups)
+            portions = _compute_portions(group_of, weights, pool.n_groups, how.groups)
             own_classes = bool((portions == 0).any())
             least = how.min_samples
             owner_of_unit = partitioners.partition_by_label(
@@ -134,15 +134,17 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
     """
     if not 0 <= share < 1:
         raise ConfigError(f"the share of the samples that is set apart must be in [0, 1), not {share}")
-    units = make_units(pool.y, pool.block)
+    units = make_units(pool.groups, pool.block)
     apart = draw_marks(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
     kept, taken = pool.select(np.flatnonzero(~apart)), pool.select(np.flatnonzero(apart))
     if turns == 1 or not len(taken.y):
         return kept, taken
     x = taken.x.copy()
+    y = taken.y.copy()
     for quarters in range(turns):
         x[quarters::turns] = rotate_images(pool, taken.x[quarters::turns], quarters)
-    return kept, dataclasses.replace(taken, x=x)
+        y[quarters::turns] = pool.spec.problem.rotate_targets(taken.y[quarters::turns], quarters)
+    return kept, dataclasses.replace(taken, x=x, y=y)
 
 
 def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:

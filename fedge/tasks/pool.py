@@ -19,7 +19,6 @@ from fedge.data import images, tables
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, raise_as
-from fedge.problems.labels import require_class_numbers
 from fedge.system.loading import load_object
 from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import read_device_data
@@ -38,22 +37,33 @@ _LABELS_MAGIC: Final = 0x00000801
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Raw samples x (n, ...), labels y (n,) int64, and their task.
+    """Raw samples x (n, ...), their targets y (n, ...) as a device's file would hold them, and their task.
 
     `user` (n,) int64 is the person behind each sample, 0, 1, ..., if known. Samples with the same number in `block`
     (n,) int64 are overlapping pieces of one recording and must stay together.
     """
 
     x: NDArray[Any]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     spec: TaskSpec
     user: NDArray[np.int64] | None = None
     block: NDArray[np.int64] | None = None
+    grouped: NDArray[np.int64] | None = None
+
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        """The group of each sample by its target, (n,), such as its class; as it was among all samples of the task."""
+        return self.spec.problem.group_targets(self.y) if self.grouped is None else self.grouped
+
+    @property
+    def n_groups(self) -> int:
+        """The number of groups."""
+        return self.spec.n_classes or int(self.groups.max(initial=0)) + 1
 
     def select(self, chosen: NDArray[np.integer]) -> Pool:
         """Return the samples at these positions."""
         user, block = (None if known is None else known[chosen] for known in (self.user, self.block))
-        return Pool(self.x[chosen], self.y[chosen], self.spec, user, block)
+        return Pool(self.x[chosen], self.y[chosen], self.spec, user, block, self.groups[chosen])
 
 
 def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
@@ -88,7 +98,10 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
         held = tables.read_table(tables.get_schema(spec), data)
     else:
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
-    y = require_class_numbers(held["y"], len(held["x"]), spec.n_classes, f"{data or task_name}: y")
+    y, n = held.get("y"), len(held["x"])
+    if y is None:
+        y = np.zeros(n, np.int64)  # reconstruction needs none
+    spec.problem.convert_targets(y, n, spec.input_shape, f"{data or task_name}: y")
     found = Pool(held["x"], y, spec, held.get("user"), held.get("block"))
     return found.select(_draw_positions(len(found.y), rng, limit))
 

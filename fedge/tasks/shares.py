@@ -130,16 +130,16 @@ def check_partitioning(given: Partitioning) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One simulated device's raw samples (n, ...), labels (n,), marks and group."""
+    """One simulated device's raw samples (n, ...), targets (n, ...), marks and group."""
 
     x_train: NDArray[Any]
-    y_train: NDArray[np.int64]
+    y_train: NDArray[Any]
     sensitive: NDArray[np.bool_]
     x_val: NDArray[Any]
-    y_val: NDArray[np.int64]
+    y_val: NDArray[Any]
     sensitive_val: NDArray[np.bool_]
     x_test: NDArray[Any]
-    y_test: NDArray[np.int64]
+    y_test: NDArray[Any]
     group: int
 
 
@@ -147,12 +147,17 @@ def make_device_data(task: TaskSpec, share: Share) -> DeviceData:
     """Return a share as the device's worker would read it from a file, but without writing one."""
     return DeviceData(
         x_train=preprocessing.preprocess(task, share.x_train),
-        y_train=share.y_train,
+        y_train=convert_targets(task, share.y_train),
         sensitive=share.sensitive,
         x_val=preprocessing.preprocess(task, share.x_val),
-        y_val=share.y_val,
+        y_val=convert_targets(task, share.y_val),
         sensitive_val=share.sensitive_val,
     )
+
+
+def convert_targets(task: TaskSpec, y: NDArray[Any]) -> NDArray[Any]:
+    """Return targets of simulated samples in the type that training takes."""
+    return task.problem.convert_targets(y, len(y), task.input_shape, "y")
 
 
 def write_share(share: Share, path: Path) -> None:
@@ -168,27 +173,28 @@ def write_share(share: Share, path: Path) -> None:
 
 def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
     """Split one device's samples into three parts; blocks stay whole. `turns` counts camera turns by 90 degrees."""
-    units = make_units(own.y, own.block)
+    units = make_units(own.groups, own.block)
     is_test = draw_marks(units, round(TEST_SHARE * len(units.y)), rng)
     test, rest = own.select(np.flatnonzero(is_test)), own.select(np.flatnonzero(~is_test))
-    units = make_units(rest.y, rest.block)
+    units = make_units(rest.groups, rest.block)
     is_val = draw_marks(units, count_validation(len(units.y)), rng)
     validation, train = rest.select(np.flatnonzero(is_val)), rest.select(np.flatnonzero(~is_val))
-    marked = _draw_sensitive(train.y, how, rng)
+    marked = _draw_sensitive(train.groups, how, rng)
     x_train, x_val, x_test = (rotate_images(own, part.x, turns) for part in (train, validation, test))
+    y_train, y_val, y_test = (own.spec.problem.rotate_targets(part.y, turns) for part in (train, validation, test))
     return Share(
         x_train=x_train,
-        y_train=train.y,
+        y_train=y_train,
         sensitive=marked,
         x_val=x_val,
-        y_val=validation.y,
+        y_val=y_val,
         sensitive_val=(
-            _draw_sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own leaves all other draws unchanged
+            _draw_sensitive(validation.groups, how, rng.spawn(1)[0])  # of its own, so that no other draw changes
             if how.marks == "samples"
-            else np.isin(validation.y, train.y[marked])
+            else np.isin(validation.groups, train.groups[marked])
         ),
         x_test=x_test,
-        y_test=test.y,
+        y_test=y_test,
         group=group,
     )
 

@@ -8,18 +8,22 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from fedge.data import images
 from fedge.data.scaling import describe_fault
 from fedge.data.tables import read_schema
-from fedge.data.task import Preprocessing, TaskSpec
+from fedge.data.task import Asked, Preprocessing, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, raise_as
+from fedge.problems.reconstruction import Reconstruction
+from fedge.problems.segmentation import Segmentation
 from fedge.system.files import write_atomically
 from fedge.system.loading import FAILURES, describe_error, require_allowed
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 from fedge.tasks.data import load_user_task
+from fedge.tasks.problems import Stated, state_problem
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -68,7 +72,9 @@ BUILT_IN: Final = {
 }
 
 
-def load_task(name_or_file: str, data: Path | None = None, *, allow: Container[str] = ()) -> TaskSpec:
+def load_task(
+    name_or_file: str, data: Path | None = None, *, problem: str = "classification", allow: Container[str] = ()
+) -> TaskSpec:
     """Return the task for a name, a .json file, a table's schema or a class.
 
     Args:
@@ -76,6 +82,7 @@ def load_task(name_or_file: str, data: Path | None = None, *, allow: Container[s
             SCHEMA.toml or package.module:Class.
         data: for image-folder a folder or .zip with all classes, for arrays an .npz with x and y. These data describe
             the task; machines with only part of the data read the file written by `write_task` instead.
+        problem: what the targets of arrays are (`fedge.tasks.problems.KINDS`); all other tasks say it themselves.
         allow: code (package.module:name) that a .json file may name; such a file comes from elsewhere.
 
     Raises:
@@ -99,7 +106,7 @@ def load_task(name_or_file: str, data: Path | None = None, *, allow: Container[s
         raise ConfigError(
             f"task {name_or_file} describes itself by its data: say where they are (--data), or give its .json file"
         )
-    return _read_image_task(data) if name_or_file == "image-folder" else _read_array_task(data)
+    return _read_image_task(data) if name_or_file == "image-folder" else _read_array_task(data, problem)
 
 
 def write_task(task: TaskSpec, path: Path) -> None:
@@ -147,15 +154,17 @@ def _read_image_task(data: Path) -> TaskSpec:
     )
 
 
-def _read_array_task(data: Path) -> TaskSpec:
-    table = arrays.read_arrays(data)
-    classes = arrays.get_class_names(table, data)
+def _read_array_task(data: Path, problem: str) -> TaskSpec:
+    table = arrays.read_arrays(data, labelled=problem != "reconstruction")
+    stated = state_problem(problem, table, str(data))
     with raise_as(ConfigError, str(data), on=ConfigError):
-        return make_array_spec("arrays", table["x"], classes)
+        return make_array_spec("arrays", table["x"], stated)
 
 
-def make_array_spec(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
-    """Make the task of samples (n, *input_shape), with a CNN for images of 16 pixels or more, else a perceptron.
+def make_array_spec(name: str, x: NDArray[Any], stated: Stated) -> TaskSpec:
+    """Make the task of samples (n, *input_shape) and their problem.
+
+    The network is one for the problem's outputs: for images of 16 pixels or more a CNN, else a perceptron.
 
     Inputs are standardised (`_make_preprocessing`).
 
@@ -165,11 +174,23 @@ def make_array_spec(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> Tas
     shape = x.shape[1:]
     return TaskSpec(
         name=name,
-        classes=classes,
+        classes=stated.classes,
+        asked=stated.asked,
+        first_label=stated.first_label or UNSET,
         input_shape=tuple(int(extent) for extent in shape),
-        model="cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp",
+        model=choose_network(shape, stated.asked),
         preprocessing=_make_preprocessing(x),
     )
+
+
+def choose_network(shape: tuple[int, ...], asked: Asked | UnsetType) -> str:
+    """Return the name of the built-in network for inputs of this shape."""
+    is_image = len(shape) == 3 and min(shape[1:]) >= 16
+    if isinstance(asked, Segmentation):
+        return "unet"
+    if isinstance(asked, Reconstruction):
+        return "autoencoder"
+    return "cnn" if is_image else "mlp"
 
 
 def _make_preprocessing(x: NDArray[Any]) -> Preprocessing:

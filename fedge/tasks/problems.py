@@ -1,0 +1,118 @@
+"""The problem of samples in memory or in a file: what their targets say of it, and targets of other forms than ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
+
+from fedge.data.task import Asked
+from fedge.errors import ConfigError
+from fedge.problems.labels import is_one_hot, read_labels, require_class_numbers
+from fedge.problems.multi_label import MultiLabel
+from fedge.problems.reconstruction import Reconstruction
+from fedge.problems.regression import Regression
+from fedge.problems.segmentation import IGNORED, Segmentation
+from fedge.system.text import suggest_nearest
+from fedge.tasks import arrays
+
+log = logging.getLogger("fedge.tasks")
+
+Kind = Literal["classification", "multi-label", "regression", "segmentation", "reconstruction"]
+"""The problems that can be told from samples; a problem of the user's own is part of the user's task."""
+KINDS: Final[tuple[Kind, ...]] = ("classification", "multi-label", "regression", "segmentation", "reconstruction")
+
+
+class Stated(NamedTuple):
+    """What a task says of its problem, and the targets of its samples, (n, ...), in the users' units."""
+
+    classes: tuple[str, ...]
+    asked: Asked | UnsetType
+    y: NDArray[Any]
+    first_label: int = 0
+
+
+def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> Stated:
+    """Make the problem of samples.
+
+    Args:
+        kind: one of `KINDS`.
+        table: x (n, ...), y (n, ...) unless nothing is labelled, and perhaps the names `classes`.
+        where: the beginning of error messages.
+
+    Raises:
+        ConfigError: there is no such kind, or the targets do not fit; the text says what to do.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown problem {kind}{suggest_nearest(kind, KINDS)}: use {', '.join(KINDS)}")
+    n, y = len(table["x"]), table.get("y")
+    names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
+    if kind == "reconstruction":
+        return Stated((), Reconstruction(), np.zeros(n, np.int64) if y is None else y)
+    if y is None:
+        raise ConfigError(f"{where}: there is no y, and {kind} learns from targets; without any, ask for reconstruction")
+    if kind == "classification":
+        return _state_classes(table, where)
+    if kind == "multi-label":
+        width = y.shape[1] if y.ndim == 2 else 0
+        labels = _name(names, width, "label", where)
+        problem = MultiLabel(labels=labels)
+        problem.convert_targets(y, n, table["x"].shape[1:], f"{where}: y")
+        return Stated((), problem, y)
+    if kind == "regression":
+        return Stated((), _measure_targets(y, n, names, where), y)
+    counted = y[y != IGNORED]
+    n_classes = int(counted.max(initial=0)) + 1 if y.dtype.kind in "bui" else 2
+    return Stated((), Segmentation(classes=_name(names, max(n_classes, 2), "class", where)), y)
+
+
+def _state_classes(table: Mapping[str, NDArray[Any]], where: str) -> Stated:
+    """Make single-label classification of labels in any form (`fedge.problems.labels.read_labels`)."""
+    n, y = len(table["x"]), table["y"]
+    if is_one_hot(y) and len(y) == n:
+        log.info("event=one_hot_labels where=%s classes=%d", where, y.shape[1])
+        y = y.argmax(axis=1)
+    if y.shape == (n, 1):
+        y = y[:, 0]
+    if y.shape == (n,) and y.dtype.kind == "f" and np.isfinite(y).all() and (y == np.rint(y)).all():
+        y = y.astype(np.int64)
+    if y.shape == (n,) and y.dtype.kind in "USO":
+        names = table["classes"] if "classes" in table else np.unique(y.astype(str))
+        numbers = read_labels(y, n, [str(name) for name in names.ravel()], 0, None, f"{where}: y")
+        return Stated(arrays.get_class_names({"y": numbers, "classes": names}, where), UNSET, numbers)
+    there = np.unique(y) if y.dtype.kind in "bui" else np.zeros(0, np.int64)
+    if "classes" not in table and len(there) > 1 and there[0] > 0 and there[-1] - there[0] == len(there) - 1:
+        return Stated(tuple(map(str, there)), UNSET, y, int(there[0]))
+    y = require_class_numbers(y, n, None, f"{where}: y")
+    return Stated(arrays.get_class_names({**table, "y": y}, where), UNSET, y)
+
+
+def _name(names: tuple[str, ...] | None, n: int, what: str, where: str) -> tuple[str, ...]:
+    """Return the names of n things, numbers if they have none.
+
+    Raises:
+        ConfigError: there are as many names as things, or none.
+    """
+    if names is not None and len(names) < n:
+        raise ConfigError(f"{where}: there are {len(names)} names in classes, but {n} {what}s")
+    return names or tuple(f"{what} {k}" for k in range(n))
+
+
+def _measure_targets(y: NDArray[Any], n: int, names: tuple[str, ...] | None, where: str) -> Regression:
+    """Make the problem of numbers with these targets' mean and deviation."""
+    values = y[:, np.newaxis] if y.shape == (n,) else y
+    if values.ndim != 2 or values.dtype.kind not in "buif":
+        raise ConfigError(f"{where}: y must be numbers ({n},) or ({n}, targets), not {y.dtype}{y.shape}")
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        at = int(np.flatnonzero(~finite)[0])
+        raise ConfigError(f"{where}: y holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in")
+    mean, std = values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)
+    if constant := [k for k, s in enumerate(std) if not s > 0]:
+        raise ConfigError(f"{where}: target {constant[0]} is {values[0, constant[0]]} in all samples: leave it out")
+    targets = _name(names, values.shape[1], "target", where) if values.shape[1] > 1 or names else ("target",)
+    return Regression(targets=targets, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
