@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.branch import OPSET
-from export.graph import Graph
+from export.graph_nodes import Graph
 from fedge.data.task import INPUT
 
 SHARES: Final = "p"
@@ -46,7 +46,7 @@ def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[i
     scores = graph.op("Gemm", graph.op("Relu", hidden), "out.weight", transB=1)
     graph.op("Softmax", scores, axis=1, out=SHARES)
     n_experts = len(tensors["out.weight"])
-    return graph.encode(input_shape, {SHARES: n_experts}, [onnx.helper.make_opsetid("", OPSET)])
+    return graph.encode(input_shape, {SHARES: (n_experts,)}, [onnx.helper.make_opsetid("", OPSET)])
 
 
 def make_pooling_matrix(n_in: int, n_out: int) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.branch import export_branch
-from export.graph import Graph
+from export.graph_nodes import Graph
 from export.parity import compute_favour, compute_features, compute_logits
 from fedge.bundle.formula import LOWEST, Array, softmax
 from fedge.bundle.manifest import OUTPUTS
@@ -233,21 +233,23 @@ def encode_pool_skeleton(task: TaskSpec, layout: Layout, pool: Pool, parts: list
     w = graph.op("ScatterElements", none, chosen, graph.op("GatherElements", alpha, chosen, axis=1), axis=1)
     if pool.anchored:
         w = graph.op("Div", w, graph.op("ReduceSum", w, graph.const([1]), keepdims=1))
-    w = graph.op("Where", usable, w, graph.const(np.float32(0)), out=OUTPUTS[1])
+    w = graph.op("Where", usable, w, graph.const(np.float32(0)), out=OUTPUTS[0])
 
     # logits = rest + sum w m
     kept = graph.op("Where", graph.op("Unsqueeze", usable, graph.const([2])), stacked, graph.const(np.float32(0)))
     added = graph.op("Mul", graph.op("Unsqueeze", w, graph.const([2])), kept)
     logits = graph.op("Add", rest, graph.op("ReduceSum", added, graph.const([1]), keepdims=0))
-    graph.op("Softmax", logits, axis=1, out=OUTPUTS[0])
+    graph.op("Softmax", logits, axis=1, out="probabilities")
     alone = (
         graph.op("Add", graph.op("Unsqueeze", rest, graph.const([1])), stacked)
         if pool.trunk
         else graph.op("Add", rest, stacked)
     )
     energy = graph.op("ReduceLogSumExp", alone, graph.const([2]), keepdims=0)
-    graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out=OUTPUTS[2])
-    return graph.encode_mixture(task, m, model.opset_import)
+    graph.op("Where", usable, energy, graph.const(np.float32(np.nan)), out=OUTPUTS[1])
+    return graph.encode(
+        task.input_shape, {"probabilities": (task.n_classes,), "weights": (m,), "energies": (m,)}, model.opset_import
+    )
 
 
 def _find_features(model: Any, layout: Layout) -> str:

@@ -29,7 +29,7 @@ from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.evaluation import compute_epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
-from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, compute_score, make_outcome
+from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, compute_class_score, make_outcome
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import DemoSettings, Setup
 from coordinator.watch.words import format_devices
@@ -123,7 +123,7 @@ async def run_over_mqtt(
                 id=i,
                 group=share.group,
                 n_train=len(share.y_train),
-                score=compute_score(classes[i], share.y_test),
+                score=compute_class_score(classes[i], share.y_test),
                 trained=summary["selection"].get(i, 0),
                 bundle=True,
                 release=bundles[i].name,

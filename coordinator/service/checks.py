@@ -80,13 +80,16 @@ def prepare_few(read: Pool, task: TaskSpec) -> Samples | None:
     from fedge.data.preprocessing import preprocess
 
     few = select_few([(read.x, read.y)])
-    return few and Samples(preprocess(read.spec if ":" in task.name else task, few.x), few.y)
+    if few is None:
+        return None
+    y = task.problem.convert_targets(few.y, len(few.y), task.input_shape, "y")
+    return Samples(preprocess(read.spec if ":" in task.name else task, few.x), y)
 
 
 def make_samples(task: TaskSpec) -> Samples:
     """Make inputs for a task without samples, numbers in [0, 1), which are also valid as numbers of tokens."""
     x = np.random.default_rng(0).random((N_SAMPLES, *task.input_shape), np.float32)
-    return Samples(x, np.arange(N_SAMPLES) % task.n_classes)
+    return Samples(x, task.problem.make_targets(N_SAMPLES, task.input_shape))
 
 
 class Examination(Struct, frozen=True, kw_only=True):

@@ -73,27 +73,26 @@ def _make_raise_finding(what: str, n: int, error: BaseException) -> Finding:
 
 def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | None:
     """Return what is wrong with an answer to n samples; None if nothing is."""
-    shape = f"(n, {task.n_classes})"
+    wanted = task.problem.get_output_shape(task.input_shape)
+    shape = f"(n, {', '.join(map(str, wanted))})"
     if not isinstance(found, Tensor):
         what = f"a {type(found).__name__}" if found is not None else "nothing"
         if isinstance(found, dict):
             what += f" with {', '.join(map(str, islice(found, _NAMED)))}"
         elif isinstance(found, tuple | list):
             what += f" of {len(found)}"
-        do = f"let forward return one tensor of the shape {shape}, the logits, in training and in evaluation"
+        do = f"let forward return one tensor of the shape {shape} in training and in evaluation"
         return Finding(f"{when}the network returns {what}, no tensor", do, stops=True)
-    if found.shape != (n, task.n_classes):
+    if found.shape != (n, *wanted):
         what = f"{when}the network turns {n} sample{'s' * (n > 1)} into numbers of the shape {tuple(found.shape)}"
-        classes = f"{task.n_classes} classes ({', '.join(task.classes[:8])}{', ...' * (task.n_classes > 8)})"
+        do = f"let it end with torch.nn.Linear(..., {wanted[0]}), so" if len(wanted) == 1 else "let it end so"
         return Finding(
-            f"{what}, and there are {classes}",
-            f"let it end with torch.nn.Linear(..., task.n_classes), so that the shape is {shape}",
-            stops=True,
+            f"{what}, and {task.problem.describe_outputs()} are asked for", f"{do} that the shape is {shape}", stops=True
         )
     if found.dtype is not torch.float32:
         what = f"{when}the network returns numbers of the type {found.dtype}"
         return Finding(what, "let forward return float32, as in logits.float()", stops=True)
-    if not (fine := found.isfinite().all(dim=1)).all():
+    if not (fine := found.isfinite().flatten(1).all(dim=1)).all():
         what = f"{when}the network gives NaN or infinity for {int((~fine).sum())} of {n} samples"
         return Finding(what, "look for a logarithm, a root or a quotient of what may be 0 or below", stops=True)
     return None

@@ -32,7 +32,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 def count_by_class(task: TaskSpec, y: np.ndarray[Any, Any]) -> dict[str, int]:
     """Count the labels y (n,) of each class of the task."""
-    return dict(zip(task.classes, np.bincount(y, minlength=task.n_classes).tolist(), strict=True))
+    return task.problem.count_by_name(y)
 
 
 def count_in_folder(source: Path) -> dict[str, dict[str, int]]:

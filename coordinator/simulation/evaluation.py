@@ -26,6 +26,8 @@ from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.data import preprocessing
 from fedge.models.training import CPU, Network
+from fedge.problems.calibration import PLAIN
+from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
 
@@ -78,7 +80,7 @@ class Evaluation:
         self._tests: dict[str, Samples] = {
             i: worker.data.validation
             if on_validation
-            else (preprocessing.preprocess(federation.task, self._shares[i].x_test), self._shares[i].y_test)
+            else (preprocessing.preprocess(federation.task, self._shares[i].x_test), self._read_test(i))
             for i, worker in self._workers.items()
         }
 
@@ -101,7 +103,7 @@ class Evaluation:
         with self._add_time():
             if predict := getattr(method, "predict", None):
                 x, y = samples
-                return compute_score(predict(state, fleet, x).argmax(axis=1), y).accuracy
+                return compute_score(self._federation.task.problem, [predict(state, fleet, x)], y).accuracy
             served, layout = [method.get_model(state, i) for i in self._workers], self._federation.layout
             each = {ref.digest: ref for ref in served}
             reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in each.items()}
@@ -115,7 +117,7 @@ class Evaluation:
             for i in self._shares.keys() & state.installed.keys():
                 runtime = deploy.load(self._workers[i].home / "bundles" / str(state.installed[i].release))
                 said = runtime.predict(self._shares[i].x_test)
-                scores[i] = compute_score(said.class_index, self._shares[i].y_test)
+                scores[i] = compute_score(self._federation.task.problem, said.answers, self._read_test(i))
                 own = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
                 if any(own):
                     private[i] = float(said.weights[:, own].mean())
@@ -150,8 +152,13 @@ class Evaluation:
         return served
 
     def _score(self, model: Model, samples: Samples) -> Score:
-        x, y = samples
-        return compute_score(self._network.compute_logits(model, x).argmax(axis=1), y)
+        (x, y), problem = samples, self._federation.task.problem
+        answers = problem.calibrate(self._network.predict(model, x, y), PLAIN, np.zeros(()))
+        return compute_score(problem, problem.mix([answers], np.ones((len(x), 1))), y)
+
+    def _read_test(self, i: str) -> NDArray[Any]:
+        """Return the targets of a device's test samples in the type that training takes."""
+        return convert_targets(self._federation.task, self._shares[i].y_test)
 
     @contextmanager
     def _add_time(self) -> Iterator[None]:

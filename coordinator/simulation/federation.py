@@ -29,6 +29,7 @@ from fedge.tasks import DeviceData, Pool, Share, make_device_data, partition_poo
 from fedge.tasks.generated import Generated, make_device_names
 from fedge.tasks.partition import load_samples
 from fedge.tasks.partitioners import Milder
+from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef
 
@@ -202,4 +203,6 @@ def _count_users(scenario: Scenario, rest: Pool) -> int:
 
 
 def _preprocess(samples: Pool) -> Samples | None:
-    return (preprocessing.preprocess(samples.spec, samples.x), samples.y) if len(samples.y) else None
+    if not len(samples.y):
+        return None
+    return preprocessing.preprocess(samples.spec, samples.x), convert_targets(samples.spec, samples.y)

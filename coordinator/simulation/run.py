@@ -364,4 +364,5 @@ def require_wanted() -> None:
 
 
 def _average_accuracy(scores: dict[str, Score], without: Collection[str]) -> float:
-    return float(np.mean([score.accuracy for i, score in scores.items() if i not in without]))
+    known = [score.accuracy for i, score in scores.items() if i not in without and not np.isnan(score.accuracy)]
+    return float(np.mean(known)) if known else float("nan")

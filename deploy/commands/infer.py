@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,8 @@ from deploy.inference.engines import (
     ThreadsOption,
     make_engine_options,
 )
-from deploy.inference.runtime import Prediction, Runtime, load_runtime
+from deploy.inference.prediction import Prediction, join_predictions
+from deploy.inference.runtime import Runtime, load_runtime
 from fedge.data import images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.task import TaskSpec
@@ -134,10 +135,7 @@ def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> tupl
         raise ConfigError("the input holds no sample")
     calls = [runtime.predict(x[i : i + batch]) for _ in range(repeat) for i in range(0, len(x), batch)]
     last = calls[len(calls) - len(calls) // repeat :]
-    names = ("class_index", "probabilities", "weights", "energies")
-    whole: dict[str, Any] = {name: np.concatenate([getattr(call, name) for call in last]) for name in names}
-    class_name = tuple(name for call in last for name in call.class_name)
-    return replace(last[0], class_name=class_name, **whole), [call.latency_ms for call in calls]
+    return join_predictions(last), [call.latency_ms for call in calls]
 
 
 def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> None:
@@ -147,7 +145,7 @@ def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> Non
         UpdateRejected: the bundle is refused; the text says which part of it is to blame.
     """
     usable = np.isfinite(answers.energies)
-    if usable.any() and np.isfinite(answers.probabilities).all():
+    if usable.any() and all(np.isfinite(each).all() for each in answers.answers):
         return
     names = [c.name for k, c in enumerate(runtime.manifest.candidates) if not usable[:, k].any()]
     blamed = f"candidate {', '.join(names)}" if names else "the gate, or the prior of a class"

@@ -39,6 +39,8 @@ APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
 LARGE_PART_BYTES: Final = 40_000_000
 """Size of a candidate from which `auto` chooses the engine separate, to save memory. Sessions of five ResNet-18 add
 428 MB, the fused graph adds 543 MB."""
+APART: Final = ("classification",)
+"""Problems whose mixtures are also computed outside the graph, by the engines separate and lazy."""
 MAX_WEIGHT: Final = 64
 """Largest absolute 8-bit weight with which sums are the same on every processor (`export.int8`)."""
 NEGLIGIBLE: Final = 0.01
@@ -99,6 +101,8 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
     """
     manifest, fusion = bundle.manifest, bundle.manifest.fusion
     apart = bundle.branch and fusion.space is fusion.energy_temperature is UNSET
+    if manifest.task.problem.kind not in APART:
+        apart = False
     if engine == "auto":
         largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
         return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"
@@ -106,7 +110,8 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
         raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(ENGINES)}")
     if engine in {"separate", "lazy"} and not apart:
         raise ConfigError(
-            f"engine {engine} does not run {bundle.folder}, which is a pool or from an older fedge: use fused"
+            f"engine {engine} does not run {bundle.folder}, which is no classification, a pool or from an older fedge: "
+            "use fused"
         )
     if engine == "int8" and not isinstance(manifest.int8, Part):
         raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
@@ -154,11 +159,12 @@ def make_engine(
         return view_bytes((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
 
     changed = formula.flatten_prior(read_numbers()) if mode == "shift" else {}
+    outputs = (*bundle.manifest.task.problem.OUTPUTS, *OUTPUTS)
     if engine == "fused":
         parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
-        return FusedEngine(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
+        return FusedEngine(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts), outputs)
     if engine == "int8":
-        return FusedEngine(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
+        return FusedEngine(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed), outputs)
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
     how = formula.prepare_formula(read_numbers() | changed, experts, bundle.manifest.fusion.top)
     return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, threads, providers)
@@ -167,16 +173,16 @@ def make_engine(
 class FusedEngine:
     """The engine that runs one graph for everything.
 
-    `providers` are the execution providers in use.
+    `providers` are the execution providers in use. `outputs` names the graph's outputs.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, outputs: Sequence[str]) -> None:
+        self._session, self._outputs = session, outputs
         self.providers = session.providers
 
     def run(self, x: Floats) -> list[Floats]:
-        """Return probabilities (n, C), weights, energies (n, M) of model inputs (n, *input_shape)."""
-        outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
+        """Return the answers (n, ...), such as probabilities, then weights and energies (n, M), of model inputs."""
+        outputs: list[Floats] = self._session.run(self._outputs, {INPUT: x})
         return outputs
 
     run_all = run

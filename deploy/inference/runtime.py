@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -26,70 +24,15 @@ from deploy.inference.engines import (
     choose_engine,
     make_engine,
 )
+from deploy.inference.prediction import Floats, Prediction
 from deploy.inference.sessions import CPU, list_provider_chains
-from fedge.bundle.energies import compute_free_energy
 from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
 from fedge.data.preprocessing import preprocess, turn_images
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.system.files import lock_for_reading, require_utf8
 
-Floats = NDArray[np.float32]
-
 log = logging.getLogger("fedge.deploy")
-
-
-SHOWN: Final = 5
-"""Number of most frequent classes shown in the text of a prediction."""
-BY_SAMPLE: Final = ("class_index", "class_name", "probabilities", "weights", "energies")
-"""Fields of a prediction that have one entry per sample."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Prediction:
-    """Predictions for n samples, in their order.
-
-    Attributes:
-        class_index: (n,) int64, the most probable class; the first on a tie.
-        class_name: the names of these classes, n strings.
-        probabilities: (n, C), rows sum to 1.
-        weights: (n, M), each candidate's share in the mixture, 0 if dropped; a guard (see the manifest) comes on top.
-        energies: (n, M), logsumexp of each candidate's logits, standardised on its validation samples. NaN if the
-            candidate's output was not finite, or if engine lazy did not run the candidate.
-        latency_ms: wall time of preprocessing and graph together, for all n samples.
-        usual: lowest and highest free energy of a sample that is not flagged.
-        adapted: whether the probabilities follow other class shares, or other weights of the candidates, than the
-            bundle's (`deploy.inference.prior`).
-    """
-
-    class_index: NDArray[np.int64]
-    class_name: tuple[str, ...]
-    probabilities: Floats
-    weights: Floats
-    energies: Floats
-    latency_ms: float
-    usual: tuple[float, float] = (-math.inf, math.inf)
-    adapted: bool = False
-
-    def __repr__(self) -> str:
-        """Describe the predictions in a line, however many samples there are."""
-        counts = Counter(self.class_name).most_common()
-        classes = [f"{name!r} {n}" for name, n in counts[:SHOWN]]
-        classes += [f"{len(counts) - SHOWN} more"] * (len(counts) > SHOWN)
-        n = len(self.class_index)
-        parts = [f"{n} sample{'s' * (n != 1)}", *([", ".join(classes)] if classes else [])]
-        return f"Prediction({'; '.join([*parts, f'{self.outlier.sum()} outliers', f'{self.latency_ms:.1f} ms'])})"
-
-    @property
-    def outlier(self) -> NDArray[np.bool_]:
-        """Whether each sample is unlike the device's own, (n,); True if its free energy is not finite."""
-        free = compute_free_energy(self.weights, self.energies)
-        flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
-        return flagged
-
-    def select_rows(self, start: int, stop: int) -> Prediction:
-        """Return the predictions for samples [start, stop); `latency_ms` is still that of all samples."""
-        return replace(self, **{name: getattr(self, name)[start:stop] for name in BY_SAMPLE})
 
 
 class Runtime:
@@ -105,11 +48,13 @@ class Runtime:
         self.manifest: Manifest = bundle.manifest
         self.digest = bundle.digest
         self._usual = bundle.manifest.usual_range
+        self._problem = bundle.manifest.task.problem
         self.engine: EngineName = choose_engine(bundle, how.engine)
         self.mode = how.mode
         outputs = self._start(bundle, how)
-        sizes = (self.task.n_classes, len(self.manifest.candidates), len(self.manifest.candidates))
-        if [output.shape for output in outputs] != [(1, size) for size in sizes]:
+        each = (len(self.manifest.candidates),)
+        shapes = (*self.task.problem.get_answer_shapes(self.task.input_shape), each, each)
+        if [output.shape for output in outputs] != [(1, *shape) for shape in shapes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
 
     def _start(self, bundle: Bundle, how: EngineOptions) -> list[Floats]:
@@ -189,12 +134,10 @@ class Runtime:
         return inputs
 
     def _make_prediction(self, outputs: Sequence[Floats], begin: float) -> Prediction:
-        probabilities, weights, energies = outputs
-        index = probabilities.argmax(axis=1).astype(np.int64)
+        *answers, weights, energies = outputs
         return Prediction(
-            class_index=index,
-            class_name=tuple(self.task.classes[i] for i in index),
-            probabilities=probabilities,
+            problem=self._problem,
+            answers=tuple(answers),
             weights=weights,
             energies=energies,
             latency_ms=(time.perf_counter() - begin) * 1000,
@@ -202,10 +145,8 @@ class Runtime:
         )
 
     def adapt(self, answer: Prediction, probabilities: Floats) -> Prediction:
-        """Return predictions with other probabilities (n, C), and the classes that follow from these."""
-        index = probabilities.argmax(axis=1).astype(np.int64)
-        names = tuple(self.task.classes[i] for i in index)
-        return replace(answer, class_index=index, class_name=names, probabilities=probabilities, adapted=True)
+        """Return predictions with other probabilities (n, C)."""
+        return replace(answer, answers=(probabilities,), adapted=True)
 
     def add_batch_axis(self, x: NDArray[Any]) -> NDArray[Any]:
         """Return raw samples with a batch axis, (1, ...) for one sample; a batch is unchanged.

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.runtime import Prediction, Runtime
+from deploy.inference.prediction import Prediction
+from deploy.inference.runtime import Runtime
 from deploy.serving.statistics import Statistics
 from fedge.errors import ConfigError
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.runtime import Prediction, Runtime
+from deploy.inference.prediction import Prediction
+from deploy.inference.runtime import Runtime
 from deploy.serving import protocol
 from deploy.serving.batching import Answer, Batcher, BusyError
 from deploy.serving.feedback import Feedback

@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.runtime import Prediction, Runtime
+from deploy.inference.prediction import Prediction
+from deploy.inference.runtime import Runtime
 from deploy.updates.answering import ActiveBundle
 from edge_agent.samples import Answered, SampleStore
 from fedge.errors import ConfigError, FedgeError

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
-from deploy.inference.runtime import Prediction
+from deploy.inference.prediction import Prediction
 from fedge.bundle.manifest import Manifest
 from fedge.data.preprocessing import choose_input_precision, load_image
 from fedge.data.scaling import explain_unfit

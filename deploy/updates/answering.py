@@ -13,8 +13,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from deploy.inference.engines import EngineOptions
+from deploy.inference.prediction import Prediction
 from deploy.inference.prior import ENOUGH, SharesEstimate
-from deploy.inference.runtime import Prediction, Runtime, load_update
+from deploy.inference.runtime import Runtime, load_update
 from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
 from deploy.updates.quality import MAX_COMPARED, PairedTest, measure_home

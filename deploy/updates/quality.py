@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deploy.inference.runtime import Runtime
 from deploy.updates.drift import HomeReference, compute_deviations, compute_home_reference
-from fedge.bundle.energies import compute_free_energy, compute_gate_entropy
+from fedge.bundle.energies import compute_gate_entropy, compute_strangeness
 from fedge.bundle.manifest import Reference
 from fedge.data.validation import Validation
 from fedge.wire.messages import Quality
@@ -83,10 +83,11 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
     )
     latency = _measure_median_ms(runtime, single)
     if not answers:
-        finite = bool(np.isfinite(runtime.predict_inputs(single).probabilities).all())
+        finite = bool(all(np.isfinite(each).all() for each in runtime.predict_inputs(single).answers))
         return Measurement(Quality(n=0, latency_ms=latency), None, finite=finite)
     predicted = np.concatenate([answer.class_index for answer in answers])
-    free = np.concatenate([compute_free_energy(answer.weights, answer.energies) for answer in answers])
+    problem = runtime.task.problem
+    free = np.concatenate([compute_strangeness(problem, a.answers, a.weights, a.energies) for a in answers])
     entropy = np.concatenate([compute_gate_entropy(answer.weights) for answer in answers])
     correct = None if validation.y is None else predicted == validation.y
     return Measurement(
@@ -98,7 +99,7 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
             latency_ms=latency,
         ),
         correct,
-        finite=all(np.isfinite(each).all() for each in (free, *(answer.probabilities for answer in answers))),
+        finite=all(np.isfinite(each).all() for each in (free, *(a for answer in answers for a in answer.answers))),
     )
 
 

@@ -47,7 +47,8 @@ SKELETON: Final = "skeleton.onnx"
 BRANCH: Final = "branch.onnx"
 INT8: Final = "int8.onnx"
 GRAPHS: Final = (SKELETON, BRANCH, INT8)
-OUTPUTS: Final = ("probabilities", "weights", "energies")
+OUTPUTS: Final = ("weights", "energies")
+"""Names of the outputs of every graph, after those of the task's problem."""
 OUTLIER_BELOW: Final = "outlier_below"
 """Name of a metric: samples with a free energy below it are flagged as out of distribution."""
 MAX_MANIFEST_BYTES: Final = 1 << 20

@@ -35,6 +35,11 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
         """Return (C,)."""
         return (len(self.classes),)
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        n, some = len(self.classes), ", ".join(self.classes[:8])
+        return f"{n} classes ({some}{', ...' * (n > 8)})"
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (), since a target is one number."""
         return ()
@@ -50,6 +55,10 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     def allow_unknown(self) -> Classification:
         """Return the problem that takes class numbers beyond the known ones, too."""
         return structs.replace(self, open=True)
+
+    def make_targets(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return all classes in turn."""
+        return np.arange(n) % len(self.classes)
 
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return the classes."""
@@ -85,6 +94,14 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
         """Return the accuracy, 0 to 1; None without samples."""
         return compute_accuracy(mixed[0].argmax(axis=1), targets)
+
+    def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:
+        """Count the samples of each class."""
+        return dict(zip(self.classes, np.bincount(y, minlength=len(self.classes)).tolist(), strict=True))
+
+    def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
+        """Return the names of the most probable classes."""
+        return tuple(self.classes[k] for k in answers[0].argmax(axis=1))
 
     def score_alone(self, outputs: Floats, targets: NDArray[Any]) -> float | None:
         """Return the accuracy of the largest logits."""

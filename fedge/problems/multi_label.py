@@ -36,6 +36,10 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         """Return (C,)."""
         return (len(self.labels),)
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        return f"{len(self.labels)} labels"
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C,)."""
         return (len(self.labels),)
@@ -80,6 +84,14 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
     def mix(self, components: Sequence[Answers], weights: Floats) -> tuple[Floats, ...]:
         """Return the probability of each label, (n, C); 1/2 where nothing is usable."""
         return (mix_probabilities([sigmoid(each.values) for each in components], weights, 0.5),)
+
+    def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:
+        """Count the samples that have each label."""
+        return dict(zip(self.labels, y.sum(axis=0).tolist(), strict=True))
+
+    def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
+        """Return the labels of at least 1/2, with commas between them."""
+        return tuple(", ".join(self.labels[c] for c in np.flatnonzero(row >= 0.5)) for row in answers[0])
 
     def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
         """Return the macro F1 with labels of at least 1/2, over labels that some sample has."""

@@ -36,6 +36,10 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
         """Return the shape that the user's class names."""
         return self.outputs
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        return f"numbers of the shape {self.outputs}"
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the user's class names."""
         return self.targets

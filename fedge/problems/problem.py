@@ -60,6 +60,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return the shape of the network's output for one sample."""
         raise NotImplementedError
 
+    def describe_outputs(self) -> str:
+        """Return in words what the network's outputs are, for error messages."""
+        raise NotImplementedError
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of one sample's target; () for a number."""
         raise NotImplementedError
@@ -71,6 +75,11 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def make_no_targets(self, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return the targets of no samples, (0, ...)."""
         return np.zeros((0, *self.get_target_shape(input_shape)), np.int64)
+
+    def make_targets(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Make targets of n samples to try a network with, in the type that training takes."""
+        none = self.make_no_targets(input_shape)
+        return np.zeros((n, *none.shape[1:]), none.dtype)
 
     def find_known(self, y: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which samples can be learned, (n,): all, unless they are of classes that have not joined yet."""
@@ -151,6 +160,18 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
         """Return further figures for people, by name."""
         raise NotImplementedError
+
+    def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:  # noqa: ARG002 - for classes and labels
+        """Count the samples of each class or label that has a name."""
+        return {}
+
+    def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:  # noqa: ARG002 - for classes and labels
+        """Return the answer to each sample in words, if the problem has words for it."""
+        return ()
+
+    def restore_units(self, values: Floats, *, spread: bool = False) -> Array:  # noqa: ARG002 - for regression
+        """Return values, or their spread, in the targets' own units."""
+        return np.asarray(values, np.float64)
 
     def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:  # noqa: ARG002 - for reconstruction
         """Return how surprising each sample is, (n,), if the answers say it themselves."""

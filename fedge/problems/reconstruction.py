@@ -41,6 +41,10 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         """Return the shape of an input."""
         return input_shape
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        return "the numbers of the input"
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (), since a mark is one number."""
         return ()

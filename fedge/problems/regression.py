@@ -70,6 +70,10 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         """Return (D,), or (2 D,) with log-variances."""
         return (2 * self.width if self.variance else self.width,)
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        return f"{self.width} numbers" + " and their log-variances" * self.variance
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (D,)."""
         return (self.width,)

@@ -40,6 +40,10 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
         """Return (C, H, W)."""
         return (len(self.classes), *input_shape[1:])
 
+    def describe_outputs(self) -> str:
+        """Return them in words."""
+        return f"{len(self.classes)} classes for each pixel"
+
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (H, W)."""
         return input_shape[1:]

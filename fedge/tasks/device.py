@@ -121,8 +121,7 @@ def _read_by_own_task(
 
 def _make_targets(task: TaskSpec, n: int) -> NDArray[Any]:
     """Return targets of n samples whose targets do not matter."""
-    none = task.problem.make_no_targets(task.input_shape)
-    return np.zeros((n, *none.shape[1:]), none.dtype)
+    return np.zeros_like(task.problem.make_targets(n, task.input_shape))
 
 
 _Read = tuple[NDArray[np.float32], NDArray[Any], NDArray[np.int64] | None, NDArray[np.bool_]]

@@ -14,6 +14,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.problems.classification import Classification
+from fedge.problems.problem import Problem
 from fedge.system.moved import alias_members
 from fedge.system.text import escape_controls
 
@@ -21,12 +23,16 @@ Ints = NDArray[np.integer]
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """The scores of one model on n samples."""
+    """The scores of one model on n samples: `accuracy`, or the score of another problem, and further figures by name.
+
+    NaN if the samples give no score, such as targets that do not vary.
+    """
 
     n: int
     accuracy: float
-    macro_f1: float
-    weighted_f1: float
+    macro_f1: float | None = None
+    weighted_f1: float | None = None
+    metrics: dict[str, float] = {}
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
@@ -98,8 +104,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     percentile_10: float
     worst_decile: float
     sample_accuracy: float
-    macro_f1: float
-    weighted_f1: float
+    macro_f1: float | None
+    weighted_f1: float | None
     global_accuracy: float | None
     rounds: int
     bytes_up: int
@@ -195,7 +201,17 @@ def _escape_cell(cell: object) -> object:
     return ("'" if cell.startswith(COMPUTED) else "") + escape_controls(cell)
 
 
-def compute_score(predicted: Ints, y: Ints) -> Score:
+def compute_score(problem: Problem, answers: Sequence[NDArray[np.floating]], y: NDArray[Any]) -> Score:
+    """Compute the scores of a problem's answers for targets (n, ...), n >= 1."""
+    if isinstance(problem, Classification):
+        return compute_class_score(answers[0].argmax(axis=1), y)
+    score = problem.compute_score(answers, y)
+    return Score(
+        n=len(y), accuracy=math.nan if score is None else score, metrics=problem.compute_metrics(answers, y)
+    )
+
+
+def compute_class_score(predicted: Ints, y: Ints) -> Score:
     """Compute accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
 
     F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions. Macro F1 is their mean,
@@ -215,13 +231,14 @@ def compute_score(predicted: Ints, y: Ints) -> Score:
 
 def compute_sample_accuracy(scores: Sequence[Score]) -> float:
     """Compute the share of right predictions among the samples of all devices (pm_moe.md, Eq. 31), in [0, 1]."""
-    return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
+    known = [score for score in scores if math.isfinite(score.accuracy)]
+    return float(np.average([s.accuracy for s in known], weights=[s.n for s in known])) if known else math.nan
 
 
 def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
     """Compute a run's figures over its devices; `known`: its other fields."""
     devices = [device for device in everybody if not device.late_joiner]
-    accuracies = [device.score.accuracy for device in devices]
+    accuracies = [device.score.accuracy for device in devices if math.isfinite(device.score.accuracy)] or [math.nan]
     cold = [device.score.accuracy for device in everybody if device.late_joiner]
     return RunOutcome(
         accuracy=float(np.mean(accuracies)),
@@ -230,13 +247,19 @@ def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome
         percentile_10=float(np.percentile(accuracies, 10)),
         worst_decile=compute_worst_decile(accuracies),
         sample_accuracy=compute_sample_accuracy([device.score for device in devices]),
-        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
-        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
+        macro_f1=_average([device.score.macro_f1 for device in devices]),
+        weighted_f1=_average([device.score.weighted_f1 for device in devices]),
         bundles=sum(device.bundle for device in everybody),
         devices=tuple(everybody),
         cold_start=float(np.mean(cold)) if cold else None,
         **known,
     )
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def compute_worst_decile(accuracies: Sequence[float]) -> float:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deploy.inference.runtime import Prediction, load
+from deploy.inference.prediction import Prediction
+from deploy.inference.runtime import load
 from deploy.serving import protocol
 from fedge.errors import ConfigError
 

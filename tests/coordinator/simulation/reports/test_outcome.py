@@ -11,9 +11,9 @@ from coordinator.simulation.reports.outcome import (
     Cost,
     Point,
     Score,
+    compute_class_score,
     compute_cost,
     compute_sample_accuracy,
-    compute_score,
     compute_worst_decile,
     format_csv,
 )
@@ -22,7 +22,7 @@ from tests.support.comparison import a_run
 
 def test_a_worked_score() -> None:
     # class 0: TP 2, FP 1, FN 0: 4/5; class 1: TP 1, FP 0, FN 1: 2/3; class 2 is not there: it does not count
-    found = compute_score(np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1]))
+    found = compute_class_score(np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1]))
     assert found.n == 4
     assert found.accuracy == 0.75
     assert found.macro_f1 == pytest.approx((4 / 5 + 2 / 3) / 2)
@@ -36,7 +36,7 @@ def test_the_worked_accuracy_over_all_samples() -> None:
 
 
 def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
-    found = compute_score(np.array([0, 3]), np.array([0, 0]))
+    found = compute_class_score(np.array([0, 3]), np.array([0, 0]))
     assert found.macro_f1 == pytest.approx((2 / 3 + 0) / 2)
     assert found.weighted_f1 == pytest.approx(2 / 3)
 
@@ -44,7 +44,7 @@ def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 def test_scores_agree_with_scikit_learn(pairs: list[tuple[int, int]]) -> None:
     predicted, y = np.array(pairs).T
-    found = compute_score(predicted, y)
+    found = compute_class_score(predicted, y)
     assert found.accuracy == pytest.approx((predicted == y).mean())
     assert found.macro_f1 == pytest.approx(f1_score(y, predicted, average="macro", zero_division=0))
     assert found.weighted_f1 == pytest.approx(f1_score(y, predicted, average="weighted", zero_division=0))
