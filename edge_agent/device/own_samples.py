@@ -106,7 +106,9 @@ class OwnSamples:
             self._store, own.x, own.y, own.sensitive, own.split, is_given=own.is_given, seen=self._seen
         )
         split = np.where(placed.kept, placed.place, TEST)  # what no step sees
-        return DeviceData.from_samples(own.x, own.y, sensitive=placed.sensitive, split=split, seed=self._seed)
+        return DeviceData.from_samples(
+            own.x, own.y, sensitive=placed.sensitive, split=split, converted=True, seed=self._seed
+        )
 
     def _place_inputs(self) -> DeviceData:
         x = read_device_inputs(self._task, self._path)
@@ -124,7 +126,9 @@ class OwnSamples:
             self._save_validation(source, self._seen)
             return source, source
         x = preprocess(self._task, found.x)
-        further = DeviceData.from_samples(x, found.y, sensitive=found.sensitive, split=found.place, seed=self._seed)
+        further = DeviceData.from_samples(
+            x, found.y, sensitive=found.sensitive, split=found.place, converted=True, seed=self._seed
+        )
         both, own = source.join(further)
         arrived = _InOrder.from_parts(both, own, found.place)
         turns, now = self._examine(arrived, found.number[found.place != TEST])

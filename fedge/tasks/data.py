@@ -27,7 +27,8 @@ class DeviceData:
     Shapes: x_train (n, *input_shape) float32, y_train (n, ...), sensitive (n,) bool, x_val (m, *input_shape) float32,
     y_val (m, ...). Targets are class numbers (n,) int64, or what `Problem.convert_targets` of the task's problem makes.
     A sample marked `sensitive` trains no model that is uploaded. `quarters`: by how many the inputs are turned,
-    counter-clockwise, against what the device sees now (`edge_agent.samples.past`).
+    counter-clockwise, against what the device sees now (`edge_agent.samples.past`). `converted`: whether targets are
+    those of training already, and not as the task's own code returned them.
     """
 
     x_train: NDArray[np.float32]
@@ -37,6 +38,7 @@ class DeviceData:
     y_val: NDArray[Any]
     sensitive_val: NDArray[np.bool_] | None = None
     quarters: int = 0
+    converted: bool = False
 
     def __post_init__(self) -> None:
         n, m = len(self.x_train), len(self.x_val)
@@ -64,7 +66,8 @@ class DeviceData:
     @classmethod
     def from_inputs(cls, x: NDArray[np.float32]) -> DeviceData:
         """Make data of a device that does not train: inputs only, (n, *input_shape)."""
-        return cls(x, np.zeros(len(x), np.int64), np.zeros(len(x), np.bool_), x[:0], np.zeros(0, np.int64))
+        marks, y = np.zeros(len(x), np.bool_), np.zeros(len(x), np.int64)
+        return cls(x, y, marks, x[:0], y[:0], converted=True)
 
     @classmethod
     def from_samples(
@@ -75,6 +78,7 @@ class DeviceData:
         sensitive: NDArray[np.bool_] | None = None,
         split: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        converted: bool = False,
         seed: int,
     ) -> DeviceData:
         """Make training and validation samples of one device.
@@ -85,12 +89,14 @@ class DeviceData:
             sensitive: marks, (n,); None if nothing is sensitive.
             split: 0 train, 1 validation, 2 test, (n,); if None, a fifth of each group is held out for validation.
             groups: the group of each sample (`Problem.group_targets`), (n,); if None, the targets are class numbers.
+            converted: as the field.
             seed: seed of the hold-out.
         """
         marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
         parts = hold_out(y if groups is None else groups, marks, seed) if split is None else split
         train, validation = parts == TRAIN, parts == VALIDATION
-        return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
+        arrays = (x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
+        return cls(*arrays, converted=converted)
 
     def to_task_types(self, task: TaskSpec, *, only_known: bool = False) -> DeviceData:
         """Return the same data in the types that training takes, since a user's own class may return other types.
@@ -101,11 +107,13 @@ class DeviceData:
             ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
                 label is not a class number of the task, or a mark is neither 0 nor 1.
         """
+        if self.converted:
+            return self
         training, validation = (self.x_train, self.y_train, self.sensitive), (self.x_val, self.y_val, self.marks_val)
         x_train, y_train, sensitive = _convert_part(task, "training", *training, only_known=only_known)
         x_val, y_val, marks = _convert_part(task, "validation", *validation, only_known=only_known)
         marks_val = None if self.sensitive_val is None else marks
-        return DeviceData(x_train, y_train, sensitive, x_val, y_val, marks_val, self.quarters)
+        return DeviceData(x_train, y_train, sensitive, x_val, y_val, marks_val, self.quarters, converted=True)
 
     def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
         """Return the data with further samples, and the data themselves, now as part of the former in memory."""
@@ -115,8 +123,9 @@ class DeviceData:
         x_val, y_val = np.concatenate([self.x_val, more.x_val]), np.concatenate([self.y_val, more.y_val])
         marks = np.concatenate([self.sensitive, more.sensitive])
         marks_val = np.concatenate([self.marks_val, more.marks_val])
-        both = DeviceData(x_train, y_train, marks, x_val, y_val, marks_val)
-        return both, DeviceData(x_train[:n], y_train[:n], marks[:n], x_val[:m], y_val[:m], marks_val[:m])
+        whole = (x_train, y_train, marks, x_val, y_val, marks_val)
+        own = (x_train[:n], y_train[:n], marks[:n], x_val[:m], y_val[:m], marks_val[:m])
+        return DeviceData(*whole, converted=self.converted), DeviceData(*own, converted=self.converted)
 
     @property
     def n_train(self) -> int:

@@ -36,7 +36,7 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         return _read_by_own_task(task, source, seed)
     x, y, split, sensitive = _read(task, source)
     groups = task.problem.group_targets(y)
-    return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, groups=groups, seed=seed)
+    return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, groups=groups, converted=True, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ def _read_own_known(task: TaskSpec, source: Path, seed: int, *, only_known: bool
     known = DeviceData(
         *(data.x_train[train], data.y_train[train], data.sensitive[train]),
         *(data.x_val[validation], data.y_val[validation], data.marks_val[validation]),
+        converted=True,
     )
     return known, n_unknown
 

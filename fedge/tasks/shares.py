@@ -152,6 +152,7 @@ def make_device_data(task: TaskSpec, share: Share) -> DeviceData:
         x_val=preprocessing.preprocess(task, share.x_val),
         y_val=convert_targets(task, share.y_val),
         sensitive_val=share.sensitive_val,
+        converted=True,
     )
 
 
