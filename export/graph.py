@@ -29,7 +29,9 @@ SMALL_WINDOW: Final = 16
 than taking means first. With more pixels, that layer's weights take too long to read for one sample."""
 
 
-def make_gate_tensors(task: TaskSpec, mixture: Mixture, dtype: type[np.floating] = np.float32) -> dict[str, NDArray[np.generic]]:
+def make_gate_tensors(
+    task: TaskSpec, mixture: Mixture, dtype: type[np.floating] = np.float32
+) -> dict[str, NDArray[np.generic]]:
     """Return the tensors of the gate's part, which are all but the candidates' weights, with floats as `dtype`.
 
     The last row of `scale` and `prior`, the last entry of `order`, and `guard.share` belong to the guard. They

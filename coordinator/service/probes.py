@@ -87,7 +87,9 @@ def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Findi
         what = f"{when}the network turns {n} sample{'s' * (n > 1)} into numbers of the shape {tuple(found.shape)}"
         do = f"let it end with torch.nn.Linear(..., {wanted[0]}), so" if len(wanted) == 1 else "let it end so"
         return Finding(
-            f"{what}, and {task.problem.describe_outputs()} are asked for", f"{do} that the shape is {shape}", stops=True
+            f"{what}, and {task.problem.describe_outputs()} are asked for",
+            f"{do} that the shape is {shape}",
+            stops=True,
         )
     if found.dtype is not torch.float32:
         what = f"{when}the network returns numbers of the type {found.dtype}"

@@ -89,7 +89,8 @@ class _Rehearsal:
         self._n += 1
         (x, y), marks = self._few, np.zeros(len(self._few[1]), np.bool_)
         data = [
-            DeviceData(np.roll(x, k, axis=0), np.roll(y, k, axis=0), marks, x, y, converted=True) for k in range(DEVICES)
+            DeviceData(np.roll(x, k, axis=0), np.roll(y, k, axis=0), marks, x, y, converted=True)
+            for k in range(DEVICES)
         ]
         homes = [self._folder / f"{self._n}-{k}" for k in range(DEVICES)]
         workers = {f"d{k}": Worker(f"d{k}", self._task, own, homes[k]) for k, own in enumerate(data)}

@@ -98,7 +98,12 @@ class Candidates:
     energy_std: Array
 
     def fit_weights(
-        self, device: Device, targets: NDArray[Any], pooled: Mapping[Role, float], shrinkage: float, products: Products | UnsetType
+        self,
+        device: Device,
+        targets: NDArray[Any],
+        pooled: Mapping[Role, float],
+        shrinkage: float,
+        products: Products | UnsetType,
     ) -> Array:
         """Fit omega, (M,), pulled towards pooled weights (fedge.md section 8)."""
         u = mixture.distribute_weights(pooled, self.roles)

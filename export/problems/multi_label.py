@@ -24,4 +24,6 @@ def add_answers(graph: Graph, task: TaskSpec, mixture: Mixture) -> None:
     z = graph.op("Add", graph.op("Mul", graph.op("Gather", logits, "order", axis=1), "scale"), "prior")
     z = graph.op("Where", graph.op("Unsqueeze", kept, last), z, graph.const(np.float32(0)))
     weights = graph.op("Unsqueeze", add_shares(graph, mixture, alpha, kept), last)
-    graph.op("ReduceSum", graph.op("Mul", weights, graph.op("Sigmoid", z)), graph.const([1]), keepdims=0, out="probabilities")
+    graph.op(
+        "ReduceSum", graph.op("Mul", weights, graph.op("Sigmoid", z)), graph.const([1]), keepdims=0, out="probabilities"
+    )

@@ -27,6 +27,7 @@ LOGITS: Final = "logits"
 TRAIN, VALIDATION, TEST = range(3)
 """Values of `split`, which say to which part of the data a sample belongs."""
 
+
 class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A column that becomes network inputs: a number, (value - mean) / std, or one-hot `categories`.
 

@@ -106,7 +106,9 @@ def _count_outputs(task: TaskSpec) -> int:
     """
     shape = task.problem.get_output_shape(task.input_shape)
     if len(shape) != 1:
-        raise ConfigError(f"{task.model} gives a vector, but {task.problem.NAME} asks for {shape}: take another network")
+        raise ConfigError(
+            f"{task.model} gives a vector, but {task.problem.NAME} asks for {shape}: take another network"
+        )
     return shape[0]
 
 

@@ -554,9 +554,7 @@ def compute_mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[Any])
     return float(compute_mean_losses(network, x, y))
 
 
-def compute_loss_and_gradient_norm(
-    network: Network, x: NDArray[np.float32], y: NDArray[Any]
-) -> tuple[float, float]:
+def compute_loss_and_gradient_norm(network: Network, x: NDArray[np.float32], y: NDArray[Any]) -> tuple[float, float]:
     """Compute mean loss and its gradient's L2 norm, n >= 1, in evaluation mode."""
     loss, norm = compute_losses_and_gradient_norms(network, x, y)
     return float(loss), float(norm)
@@ -579,7 +577,9 @@ def compute_losses_and_gradient_norms(
         loss.sum().backward()  # type: ignore[no-untyped-call]
         total = total + loss.detach().double()
     norms = torch.linalg.vector_norm(network.gradient, dim=-1, dtype=torch.float64)
-    return np.asarray(total.cpu().numpy() / _count_samples(network, y)), np.asarray(norms.cpu().numpy() / _count_samples(network, y))
+    return np.asarray(total.cpu().numpy() / _count_samples(network, y)), np.asarray(
+        norms.cpu().numpy() / _count_samples(network, y)
+    )
 
 
 def compute_scores(stack: Stack, x: NDArray[np.float32], y: NDArray[Any]) -> list[float | None]:

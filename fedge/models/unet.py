@@ -36,9 +36,7 @@ class UNet(nn.Module):
 
 
 def _make_block(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(min(GROUPS, after), after), nn.ReLU()
-    )
+    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(min(GROUPS, after), after), nn.ReLU())
 
 
 def _enlarge(x: Tensor, height: int, width: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Single-label classification: one class for each sample (docs/methods/fedge.md).
 
-    q = log-softmax(o / T + kappa pi);  l = q[y];  b = pi;  E = logsumexp(o);  p = sum_k alpha_k exp q_k
+q = log-softmax(o / T + kappa pi);  l = q[y];  b = pi;  E = logsumexp(o);  p = sum_k alpha_k exp q_k
 """
 
 from __future__ import annotations

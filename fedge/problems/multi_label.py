@@ -1,7 +1,7 @@
 """Several labels at once: each of C labels is there or not (docs/methods/problems.md section 2).
 
-    z_c = o_c / T + kappa pi_c;   l = sum_c ln sigma((2 y_c - 1) z_c);   p_c = sum_k alpha_k sigma(z_kc)
-    pi_c = ln((n_c + 1/2) / (n - n_c + 1/2));   E = sum_c softplus(o_c)   (Wang et al., NeurIPS 2021)
+z_c = o_c / T + kappa pi_c;   l = sum_c ln sigma((2 y_c - 1) z_c);   p_c = sum_k alpha_k sigma(z_kc)
+pi_c = ln((n_c + 1/2) / (n - n_c + 1/2));   E = sum_c softplus(o_c)   (Wang et al., NeurIPS 2021)
 """
 
 from __future__ import annotations

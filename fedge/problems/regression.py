@@ -94,7 +94,9 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         found = ((values.astype(np.float64) - self.mean) / self.std).astype(np.float32)
         if not np.isfinite(found).all():
             at = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
-            raise ConfigError(f"{what} holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in")
+            raise ConfigError(
+                f"{what} holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in"
+            )
         return found
 
     def restore_units(self, values: Floats, *, spread: bool = False) -> Array:

@@ -1,7 +1,7 @@
 """Segmentation: a class for each pixel (docs/methods/problems.md section 2).
 
-    q = log-softmax(o / T + kappa pi) along the classes;   l = mean of q[y] over the counted pixels
-    pi = log shares of the classes among the device's counted pixels;   E = mean over pixels of logsumexp(o)
+q = log-softmax(o / T + kappa pi) along the classes;   l = mean of q[y] over the counted pixels
+pi = log shares of the classes among the device's counted pixels;   E = mean over pixels of logsumexp(o)
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
     if kind == "reconstruction":
         return Stated((), Reconstruction(), np.zeros(n, np.int64) if y is None else y)
     if y is None:
-        raise ConfigError(f"{where}: there is no y, and {kind} learns from targets; without any, ask for reconstruction")
+        raise ConfigError(
+            f"{where}: there is no y, and {kind} learns from targets; without any, ask for reconstruction"
+        )
     if kind == "classification":
         return _state_classes(table, where)
     if kind == "multi-label":
@@ -110,7 +112,9 @@ def _measure_targets(y: NDArray[Any], n: int, names: tuple[str, ...] | None, whe
     finite = np.isfinite(values).all(axis=1)
     if not finite.all():
         at = int(np.flatnonzero(~finite)[0])
-        raise ConfigError(f"{where}: y holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in")
+        raise ConfigError(
+            f"{where}: y holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in"
+        )
     mean, std = values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)
     if constant := [k for k, s in enumerate(std) if not s > 0]:
         raise ConfigError(f"{where}: target {constant[0]} is {values[0, constant[0]]} in all samples: leave it out")

@@ -91,9 +91,7 @@ class Mixtures(Method[FedgeState]):
         # Sections 8 and 9: whether the local model pays, and how much the energy counts.
         measured: dict[str, EnergyFitted] = {}
         if weighing:
-            energy = FitEnergy(
-                calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE, products=products
-            )
+            energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE, products=products)
             present = {i: energy for i in fitted if i not in state.unresponsive}
             state, answers = await run_and_record(state, fleet, "energy", present)
             measured = select_results(answers, EnergyFitted)

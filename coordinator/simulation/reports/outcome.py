@@ -206,9 +206,7 @@ def compute_score(problem: Problem, answers: Sequence[NDArray[np.floating]], y: 
     if isinstance(problem, Classification):
         return compute_class_score(answers[0].argmax(axis=1), y)
     score = problem.compute_score(answers, y)
-    return Score(
-        n=len(y), accuracy=math.nan if score is None else score, metrics=problem.compute_metrics(answers, y)
-    )
+    return Score(n=len(y), accuracy=math.nan if score is None else score, metrics=problem.compute_metrics(answers, y))
 
 
 def compute_class_score(predicted: Ints, y: Ints) -> Score:

@@ -49,7 +49,9 @@ def install_alone(device: Device, model: Model, role: Role, method: str) -> Inst
         beta=0.0,
         gate=GateWeights.make_untrained(device.task.input_shape, 1),
     )
-    return device.write_bundle(alone, method, measure_model(device, model, PLAIN, fit_own_offset(device, model)).metrics)
+    return device.write_bundle(
+        alone, method, measure_model(device, model, PLAIN, fit_own_offset(device, model)).metrics
+    )
 
 
 def fine_tune(device: Device, start: Model, tuning: FineTune) -> Model:

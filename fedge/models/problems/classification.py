@@ -11,4 +11,3 @@ from fedge.problems.classification import Classification
 def compute_losses(problem: Classification, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
     """Return -log-softmax(o)[y], (n,)."""
     return functional.cross_entropy(outputs, y, reduction="none")
-

@@ -112,9 +112,7 @@ def test_the_loss_in_torch_is_the_likelihood_in_numpy(case: Case) -> None:
         compute_losses(problem, *(torch.from_numpy(a) for a in (o, case.x, y))).double().numpy() for o in case.outputs
     ]
     none = np.zeros_like(case.fit_offset(0))
-    wanted = [
-        -problem.compute_log_likelihood(problem.calibrate(case.reduce(k), PLAIN, none), y) for k in range(M)
-    ]
+    wanted = [-problem.compute_log_likelihood(problem.calibrate(case.reduce(k), PLAIN, none), y) for k in range(M)]
     apart = np.stack(found) - np.stack(wanted)
     np.testing.assert_allclose(apart, np.broadcast_to(apart[:1, :1], apart.shape), atol=1e-5)
 
@@ -197,7 +195,7 @@ def mix_in_numpy(case: Case, mixture: Mixture, outputs: NDArray[np.float32]) -> 
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_graph_answers_what_numpy_does(case: Case, guarded: bool) -> None:  # noqa: FBT001
+def test_the_graph_answers_what_numpy_does(case: Case, guarded: bool) -> None:
     mixture = make_mixture(case, Guard(1, PLAIN) if guarded else None)
     found = run_graph(case, mixture, case.outputs)
     wanted = mix_in_numpy(case, mixture, case.outputs)
