@@ -66,7 +66,7 @@ from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
 from coordinator.store.records import Device
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.contract import Action
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted

@@ -18,7 +18,7 @@ from script import DIGITS, finish, machine, parser_of
 
 from fedge.data.task import TaskSpec
 from fedge.models import build
-from fedge.models.losses import compute_class_weights, make_loss
+from fedge.models.problems.cross_entropy import compute_class_weights, make_loss
 from fedge.models.training import Network, Stack, Trainer, draw_stacked_batches, join_samples, to_tensor
 from fedge.steps.sgd import Sgd
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.formula import ENERGY_CLIP, count_gate_features
-from fedge.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
 

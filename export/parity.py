@@ -21,7 +21,7 @@ from fedge.bundle.formula import (
 )
 from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import UpdateRejected
-from fedge.problems.maths import Array, Floats
+from fedge.data.problems.maths import Array, Floats
 from fedge.tensors.layout import Layout, Model
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def mixture(device: Device, action: TrainAla, w: Model, mine: Layers) -> np.ndar
     """W, learned from where it was, at first from ones."""
     import torch
 
-    from fedge.models.losses import cross_entropy
+    from fedge.models.problems.cross_entropy import cross_entropy
     from fedge.models.training import to_tensor
 
     network, (x, y), rng = device.network, device.data.shared, device.make_rng(1)

@@ -170,7 +170,7 @@ def run(device: Device, action: TrainPac) -> Result:
     from edge_agent.learning.evaluation import Evaluation
     from edge_agent.learning.frame import Begun, Learned, begin, finish
     from fedge.models import network as models
-    from fedge.models.losses import cross_entropy
+    from fedge.models.problems.cross_entropy import cross_entropy
     from fedge.models.training import Trainer
     from fedge.tensors import codecs as codec
     from fedge.tensors.layout import Codec

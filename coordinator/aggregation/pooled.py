@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.aggregation.rules import FEWEST, bound_sizes, compute_factors
-from fedge.problems.maths import minimise_on_simplex
+from fedge.data.problems.maths import minimise_on_simplex
 
 K = TypeVar("K")
 

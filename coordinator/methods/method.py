@@ -31,8 +31,8 @@ from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.problems.classification import Classification
-from fedge.problems.problem import Problem
+from fedge.data.problems.classification import Classification
+from fedge.data.problems.problem import Problem
 from fedge.steps.contract import Action, Reveals
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dp import require_no_statistics

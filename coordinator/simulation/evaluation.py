@@ -26,7 +26,7 @@ from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.data import preprocessing
 from fedge.models.training import CPU, Network
-from fedge.problems.calibration import PLAIN
+from fedge.data.problems.calibration import PLAIN
 from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role

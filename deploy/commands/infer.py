@@ -29,7 +29,7 @@ from fedge.data import images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected, raise_as
-from fedge.problems.labels import require_class_numbers
+from fedge.data.problems.labels import require_class_numbers
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command, json_lines_option
 from fedge.system.text import Heading, escape_controls

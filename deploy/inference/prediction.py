@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.energies import compute_strangeness
-from fedge.problems.problem import Problem
+from fedge.data.problems.problem import Problem
 
 Floats = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from edge_agent.device.device import Device
 from edge_agent.learning.objectives import stack_class_weights
 from fedge.models import network as models
-from fedge.models.losses import CrossEntropy, Loss, make_entropy
+from fedge.models.problems.cross_entropy import CrossEntropy, Loss, make_entropy
 from fedge.models.training import CHUNK, PADDING, Network, Stack, pad_samples, to_tensor
 from fedge.steps.sgd import Sgd
 

@@ -13,9 +13,9 @@ from edge_agent.device.device import Device
 from edge_agent.learning import mixture
 from edge_agent.learning.private_model import Samples
 from fedge.models.training import compute_loss_and_gradient_norm
-from fedge.problems.calibration import PLAIN, Calibration
-from fedge.problems.maths import Array
-from fedge.problems.problem import Answers
+from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.maths import Array
+from fedge.data.problems.problem import Answers
 from fedge.steps.training.train import Choice, Start
 from fedge.tensors.layout import Model
 

@@ -1,7 +1,7 @@
 """Maths by which a device fits its mixture: weights, energy, guard (fedge.md sections 6 to 11).
 
 Pure float64 numpy, symbols as in the specification: M candidates, n samples. What a candidate's outputs say is up to
-the task's problem (`fedge.problems`). The mixture's own formula is in `fedge.bundle.formula`.
+the task's problem (`fedge.data.problems`). The mixture's own formula is in `fedge.bundle.formula`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.formula import NUMPY, mix
-from fedge.problems.maths import Array, log_softmax
+from fedge.data.problems.maths import Array, log_softmax
 from fedge.wire.messages import Role
 
 BASE_CHECKPOINT: Final = 1  # 40 steps, section 6

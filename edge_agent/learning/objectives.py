@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from edge_agent.device.device import Device
-from fedge.models.losses import Loss, compute_class_weights, cross_entropy
+from fedge.models.problems.cross_entropy import Loss, compute_class_weights, cross_entropy
 from fedge.models.problems.losses import make_loss
 from fedge.models.training import Network, Stack, to_tensor
 from fedge.steps.sgd import Sgd

@@ -13,7 +13,7 @@ from edge_agent.device.device import Device
 from edge_agent.learning.mixture import BASE_CHECKPOINT, TIE, choose_steps
 from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
-from fedge.problems.calibration import PLAIN
+from fedge.data.problems.calibration import PLAIN
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
 

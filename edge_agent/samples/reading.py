@@ -15,7 +15,7 @@ from fedge.data.classes import HOW_TO_ADD
 from fedge.data.preprocessing import load_image
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.problems.labels import require_class_numbers, require_whole_numbers
+from fedge.data.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.system.text import suggest_nearest
 
 ARRAYS: Final = ("x", "y", "sensitive")

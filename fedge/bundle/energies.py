@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.manifest import Reference
-from fedge.problems.problem import Problem
+from fedge.data.problems.problem import Problem
 
 Floats = NDArray[np.floating]
 

@@ -21,8 +21,8 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.data.problems.maths import Array, Floats, log_softmax
 from fedge.data.task import choose_gate_pool
-from fedge.problems.maths import Array, Floats, log_softmax
 
 F = TypeVar("F", bound=np.floating)
 A = TypeVar("A", bound="Addable")

@@ -7,14 +7,14 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from fedge.problems.classification import Classification
-from fedge.problems.multi_label import MultiLabel
-from fedge.problems.names import PRINTABLE, Word
-from fedge.problems.own import Own
-from fedge.problems.problem import Problem
-from fedge.problems.reconstruction import Reconstruction
-from fedge.problems.regression import Regression
-from fedge.problems.segmentation import Segmentation
+from fedge.data.problems.classification import Classification
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.names import PRINTABLE, Word
+from fedge.data.problems.own import Own
+from fedge.data.problems.problem import Problem
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
+from fedge.data.problems.segmentation import Segmentation
 from fedge.system.moved import alias_members
 
 INPUT: Final = "x"

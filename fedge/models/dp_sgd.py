@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fedge.models.losses import Loss
+from fedge.models.problems.cross_entropy import Loss
 from fedge.models.training import Network, Objective, Part, to_tensor
 
 MOST_NUMBERS: Final = 2**24

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
 from fedge.models.resnet_moe import ResNetMoE
-from fedge.models.unet import UNet
 from fedge.models.weights import RESERVED
 
 Options = Mapping[str, int | float | str | bool]
@@ -79,7 +80,7 @@ def unet(task: TaskSpec) -> nn.Module:
     """
     options = _parse_sizes(task, channels=16)
     _require_images(task, 8)
-    return UNet(task.input_shape, task.problem.get_output_shape(task.input_shape)[0], options["channels"])
+    return _UNet(task.input_shape, task.problem.get_output_shape(task.input_shape)[0], options["channels"])
 
 
 def autoencoder(task: TaskSpec) -> nn.Module:
@@ -184,3 +185,41 @@ def _parse_sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
             raise ConfigError(f"option {name} of {task.model} must be a whole number from 1 on, not {value!r}")
         sizes[name] = value
     return sizes
+
+
+_GROUPS = 4
+"""Groups of channels that are normalised together; running statistics would be averaged over devices."""
+
+
+class _UNet(nn.Module):
+    """Images (n, channels, H, W) to outputs (n, n_outputs, H, W), H and W at least 8."""
+
+    def __init__(self, input_shape: tuple[int, ...], n_outputs: int, channels: int) -> None:
+        super().__init__()
+        self.sides = input_shape[1:]
+        self.first = _make_unet_block(input_shape[0], channels)
+        self.second = _make_unet_block(channels, 2 * channels)
+        self.middle = _make_unet_block(2 * channels, 4 * channels)
+        self.fourth = _make_unet_block(6 * channels, 2 * channels)
+        self.fifth = _make_unet_block(3 * channels, channels)
+        self.last = nn.Conv2d(channels, n_outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the outputs of a batch."""
+        height, width = self.sides
+        high = self.first(x)
+        low = self.second(functional.max_pool2d(high, 2))
+        middle = self.middle(functional.max_pool2d(low, 2))
+        low = self.fourth(torch.cat([low, _repeat_pixels(middle, height // 2, width // 2)], dim=1))
+        high = self.fifth(torch.cat([high, _repeat_pixels(low, height, width)], dim=1))
+        out: Tensor = self.last(high)
+        return out
+
+
+def _make_unet_block(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(min(_GROUPS, after), after), nn.ReLU())
+
+
+def _repeat_pixels(x: Tensor, height: int, width: int) -> Tensor:
+    """Repeat rows and columns twice, and the last ones until the size is right."""
+    return functional.interpolate(x, size=(height, width), mode="nearest")

@@ -27,15 +27,15 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedge.data.problems.own import Own
+from fedge.data.problems.problem import Problem
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.losses import Loss
 from fedge.models.optimizer import Optimizer, make_optimizer
+from fedge.models.problems.cross_entropy import Loss
 from fedge.models.problems.losses import PADDING, compute_losses, make_loss, make_loss_of
-from fedge.problems.own import Own
-from fedge.problems.problem import Problem
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.moved import alias_names
@@ -473,7 +473,7 @@ class Trainable(Protocol):
 class Trainer:
     """A run of training from the present weights of a network or stack; each `run` continues the previous one.
 
-    By default `loss` and `optimizer` are those of the recipe `sgd` (`fedge.models.losses`, `fedge.models.optimizer`);
+    By default `loss` and `optimizer` are those of the recipe `sgd` (`fedge.models.problems.cross_entropy`, `fedge.models.optimizer`);
     a stack whose classes have weights needs its loss, and the weights in `given`. `moves` names the part of the weights
     that learns. `anchor` (d,) holds the weights towards which the proximal term pulls, by default the present ones.
 

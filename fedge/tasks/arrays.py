@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data.npz import load_arrays
+from fedge.data.problems.labels import NUMBERING, require_whole_numbers
 from fedge.data.scaling import explain_unfit
 from fedge.data.task import TEST
 from fedge.errors import ConfigError
-from fedge.problems.labels import NUMBERING, require_whole_numbers
 from fedge.system.moved import alias_names
 from fedge.system.text import escape_controls, suggest_nearest
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.data.problems.labels import require_whole_numbers
 from fedge.data.scaling import are_inputs, explain_unfit
 from fedge.data.task import TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
-from fedge.problems.labels import require_whole_numbers
 from fedge.system.files import compute_digest
 from fedge.system.loading import FAILURES, describe_error, load_object
 from fedge.system.moved import alias_members

@@ -10,13 +10,13 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from fedge.data.problems.labels import is_one_hot, read_labels, require_class_numbers
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
+from fedge.data.problems.segmentation import IGNORED, Segmentation
 from fedge.data.task import Asked
 from fedge.errors import ConfigError
-from fedge.problems.labels import is_one_hot, read_labels, require_class_numbers
-from fedge.problems.multi_label import MultiLabel
-from fedge.problems.reconstruction import Reconstruction
-from fedge.problems.regression import Regression
-from fedge.problems.segmentation import IGNORED, Segmentation
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 
@@ -73,7 +73,7 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
 
 
 def _state_classes(table: Mapping[str, NDArray[Any]], where: str) -> Stated:
-    """Make single-label classification of labels in any form (`fedge.problems.labels.read_labels`)."""
+    """Make single-label classification of labels in any form (`fedge.data.problems.labels.read_labels`)."""
     n, y = len(table["x"]), table["y"]
     if is_one_hot(y) and len(y) == n:
         log.info("event=one_hot_labels where=%s classes=%d", where, y.shape[1])

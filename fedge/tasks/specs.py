@@ -12,12 +12,12 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from fedge.data import images
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.segmentation import Segmentation
 from fedge.data.scaling import describe_fault
 from fedge.data.tables import read_schema
 from fedge.data.task import Asked, Preprocessing, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, raise_as
-from fedge.problems.reconstruction import Reconstruction
-from fedge.problems.segmentation import Segmentation
 from fedge.system.files import write_atomically
 from fedge.system.loading import FAILURES, describe_error, require_allowed
 from fedge.system.text import suggest_nearest

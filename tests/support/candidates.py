@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.device.worker import Worker
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.contract import Action, Result, load_installed_steps
 from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.fit_energy import FitEnergy

@@ -24,7 +24,7 @@ from coordinator.methods.rounds import count_steps_alone, make_round_rng, select
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
 from fedge.bundle.calibration import BETAS
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate

@@ -11,7 +11,7 @@ from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel
 from coordinator.methods.parts.unresponsive import AskingState
 from coordinator.selection import ccmab
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.mixture.fit_weights import Products
 from fedge.wire.messages import BlobRef, Role
 

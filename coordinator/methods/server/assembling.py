@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
-from fedge.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.system import child
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import Role

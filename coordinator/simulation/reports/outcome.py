@@ -14,8 +14,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.problems.classification import Classification
-from fedge.problems.problem import Problem
+from fedge.data.problems.classification import Classification
+from fedge.data.problems.problem import Problem
 from fedge.system.moved import alias_members
 from fedge.system.text import escape_controls
 

@@ -7,7 +7,7 @@ from edge_agent.learning import mixture
 from edge_agent.learning.candidates import Candidates, make_pooled_candidates
 from fedge.bundle.calibration import BETAS
 from fedge.bundle.formula import compute_log_weights
-from fedge.problems.maths import Array
+from fedge.data.problems.maths import Array
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 
 

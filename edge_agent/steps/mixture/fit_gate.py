@@ -14,7 +14,7 @@ from edge_agent.learning.candidates import INITIAL, Candidates, FittedModels, fi
 from edge_agent.learning.evaluation import Figures, fit_final_offset, fit_own_offset, measure_model
 from export import Candidate, GateWeights, Guard, Mixture
 from fedge.bundle.formula import compute_log_weights
-from fedge.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd

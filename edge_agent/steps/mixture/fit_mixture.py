@@ -16,8 +16,8 @@ from edge_agent.learning import gate, mixture, private_model
 from edge_agent.learning.evaluation import find_usable, fit_final_offset, rank_model
 from edge_agent.learning.private_model import Samples
 from export import Candidate, GateWeights, Mixture
-from fedge.problems.calibration import PLAIN
-from fedge.problems.maths import Array, Floats
+from fedge.data.problems.calibration import PLAIN
+from fedge.data.problems.maths import Array, Floats
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
 from fedge.tensors.layout import Model

@@ -26,8 +26,8 @@ from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, compute_pool_reference, find_usable
 from fedge.errors import ProtocolError
 from fedge.models.training import draw_batches, to_tensor
-from fedge.problems.maths import Array
-from fedge.problems.problem import Answers
+from fedge.data.problems.maths import Array
+from fedge.data.problems.problem import Answers
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, find_kept

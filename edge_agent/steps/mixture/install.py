@@ -11,7 +11,7 @@ from edge_agent.learning.frame import assemble_model
 from edge_agent.learning.mixture import TIE
 from export import Candidate, GateWeights, Mixture
 from fedge.models.training import Trainer, compute_mean_loss
-from fedge.problems.calibration import PLAIN
+from fedge.data.problems.calibration import PLAIN
 from fedge.steps.mixture.install import FineTune, Install, Installed, Served
 from fedge.steps.training.train import find_kept
 from fedge.tensors.layers import Layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from fedge.problems.classification import Classification
+from fedge.data.problems.classification import Classification
 
 
 def compute_losses(problem: Classification, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001

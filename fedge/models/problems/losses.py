@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedge.data.problems.classification import Classification
+from fedge.data.problems.problem import Problem
 from fedge.errors import ConfigError
-from fedge.models import losses
-from fedge.models.losses import Loss
 from fedge.models.problems import classification, multi_label, own, reconstruction, regression, segmentation
-from fedge.problems.classification import Classification
-from fedge.problems.problem import Problem
+from fedge.models.problems import cross_entropy as losses
+from fedge.models.problems.cross_entropy import Loss
 from fedge.steps.sgd import Sgd
 
 Losses = Callable[[Any, Tensor, Tensor, Tensor], Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from fedge.problems.multi_label import MultiLabel
+from fedge.data.problems.multi_label import MultiLabel
 
 
 def compute_losses(problem: MultiLabel, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001

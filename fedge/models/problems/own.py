@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fedge.data.problems.own import Own
 from fedge.errors import ConfigError
-from fedge.problems.own import Own
 from fedge.system.loading import load_object
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedge.problems.reconstruction import Reconstruction
+from fedge.data.problems.reconstruction import Reconstruction
 
 
 def compute_losses(problem: Reconstruction, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedge.problems.regression import LARGEST, Regression
+from fedge.data.problems.regression import LARGEST, Regression
 
 
 def compute_losses(problem: Regression, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001

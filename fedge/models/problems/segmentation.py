@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from fedge.problems.segmentation import IGNORED, Segmentation
+from fedge.data.problems.segmentation import IGNORED, Segmentation
 
 
 def compute_losses(problem: Segmentation, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import UNSET, Meta, UnsetType
 
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.contract import Action
 from fedge.steps.mixture.fit_candidates import CANDIDATE_STEPS
 from fedge.steps.mixture.fit_weights import Products, Weights

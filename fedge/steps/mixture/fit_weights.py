@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
+from fedge.data.problems.calibration import Calibration
 from fedge.data.task import TaskSpec
-from fedge.problems.calibration import Calibration
 from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.wire.messages import Count, Role, Share
 

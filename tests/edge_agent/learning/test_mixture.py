@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from edge_agent.learning import mixture as mx
 from fedge.bundle.formula import calibrate_logits, compute_log_mixture, compute_raw_energies, standardise
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.wire.messages import Role
 
 FLAT = mx.compute_log_prior(np.zeros(3, np.int64))

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fedge.bundle.calibration import BETAS, KAPPAS, TEMPERATURES, make_grid
-from fedge.problems.calibration import Calibration
+from fedge.data.problems.calibration import Calibration
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
 from fedge.steps.mixture.fit_energy import EnergyFitted
 from fedge.wire.messages import Role

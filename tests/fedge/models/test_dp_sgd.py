@@ -18,7 +18,7 @@ from fedge.models.dp_sgd import (
     draw_poisson_batches,
     draw_uniform,
 )
-from fedge.models.losses import cross_entropy
+from fedge.models.problems.cross_entropy import cross_entropy
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
 

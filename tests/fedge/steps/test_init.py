@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from fedge.data.problems.calibration import Calibration
 from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
-from fedge.problems.calibration import Calibration
 from fedge.steps.contract import (
     HARMLESS,
     Action,

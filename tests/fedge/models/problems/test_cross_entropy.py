@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedge.models.losses import CrossEntropy, compute_class_weights, cross_entropy, make_loss, make_loss_of
+from fedge.models.problems.cross_entropy import (
+    CrossEntropy,
+    compute_class_weights,
+    cross_entropy,
+    make_loss,
+    make_loss_of,
+)
 from fedge.steps.sgd import Sgd
 
 MODULE = nn.Linear(4, 3)

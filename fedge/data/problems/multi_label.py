@@ -14,13 +14,13 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.classification import mix_probabilities
+from fedge.data.problems.maths import Array, Floats, sigmoid, softplus
+from fedge.data.problems.names import Word
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.scores import compute_macro_f1, compute_mean_average_precision
 from fedge.errors import ConfigError
-from fedge.problems.calibration import Calibration
-from fedge.problems.classification import mix_probabilities
-from fedge.problems.maths import Array, Floats, sigmoid, softplus
-from fedge.problems.names import Word
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.scores import compute_macro_f1, compute_mean_average_precision
 
 
 class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):

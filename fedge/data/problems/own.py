@@ -13,10 +13,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fedge.problems.calibration import PLAIN, Calibration
-from fedge.problems.maths import Array, Floats
-from fedge.problems.names import PRINTABLE
-from fedge.problems.problem import Answers, Problem, require_targets
+from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.maths import Array, Floats
+from fedge.data.problems.names import PRINTABLE
+from fedge.data.problems.problem import Answers, Problem, require_targets
 
 Sizes = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**24)], ...], Meta(min_length=1, max_length=4)]
 

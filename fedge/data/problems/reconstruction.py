@@ -16,11 +16,11 @@ import numpy as np
 from msgspec import UNSET, Meta, structs
 from numpy.typing import NDArray
 
-from fedge.problems.calibration import PLAIN, Calibration
-from fedge.problems.labels import require_whole_numbers
-from fedge.problems.maths import Array, Floats, logsumexp
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.scores import compute_auroc
+from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.labels import require_whole_numbers
+from fedge.data.problems.maths import Array, Floats, logsumexp
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.scores import compute_auroc
 
 SMALLEST: Final = 1e-12
 """Lower bound of a pooled mean error."""

@@ -14,13 +14,13 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.classification import mix_probabilities
+from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
+from fedge.data.problems.names import Word
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.scores import compute_mean_iou
 from fedge.errors import ConfigError
-from fedge.problems.calibration import Calibration
-from fedge.problems.classification import mix_probabilities
-from fedge.problems.maths import Array, Floats, log_softmax, logsumexp
-from fedge.problems.names import Word
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.scores import compute_mean_iou
 
 IGNORED: Final = 255
 """Target of a pixel that counts nowhere."""

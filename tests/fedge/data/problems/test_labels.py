@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from fedge.data.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.errors import ConfigError
-from fedge.problems.labels import require_class_numbers, require_whole_numbers
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int32, np.uint64])

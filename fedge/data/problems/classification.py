@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from fedge.problems.calibration import Calibration
-from fedge.problems.labels import read_labels
-from fedge.problems.maths import Array, Floats, log_softmax, logsumexp
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.scores import compute_accuracy, compute_macro_f1
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.labels import read_labels
+from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.scores import compute_accuracy, compute_macro_f1
 
 
 class Classification(Problem, frozen=True, kw_only=True, tag="classification"):

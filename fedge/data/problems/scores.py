@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.problems.maths import Array, Floats
+from fedge.data.problems.maths import Array, Floats
 
 Marks = NDArray[np.bool_]
 

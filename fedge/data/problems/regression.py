@@ -18,12 +18,12 @@ import numpy as np
 from msgspec import UNSET, Meta, UnsetType, structs
 from numpy.typing import NDArray
 
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.maths import Array, Floats, minimise_on_simplex
+from fedge.data.problems.names import Word
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.scores import compute_r2
 from fedge.errors import ConfigError
-from fedge.problems.calibration import Calibration
-from fedge.problems.maths import Array, Floats, minimise_on_simplex
-from fedge.problems.names import Word
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.scores import compute_r2
 
 SHRINKAGE: Final = 10
 """Samples by which a device's mean residual is pulled towards 0."""

@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from fedge.data.problems.calibration import PLAIN, Calibration, make_grid
+from fedge.data.problems.maths import Array, Floats, logsumexp
 from fedge.errors import ConfigError
-from fedge.problems.calibration import PLAIN, Calibration, make_grid
-from fedge.problems.maths import Array, Floats, logsumexp
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
 """Strengths of the offset to choose from, for models of all devices and for those that learned on the device alone,
@@ -97,7 +97,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """
         raise NotImplementedError
 
-    def rotate_targets(self, y: NDArray[Any], quarters: int) -> NDArray[Any]:  # noqa: ARG002 - for masks
+    def rotate_targets(self, y: NDArray[Any], quarters: int) -> NDArray[Any]:
         """Return the targets of images that are turned counter-clockwise by `quarters` times 90 degrees."""
         return y
 
@@ -111,7 +111,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
 
     # ------------------------------------------------------------------------------------------------------ formulas
 
-    def reduce_outputs(self, outputs: Floats, inputs: Floats) -> Floats:  # noqa: ARG002 - for reconstruction
+    def reduce_outputs(self, outputs: Floats, inputs: Floats) -> Floats:
         """Return what the formulas below need of the network's outputs, (n, ...): here the outputs themselves."""
         return outputs
 
@@ -161,19 +161,19 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return further figures for people, by name."""
         raise NotImplementedError
 
-    def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:  # noqa: ARG002 - for classes and labels
+    def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:
         """Count the samples of each class or label that has a name."""
         return {}
 
-    def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:  # noqa: ARG002 - for classes and labels
+    def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
         """Return the answer to each sample in words, if the problem has words for it."""
         return ()
 
-    def restore_units(self, values: Floats, *, spread: bool = False) -> Array:  # noqa: ARG002 - for regression
+    def restore_units(self, values: Floats, *, spread: bool = False) -> Array:
         """Return values, or their spread, in the targets' own units."""
         return np.asarray(values, np.float64)
 
-    def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:  # noqa: ARG002 - for reconstruction
+    def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:
         """Return how surprising each sample is, (n,), if the answers say it themselves."""
         return None
 
@@ -193,11 +193,11 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return the calibrations to choose from, the first on a tie."""
         return make_grid(self.list_kappas(own=own))
 
-    def compute_choice_losses(self, statistics: Array, *, own: bool) -> Array:  # noqa: ARG002 - for regression
+    def compute_choice_losses(self, statistics: Array, *, own: bool) -> Array:
         """Return the loss of each choice on each device, (N, choices), from the devices' statistics (N, S)."""
         return statistics
 
-    def finish_choice(self, chosen: Calibration, index: int, means: Array) -> Calibration:  # noqa: ARG002 - likewise
+    def finish_choice(self, chosen: Calibration, index: int, means: Array) -> Calibration:
         """Return the chosen calibration with its deviation, from the means of all statistics over samples, (S,)."""
         return chosen
 
@@ -234,7 +234,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         targets: NDArray[Any],
         pooled: Array,
         shrinkage: float,
-        products: Array | None = None,  # noqa: ARG002 - for stacks
+        products: Array | None = None,
     ) -> Array:
         """Fit the candidates' weights omega, (M,), to a device's samples, pulled towards the pooled u (fedge.md 8).
 

@@ -17,16 +17,16 @@ from export.graph_nodes import Graph
 from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.problems.answers import add_answers
 from fedge.bundle.formula import compute_log_weights, softmax
+from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.maths import Array, Floats
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
+from fedge.data.problems.segmentation import IGNORED, Segmentation
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.problems.losses import PADDING, compute_losses, compute_mean_loss
-from fedge.problems.calibration import PLAIN, Calibration
-from fedge.problems.maths import Array, Floats
-from fedge.problems.multi_label import MultiLabel
-from fedge.problems.problem import Answers, Problem
-from fedge.problems.reconstruction import Reconstruction
-from fedge.problems.regression import Regression
-from fedge.problems.segmentation import IGNORED, Segmentation
 from fedge.wire.messages import Role
 
 N, M = 7, 3
