@@ -23,8 +23,8 @@ class Candidate:
 
     `calibration` has T_k and κ_k, and `offset` is what they are for: π_i in q_k = log-softmax(l_k / T_k + κ_k π_i).
     `energy_mean` μ_k and `energy_std` σ_k are the mean and deviation of the energy over the validation samples; 0 and 1
-    leave it raw. `weight` is ω_k in [0, 1]. A candidate of weight 0 has a share only if no other candidate is usable; the guard
-    may still use it.
+    leave it raw. `weight` is ω_k in [0, 1]. A candidate of weight 0 has a share only if no other is usable; the
+    guard may still use it.
     """
 
     role: Role

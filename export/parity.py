@@ -19,9 +19,9 @@ from fedge.bundle.formula import (
     drop_experts,
     softmax,
 )
+from fedge.data.problems.maths import Array, Floats
 from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import UpdateRejected
-from fedge.data.problems.maths import Array, Floats
 from fedge.tensors.layout import Layout, Model
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from tests.support.dealing import SLOWEST, deal
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
+BATTERY = "tests/fedge/data/problems/test_problem.py"
+"""What all problems must do, in all their files."""
 WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
     "coordinator/methods/papers/fedge_experts.py": "tests/coordinator/methods/papers/test_fedge.py",
@@ -55,6 +57,9 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "deploy/serving/metrics.py": "tests/deploy/serving/test_server.py",
     "deploy/updates/decision.py": "tests/deploy/updates/test_link.py",
     "export/mixture.py": "tests/export/test_graph.py",
+    "export/graph_nodes.py": "tests/export/test_graph.py",
+    "fedge/tasks/problems.py": "tests/fedge/tasks/test_arrays.py",
+    "deploy/inference/prediction.py": "tests/deploy/inference/test_runtime.py",
     "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
     "fedge/wire/connection/refusals.py": "tests/fedge/wire/connection/test_connector.py",
     "fedge/wire/transfer/sender.py": "tests/fedge/wire/transfer/test_receiver.py",
@@ -68,6 +73,14 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/store/records.py": "tests/coordinator/fleet/test_fleet.py",
     "coordinator/watch/words.py": "tests/coordinator/watch/test_state.py",
     "coordinator/watch/options.py": "tests/coordinator/watch/test_state.py",
+    **{
+        f"{room}/problems/{kind}.py": BATTERY
+        for room in ("fedge/data", "fedge/models", "export")
+        for kind in ("classification", "multi_label", "own", "reconstruction", "regression", "segmentation")
+    },
+    **{f"fedge/data/problems/{part}.py": BATTERY for part in ("calibration", "maths", "scores")},
+    "fedge/models/problems/losses.py": BATTERY,
+    **{f"export/problems/{part}.py": BATTERY for part in ("answers", "fusion")},
 }
 """Module -> the test that covers it. Short modules that others' tests run whole."""
 

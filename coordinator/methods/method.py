@@ -29,10 +29,10 @@ from coordinator.methods.rounds import compute_rate_factor, make_round_rng
 from coordinator.methods.settings import MethodSettings, Option, require_takeable
 from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
-from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError
 from fedge.data.problems.classification import Classification
 from fedge.data.problems.problem import Problem
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Reveals
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dp import require_no_statistics

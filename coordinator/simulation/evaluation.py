@@ -25,8 +25,8 @@ from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, 
 from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.data import preprocessing
-from fedge.models.training import CPU, Network
 from fedge.data.problems.calibration import PLAIN
+from fedge.models.training import CPU, Network
 from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role

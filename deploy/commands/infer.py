@@ -27,9 +27,9 @@ from deploy.inference.prediction import Prediction, join_predictions
 from deploy.inference.runtime import Runtime, load_runtime
 from fedge.data import images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
+from fedge.data.problems.labels import require_class_numbers
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected, raise_as
-from fedge.data.problems.labels import require_class_numbers
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command, json_lines_option
 from fedge.system.text import Heading, escape_controls

@@ -132,8 +132,8 @@ def compute_class_distance(validation: NDArray[np.integer], training: NDArray[np
 def choose_alternative(mixture: tuple[float, float], alternatives: Sequence[tuple[float, float]]) -> int | None:
     """Return the index of the alternative that gets half of the output, or None.
 
-    Pairs are (log-likelihood on V_i in nats, score times samples: those classified correctly). An alternative must beat the mixture by
-    more than 5 nats and at least 2 samples; among several the most likely one wins.
+    Pairs are (log-likelihood on V_i in nats, score times samples: those classified correctly). An alternative must beat
+    the mixture by more than 5 nats and at least 2 samples; among several the most likely one wins.
     """
     clear = [
         i

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from edge_agent.device.device import Device
 from edge_agent.learning.mixture import BASE_CHECKPOINT, TIE, choose_steps
+from fedge.data.problems.calibration import PLAIN
 from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
-from fedge.data.problems.calibration import PLAIN
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from fedge.data import images, npz, tables
 from fedge.data.classes import HOW_TO_ADD
 from fedge.data.preprocessing import load_image
+from fedge.data.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.data.problems.labels import require_class_numbers, require_whole_numbers
 from fedge.system.text import suggest_nearest
 
 ARRAYS: Final = ("x", "y", "sensitive")

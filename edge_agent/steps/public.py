@@ -16,9 +16,9 @@ from edge_agent.learning.frame import (
     train_alone,
     train_together,
 )
-from fedge.models.problems.cross_entropy import Loss, cross_entropy
 from fedge.models.network import compute_features_and_logits, get_head
 from fedge.models.optimizer import Momentum, Optimizer
+from fedge.models.problems.cross_entropy import Loss, cross_entropy
 from fedge.models.training import Network, Trainer, compute_mean_loss, draw_batches, to_tensor
 
 __all__ = [  # noqa: RUF022 - as one meets them

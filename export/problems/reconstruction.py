@@ -7,8 +7,8 @@ import numpy as np
 from export.graph_nodes import Graph
 from export.mixture import Mixture
 from export.problems.fusion import add_shares, add_weights
-from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.data.problems.reconstruction import LARGEST
+from fedge.data.task import INPUT, LOGITS, TaskSpec
 
 
 def add_answers(graph: Graph, task: TaskSpec, mixture: Mixture) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from export.graph_nodes import Graph
 from export.mixture import Mixture
 from export.problems.fusion import add_shares, add_weights
-from fedge.data.task import LOGITS, TaskSpec
 from fedge.data.problems.regression import LARGEST, Regression
+from fedge.data.task import LOGITS, TaskSpec
 
 
 def add_answers(graph: Graph, task: TaskSpec, mixture: Mixture) -> None:

@@ -473,7 +473,7 @@ class Trainable(Protocol):
 class Trainer:
     """A run of training from the present weights of a network or stack; each `run` continues the previous one.
 
-    By default `loss` and `optimizer` are those of the recipe `sgd` (`fedge.models.problems.cross_entropy`, `fedge.models.optimizer`);
+    By default `loss` and `optimizer` are those of the recipe `sgd` (`fedge.models.problems`, `fedge.models.optimizer`);
     a stack whose classes have weights needs its loss, and the weights in `given`. `moves` names the part of the weights
     that learns. `anchor` (d,) holds the weights towards which the proximal term pulls, by default the present ones.
 

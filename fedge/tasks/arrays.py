@@ -48,8 +48,8 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
-        x (n, ...) numbers, finite in single precision; y as it is, for the task's problem to check; split (n,) int64 in 0..2; sensitive
-        (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
+        x (n, ...) numbers, finite in single precision; y as it is, for the task's problem to check; split (n,) int64 in
+        0..2; sensitive (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.

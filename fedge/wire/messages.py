@@ -49,7 +49,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Score = Annotated[float, Meta(ge=-1e9, le=1e9)]
-"""A score by the task's problem (`fedge.data.problems`): an accuracy, a macro F1, an R^2 and so on; larger is better."""
+"""A score by the task's problem (`fedge.data.problems`): accuracy, macro F1, R^2 and so on; larger is better."""
 Text = Annotated[str, Meta(max_length=1000)]
 
 

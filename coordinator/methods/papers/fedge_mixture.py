@@ -157,7 +157,7 @@ class Mixtures(Method[FedgeState]):
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Choose the calibration with the smallest pooled loss (section 7); with too few samples, that of section 12."""
+        """Choose the calibration with the smallest pooled loss (section 7); with few samples, that of section 12."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
         problem, own = self.problem, not role.is_shared

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
+from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
-from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.system import child
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import Role

@@ -13,9 +13,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fedge.errors import ConfigError
 from fedge.data.problems.classification import Classification
 from fedge.data.problems.problem import Problem
+from fedge.errors import ConfigError
 from fedge.system.moved import alias_members
 from fedge.system.text import escape_controls
 

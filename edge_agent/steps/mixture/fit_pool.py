@@ -24,10 +24,10 @@ from edge_agent.learning.frame import assemble_model
 from edge_agent.steps.mixture.install import install_alone, load_kept, make_served_model
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, compute_pool_reference, find_usable
-from fedge.errors import ProtocolError
-from fedge.models.training import draw_batches, to_tensor
 from fedge.data.problems.maths import Array
 from fedge.data.problems.problem import Answers
+from fedge.errors import ProtocolError
+from fedge.models.training import draw_batches, to_tensor
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, find_kept

@@ -10,8 +10,8 @@ from edge_agent.learning.evaluation import fit_final_offset, fit_own_offset, mea
 from edge_agent.learning.frame import assemble_model
 from edge_agent.learning.mixture import TIE
 from export import Candidate, GateWeights, Mixture
-from fedge.models.training import Trainer, compute_mean_loss
 from fedge.data.problems.calibration import PLAIN
+from fedge.models.training import Trainer, compute_mean_loss
 from fedge.steps.mixture.install import FineTune, Install, Installed, Served
 from fedge.steps.training.train import find_kept
 from fedge.tensors.layers import Layers

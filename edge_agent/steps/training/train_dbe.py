@@ -18,8 +18,8 @@ from torch.nn import functional
 from edge_agent.device.device import Device
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.problems.cross_entropy import Loss, cross_entropy, make_loss_of
 from fedge.models.optimizer import make_optimizer
+from fedge.models.problems.cross_entropy import Loss, cross_entropy, make_loss_of
 from fedge.models.training import Trainer, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_dbe import TrainDbe

@@ -19,8 +19,8 @@ from torch.nn import functional
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
-from fedge.models.problems.cross_entropy import Loss
 from fedge.models.optimizer import make_optimizer
+from fedge.models.problems.cross_entropy import Loss
 from fedge.models.training import Trainer, draw_batches, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_rod import TrainRod

@@ -29,7 +29,7 @@ LARGEST: Final = 1e30
 
 
 class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
-    """The input itself; the network's output has its shape. `alarms` is the share of usual samples that may give one."""
+    """The input itself; outputs have its shape. `alarms` is the share of usual samples that may give an alarm."""
 
     NAME: ClassVar = "reconstruction"
     SCORE: ClassVar = "likelihood"

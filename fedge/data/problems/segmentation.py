@@ -28,7 +28,7 @@ BACKGROUND: Final = 0
 
 
 class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
-    """One of C classes for each pixel; outputs are logits (C, H, W), targets (H, W), 255 for pixels that do not count."""
+    """One of C classes for each pixel; outputs are logits (C, H, W), targets (H, W), 255 where none counts."""
 
     NAME: ClassVar = "segmentation"
     SCORE: ClassVar = "mean_iou"

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from export.graph_nodes import Graph
 from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.problems.answers import add_answers
 from fedge.bundle.formula import compute_log_weights, softmax
+from fedge.bundle.runtime import onnxruntime
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.multi_label import MultiLabel
@@ -232,7 +232,7 @@ def test_a_mixture_of_one_says_what_its_model_says(case: Case) -> None:
 
 
 def test_a_devices_own_targets_help_where_they_are_those_of_the_samples(case: Case) -> None:
-    """With the offset of these samples, outputs that say nothing are likelier than without; never for reconstruction."""
+    """With the offset of these samples, outputs that say nothing are likelier; never for reconstruction."""
     problem, y = case.problem, case.convert()
     nothing = problem.reduce_outputs(np.zeros_like(case.outputs[0]), case.x)
     offset = problem.fit_offset(y, lambda: nothing)
