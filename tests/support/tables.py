@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edge_agent.learning.mixture import compute_mixture_likelihood, compute_shares
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.parity import make_formula
-from fedge.bundle.formula import compute_gate_scores, fuse
+from export.graph import make_gate_tensors
+from fedge.bundle.formula import Formula, compute_gate_scores, fuse, prepare_formula
 from fedge.bundle.manifest import Manifest
+from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.classification import Classification
+from fedge.data.problems.problem import Answers
 from fedge.data.task import TaskSpec
 from fedge.tensors.layout import Layout, Model, TensorInfo
 from fedge.wire.messages import Role
@@ -75,27 +79,66 @@ def mixture_of(
     """Tables (M, n, C); everything left out makes it the plain formula of SCMoE-PFL with equal gate scores."""
     m, _, n_classes = logits.shape
     names = roles or [Role.PRIVATE, *[Role.EXPERT] * (m - 1)]
+    prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
     candidates = tuple(
         Candidate(
             role=names[k],
             name=f"{names[k]}-{k}",
             model=model_of(logits[k]),
-            temperature=temperature[k] if temperature else 1.0,
-            kappa=kappa[k] if kappa else 0.0,
+            offset=prior,
+            calibration=Calibration(
+                temperature=temperature[k] if temperature else 1.0, kappa=kappa[k] if kappa else 0.0
+            ),
             energy_mean=mean[k] if mean else 0.0,
             energy_std=std[k] if std else 1.0,
             weight=weights[k] if weights else 1 / m,
         )
         for k in range(m)
     )
-    prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
     gate = gate or GateWeights.make_untrained((1,), m)
-    return Mixture(candidates, prior, beta, gate, guard, top, energy_clip)
+    return Mixture(candidates, beta, gate, guard, top, energy_clip)
+
+
+def problem_of(n_classes: int) -> Classification:
+    return Classification(classes=task_of(1, n_classes).classes)
+
+
+def calibrated(logits: NDArray[Any], prior: NDArray[Any], how: Calibration = PLAIN) -> NDArray[Any]:
+    """Log-probabilities q of logits (n, C)."""
+    return np.asarray(problem_of(logits.shape[-1]).calibrate(logits, how, prior).values)
+
+
+def energies_of(logits: NDArray[Any]) -> NDArray[Any]:
+    """Raw energies (n, M) of logits (M, n, C)."""
+    problem = problem_of(logits.shape[-1])
+    return np.stack([problem.compute_energies(each, Answers(each)) for each in logits], axis=1)
+
+
+def log_mixture(log_q: NDArray[Any], scores: NDArray[Any]) -> NDArray[Any]:
+    """Log-probabilities (n, C) of a mixture with log-probabilities q (M, n, C) and scores (n, M).
+
+    A device computes them for the targets alone, and its mixture's answers apart from them: both must agree.
+    """
+    usable = np.isfinite(log_q).all(axis=2).T
+    known = np.where(usable[:, :, np.newaxis], log_q.transpose(1, 0, 2), np.nan)
+    unknown = np.full(len(scores), -np.log(log_q.shape[2]))
+    found = [compute_mixture_likelihood(each, scores, unknown) for each in np.moveaxis(known, 2, 0)]
+    log_p = np.stack(found, axis=1)
+    answers = [Answers(each) for each in log_q]
+    (p,) = problem_of(log_q.shape[2]).mix(answers, compute_shares(scores, usable))
+    np.testing.assert_allclose(p, np.exp(log_p), atol=1e-9)
+    return log_p
+
+
+def formula_of(mixture: Mixture) -> Formula:
+    """The mixture's formula in float64."""
+    task = task_of(1, len(mixture.candidates[0].offset))
+    return prepare_formula(make_gate_tensors(task, mixture, np.float64), mixture.experts, mixture.top)
 
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:
     """Probabilities, weights and energies of logits (M, n, C) and gate scores r (n, M), in float64."""
-    how = make_formula(mixture)
+    how = formula_of(mixture)
     gate = np.broadcast_to(scores + how.out_bias, logits.shape[1::-1])
     return fuse(how, list(np.asarray(logits, np.float64)), gate)
 
@@ -103,7 +146,7 @@ def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | fl
 def scores_of(gate: GateWeights, x: NDArray[Any]) -> NDArray[Any]:
     """r(x), (n, M), of model inputs (n, *input_shape), in float64."""
     m = len(gate.out_bias)
-    how = make_formula(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m))
+    how = formula_of(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m))
     return compute_gate_scores(how, x.astype(np.float64))
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from edge_agent.learning.gate import train_gate
-from fedge.bundle.formula import compute_log_mixture, count_gate_features
-from tests.support.tables import scores_of
+from fedge.bundle.formula import count_gate_features
+from tests.support.tables import log_mixture, scores_of
 
 
 def halves(n=40):
@@ -18,7 +18,7 @@ def halves(n=40):
 def loss(x, log_p, scores, gate):
     r = scores_of(gate, x)
     log_q = np.stack([np.log(np.stack([np.exp(c), 1 - np.exp(c)], axis=1)) for c in log_p.T])
-    return -compute_log_mixture(log_q, scores + r)[:, 0].mean()
+    return -log_mixture(log_q, scores + r)[:, 0].mean()
 
 
 def test_learns_which_candidate_to_trust_where_and_lowers_its_loss():
