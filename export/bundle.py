@@ -140,6 +140,8 @@ def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
         "gate.out_weight": (gate.out_weight, (m, hidden)),
         "gate.out_bias": (gate.out_bias, (m,)),
     }
+    offset = task.problem.make_no_offset(task.input_shape).shape
+    shapes |= {f"the offset of {c.name}": (c.offset, offset) for c in mixture.candidates}
     for name, (array, shape) in shapes.items():
         if np.shape(array) != shape:
             raise ValueError(f"{name} has shape {np.shape(array)}, expected {shape}")

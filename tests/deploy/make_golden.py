@@ -23,6 +23,7 @@ from export.int8 import Int8Limits, quantise_bundle
 from export.parity import compute_expected
 from fedge.bundle.manifest import read_bundle
 from fedge.data.preprocessing import preprocess
+from fedge.data.problems.calibration import Calibration
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.data.validation import Validation
 from fedge.models.build import make_initial_model
@@ -47,21 +48,22 @@ def make(folder: Path) -> None:
     """Write folder/bundle and folder/expected.npz."""
     rng = np.random.default_rng(7)
     layout, _ = make_initial_model(TASK, 0)
+    gate = GateWeights(*(rng.normal(size=shape) * 0.3 for shape in ((16, 64), (16,), (5, 16), (5,))))
+    prior = np.log(rng.dirichlet(np.ones(10) * 5))
     candidates = tuple(
         Candidate(
             role=role,
             name=f"{role.value}-{k}" if role is Role.EXPERT else role.value,
             model=make_initial_model(TASK, k)[1],
-            temperature=1.4,
-            kappa=0.3 * k,
+            offset=prior,
+            calibration=Calibration(temperature=1.4, kappa=0.3 * k),
             energy_mean=2.3,
             energy_std=0.2,
             weight=0.2,
         )
         for k, role in enumerate(ROLES)
     )
-    gate = GateWeights(*(rng.normal(size=shape) * 0.3 for shape in ((16, 64), (16,), (5, 16), (5,))))
-    mixture = Mixture(candidates, np.log(rng.dirichlet(np.ones(10) * 5)), 0.5, gate, Guard(1, 1.0, 0.5))
+    mixture = Mixture(candidates, 0.5, gate, Guard(1, Calibration(temperature=1.0, kappa=0.5)))
     raw = rng.integers(0, 17, size=(12, 8, 8)).astype(np.uint8)
     x = preprocess(TASK, raw)
     write_bundle(
@@ -89,13 +91,14 @@ def make_engines(folder: Path) -> None:
             role=role,
             name=f"{role.value}-{k}",
             model=_trained(network, x[k:1200:4], y[k:1200:4].astype(np.int64), seed=k),
+            offset=np.full(10, -np.log(10)),
             energy_mean=6.0,
             energy_std=2.0,
             weight=0.7 if role is Role.PRIVATE else 0.1,
         )
         for k, role in enumerate(roles)
     )
-    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.make_untrained((1, 8, 8), len(roles)))
+    mixture = Mixture(candidates, 0.5, GateWeights.make_untrained((1, 8, 8), len(roles)))
     with tempfile.TemporaryDirectory() as scratch:
         float32 = Path(scratch, "bundle")
         write_bundle(

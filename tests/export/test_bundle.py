@@ -10,6 +10,7 @@ from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from fedge.bundle.energies import compute_reference
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode_manifest, encode_manifest
+from fedge.data.problems.calibration import Calibration
 from fedge.data.task import TaskSpec, choose_gate_pool
 from fedge.errors import UpdateRejected
 from fedge.models.build import make_initial_model
@@ -39,13 +40,14 @@ def image_mixture(seed=0, m=3, task=IMAGES):
 
     roles = (Role.PRIVATE, Role.GLOBAL, Role.EXPERT)
     layout, _ = make_initial_model(task, 0)
+    prior, how = np.log([0.2, 0.3, 0.5]), Calibration(temperature=1.4, kappa=0.5)
     candidates = tuple(
-        Candidate(roles[k], roles[k].value, make_initial_model(task, seed + k)[1], 1.4, 0.5, 1.0, 0.02, 1 / m)
+        Candidate(roles[k], roles[k].value, make_initial_model(task, seed + k)[1], prior, how, 1.0, 0.02, 1 / m)
         for k in range(m)
     )
     n_features = count_gate_features(task.input_shape)
     gate = GateWeights(normal(16, n_features), normal(16), normal(m, 16), normal(m))
-    return layout, Mixture(candidates, np.log([0.2, 0.3, 0.5]), 0.5, gate, Guard(1))
+    return layout, Mixture(candidates, 0.5, gate, Guard(1))
 
 
 def write_images(folder, layout, mixture, validation, **changes):
@@ -95,7 +97,7 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
     found = runtime.predict(x)
 
     assert (runtime.manifest.reference, runtime.manifest.metrics[OUTLIER_BELOW]) == compute_reference(
-        found.weights, found.energies
+        IMAGES.problem, found.answers, found.weights, found.energies
     )
     assert runtime.manifest.reference.n == 12
     assert deploy.load(tmp_path / "2").manifest.reference is UNSET

@@ -13,6 +13,7 @@ from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.parity import compute_expected
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import SKELETON
+from fedge.data.problems.calibration import Calibration
 from fedge.data.task import TaskSpec, choose_gate_pool
 from fedge.models.build import make_initial_model
 from fedge.wire.messages import Role
@@ -64,10 +65,9 @@ def test_the_gate_sees_means_of_windows_of_any_size(tmp_path, shape, window, eng
     rng = np.random.default_rng(0)
     sizes = (16, count_gate_features(task.input_shape)), (16,), (2, 16), (2,)
     layout, model = make_initial_model(task, 0)
-    candidates = tuple(Candidate(role, role.value, model) for role in (Role.PRIVATE, Role.EXPERT))
-    mixture = Mixture(
-        candidates, np.log([0.5, 0.5]), 0.0, GateWeights(*(rng.normal(size=size) * 0.3 for size in sizes))
-    )
+    prior = np.log([0.5, 0.5])
+    candidates = tuple(Candidate(role, role.value, model, prior) for role in (Role.PRIVATE, Role.EXPERT))
+    mixture = Mixture(candidates, 0.0, GateWeights(*(rng.normal(size=size) * 0.3 for size in sizes)))
     x = np.float32(rng.normal(size=(5, *shape)))
     write_bundle(tmp_path, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="m", metrics={})
     found = deploy.load(tmp_path, engine=engine).predict(x)
@@ -180,7 +180,7 @@ def test_agrees_with_the_oracle(predict, n_experts, guarded):
         "energy_clip": 3.0,
         "log_prior": np.log(rng.dirichlet(np.ones(7))),
         "gate": gate(rng, m, 0.3),
-        "guard": Guard(candidate=m - 1, temperature=1.4, kappa=0.6) if guarded else None,
+        "guard": Guard(m - 1, Calibration(temperature=1.4, kappa=0.6)) if guarded else None,
     }
     logits = np.float32(rng.normal(size=(m, 64, 7)) * 3)
     found = predict(logits, **settings_of_mixture)
@@ -210,7 +210,7 @@ def test_ties_go_to_the_lower_index(predict):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("guard", [None, Guard(candidate=1, temperature=1.4)])
+@pytest.mark.parametrize("guard", [None, Guard(1, Calibration(temperature=1.4, kappa=0.0))])
 def test_a_candidate_that_is_not_finite_is_dropped_for_that_sample(predict, bad, guard):
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(4, 6, 3))

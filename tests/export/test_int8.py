@@ -51,9 +51,13 @@ def home(tmp_path_factory, digits):
     network = Network(TASK)
     models = [_trained(network, x[k:1200:3], y[k:1200:3], seed=k) for k in range(3)]
     roles = [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
+    prior = np.full(10, -np.log(10))
     mixture = Mixture(
-        tuple(Candidate(roles[k], roles[k], models[k], energy_mean=5, energy_std=2, weight=1 / 3) for k in range(3)),
-        np.full(10, -np.log(10)), 0.5, GateWeights.make_untrained(TASK.input_shape, 3),
+        tuple(
+            Candidate(roles[k], roles[k], models[k], prior, energy_mean=5, energy_std=2, weight=1 / 3)
+            for k in range(3)
+        ),
+        0.5, GateWeights.make_untrained(TASK.input_shape, 3),
     )  # fmt: skip
     write_bundle(
         home / "bundles" / "1", task=TASK, layout=network.layout, mixture=mixture, validation=x[1200:1400],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from edge_agent.learning.mixture import compute_mixture_likelihood, compute_shares
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.graph import make_gate_tensors
-from fedge.bundle.formula import Formula, compute_gate_scores, fuse, prepare_formula
+from export.parity import mix_outputs
+from fedge.bundle.formula import Formula, compute_gate_scores, prepare_formula
 from fedge.bundle.manifest import Manifest
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.classification import Classification
@@ -138,9 +140,10 @@ def formula_of(mixture: Mixture) -> Formula:
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:
     """Probabilities, weights and energies of logits (M, n, C) and gate scores r (n, M), in float64."""
-    how = formula_of(mixture)
-    gate = np.broadcast_to(scores + how.out_bias, logits.shape[1::-1])
-    return fuse(how, list(np.asarray(logits, np.float64)), gate)
+    m, n, n_classes = logits.shape
+    untrained = replace(GateWeights.make_untrained((1,), m), out_bias=mixture.gate.out_bias)
+    values = np.asarray(logits, np.float64)
+    return mix_outputs(task_of(n, n_classes), replace(mixture, gate=untrained), values, inputs(n), np.asarray(scores))
 
 
 def scores_of(gate: GateWeights, x: NDArray[Any]) -> NDArray[Any]:

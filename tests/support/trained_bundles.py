@@ -27,7 +27,8 @@ def trained_bundle(
     """Train the task's network on samples of the pool, and write it as a bundle with a single candidate."""
     module = _train(task, x, y, release, steps)
     layout = make_layout(module, find_head_name(module, task))
-    return _write(folder, task, x, (Candidate(Role.GLOBAL, "global", dump_model(module, layout)),), release, beta=0.0)
+    candidate = Candidate(Role.GLOBAL, "global", dump_model(module, layout), make_flat_prior(task))
+    return _write(folder, task, x, (candidate,), release, beta=0.0)
 
 
 def mixed_bundle(
@@ -47,8 +48,13 @@ def mixed_bundle(
             energies = torch.logsumexp(module.eval()(validation), dim=1)
         model = dump_model(module, make_layout(module, find_head_name(module, task)))
         mean, std = float(energies.mean()), float(energies.std())
-        candidates.append(Candidate(role, str(role), model, energy_mean=mean, energy_std=std, weight=weight))
+        prior = make_flat_prior(task)
+        candidates.append(Candidate(role, str(role), model, prior, energy_mean=mean, energy_std=std, weight=weight))
     return _write(folder, task, own[0], tuple(candidates), release, beta=1.0)
+
+
+def make_flat_prior(task: TaskSpec) -> NDArray[np.float64]:
+    return np.log(np.full(task.n_classes, 1 / task.n_classes))
 
 
 def _train(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], seed: int, steps: int) -> nn.Module:
@@ -77,7 +83,6 @@ def _write(
     module = make_network(task)
     mixture = Mixture(
         candidates,
-        np.log(np.full(task.n_classes, 1 / task.n_classes)),
         beta,
         GateWeights.make_untrained(task.input_shape, len(candidates)),
     )

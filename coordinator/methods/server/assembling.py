@@ -40,7 +40,7 @@ def make_mixture(
                 role=Role.GLOBAL if alone else Role.EXPERT,
                 name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
                 model=model,
-                offset=_make_offset(task) if log_prior is None else log_prior,
+                offset=task.problem.make_no_offset(task.input_shape) if log_prior is None else log_prior,
                 calibration=PLAIN if log_prior is None else Calibration(temperature=1.0, kappa=1.0),
                 weight=share,
             )
@@ -50,13 +50,6 @@ def make_mixture(
         gate=GateWeights.make_untrained(task.input_shape, len(models)),
         top=len(models),
     )
-
-
-def _make_offset(task: TaskSpec) -> NDArray[np.float64]:
-    """Return the offset of a device without samples, which says nothing."""
-    none = np.zeros((0, *task.problem.get_output_shape(task.input_shape)))
-    y = task.problem.make_no_targets(task.input_shape)
-    return np.zeros_like(task.problem.fit_offset(y, lambda: none))
 
 
 def make_files(

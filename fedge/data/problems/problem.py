@@ -122,6 +122,11 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """
         raise NotImplementedError
 
+    def make_no_offset(self, input_shape: tuple[int, ...]) -> Array:
+        """Return the offset that says nothing, zeros in the shape of every offset."""
+        outputs = np.zeros((0, *self.get_output_shape(input_shape)))
+        return np.zeros_like(self.fit_offset(self.make_no_targets(input_shape), lambda: outputs))
+
     def calibrate(self, outputs: Floats, how: Calibration, offset: Array) -> Answers:
         """Return what a candidate says, given its outputs (n, ...); not finite where an output is not finite."""
         raise NotImplementedError

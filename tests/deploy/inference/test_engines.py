@@ -19,6 +19,7 @@ from deploy.commands.infer import infer
 from deploy.inference.engines import LARGE_PART_BYTES, NEGLIGIBLE, choose_engine
 from export import GateWeights, Guard
 from fedge.bundle.manifest import BRANCH, MANIFEST, read_bundle
+from fedge.data.problems.calibration import Calibration
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.wire.messages import Role
 from tests.support.tables import inputs, mixture_of, write
@@ -49,7 +50,7 @@ def random_mixture(seed, *, top=2, guard=False, broken=0.0, clip=3.0):
         energy_clip=clip,
         log_prior=np.log(rng.dirichlet(np.ones(n_classes))),
         gate=gate,
-        guard=Guard(int(rng.integers(m)), 1.4, 0.6) if guard else None,
+        guard=Guard(int(rng.integers(m)), Calibration(temperature=1.4, kappa=0.6)) if guard else None,
         top=top,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from PIL import Image
 from deploy.inference.prediction import Prediction
 from deploy.inference.runtime import load
 from deploy.serving import protocol
+from fedge.data.problems.classification import Classification
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN
@@ -196,7 +197,8 @@ def test_a_response_in_json_and_in_binary_says_the_same(runtime):
 def test_what_is_not_a_number_is_null_in_json():
     energies = np.array([[np.nan, 1.5]], np.float32)
     weights = np.array([[0, 1]], np.float32)
-    prediction = Prediction(np.zeros(1, np.int64), ("a",), np.ones((1, 1), np.float32), weights, energies, 0.1)
+    sure = (np.ones((1, 1), np.float32),)
+    prediction = Prediction(Classification(classes=("a",)), sure, weights, energies, 0.1)
     request = protocol.decode(body(X[:1], outputs=[{"name": "energies"}, {"name": "outlier"}]))
 
     found = outputs(protocol.encode("m", load(GOLDEN).manifest, request, prediction, {}))

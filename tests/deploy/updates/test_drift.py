@@ -7,18 +7,21 @@ import pytest
 
 from deploy.updates.drift import LABELS, MIN_FITTING, MIN_LABELS, WINDOW, Alarm, Drift, compute_home_reference
 from fedge.bundle.energies import compute_reference
+from fedge.data.problems.classification import Classification
 from fedge.wire.messages import DriftKind
 
 pytestmark = pytest.mark.torch_free
 
 NAN = math.nan
+PROBLEM = Classification(classes=("a", "b", "c", "d"))
 HOME = np.array([0.5, 0.3, 0.15, 0.05])
 """The classes' shares at home."""
 
 
 def yardstick(rng, n):
     """What a bundle that was made with n such samples carries."""
-    found, _ = compute_reference(*outputs(rng, n)[:2])
+    weights, energies, probabilities = outputs(rng, n)
+    found, _ = compute_reference(PROBLEM, (probabilities,), weights, energies)
     return found
 
 

@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_reference
+from fedge.data.problems.classification import Classification
 
 NAN = math.nan
+PROBLEM = Classification(classes=("a", "b"))
+
+
+def reference(weights, energies):
+    """That of a problem whose answers say nothing of how strange a sample is."""
+    return compute_reference(PROBLEM, (np.full((len(weights), 2), 0.5),), weights, energies)
 
 
 def outputs(rng, n, *, shift=0.0):
@@ -32,7 +39,7 @@ def test_gate_entropy_of_one_is_nothing_of_all_alike_is_log_m():
 def test_the_bounds_are_the_validation_samples_k_from_either_end(n, k):
     energies = -np.arange(n, dtype=np.float64)[:, np.newaxis]  # free energies 0 to n - 1
 
-    yardstick, below = compute_reference(np.ones((n, 1)), np.random.default_rng(0).permutation(energies))
+    yardstick, below = reference(np.ones((n, 1)), np.random.default_rng(0).permutation(energies))
 
     assert (below, yardstick.outlier_above) == (k - 1, n - k)
 
@@ -42,7 +49,7 @@ def test_few_samples_like_the_validation_samples_are_flagged_and_stranger_or_sur
     rng = np.random.default_rng(0)
     usual, unusual = [], []
     for _ in range(200):  # of a further sample, 2 / 41 are outside; standard error 0.0005
-        yardstick, below = compute_reference(*outputs(rng, 40))
+        yardstick, below = reference(*outputs(rng, 40))
         free, far = compute_free_energy(*outputs(rng, 1000)), compute_free_energy(*outputs(rng, 100, shift=shift))
         usual.append(((free < below) | (free > yardstick.outlier_above)).mean())
         unusual.append(((far < below) | (far > yardstick.outlier_above)).mean())
@@ -56,14 +63,14 @@ def test_clipped_energies_are_flagged_where_they_saturate():
     rng = np.random.default_rng(0)
     weights, energies = outputs(rng, 100)
 
-    yardstick, _ = compute_reference(weights, energies.clip(-3, 3))
+    yardstick, _ = reference(weights, energies.clip(-3, 3))
 
     assert compute_free_energy(weights[:1], np.full_like(energies[:1], -3.0)) > yardstick.outlier_above
 
 
 def test_one_sample_makes_no_yardstick():
-    assert compute_reference(np.ones((1, 2)) / 2, np.zeros((1, 2))) is None
-    assert compute_reference(np.ones((3, 1)), np.array([[0.0], [NAN], [NAN]])) is None
+    assert reference(np.ones((1, 2)) / 2, np.zeros((1, 2))) is None
+    assert reference(np.ones((3, 1)), np.array([[0.0], [NAN], [NAN]])) is None
 
 
 def test_rounding_makes_no_entropy_negative():

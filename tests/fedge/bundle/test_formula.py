@@ -17,12 +17,10 @@ from export import GateWeights, Guard
 from export.graph import make_gate_tensors
 from fedge.bundle.formula import (
     ZERO_WEIGHT,
-    calibrate_logits,
     clip_energies,
     compute_counted_energy,
     compute_gate_features,
     compute_gate_scores,
-    compute_log_mixture,
     compute_log_weights,
     find_guard,
     flatten_prior,
@@ -30,13 +28,22 @@ from fedge.bundle.formula import (
     mix,
     prepare_formula,
 )
+from fedge.data.problems.calibration import Calibration
 from tests.support import oracle
-from tests.support.tables import by_formula, inputs, mixture_of, scores_of, write
+from tests.support.tables import by_formula, calibrated, inputs, log_mixture, mixture_of, scores_of, task_of, write
+
+GUARD = Calibration(temperature=1.4, kappa=0.6)
+OTHER = Calibration(temperature=1.3, kappa=0.5)
 
 
 def formula_of(mixture):
     """In float32, as a runtime has it."""
-    return prepare_formula(make_gate_tensors(mixture), mixture.experts, mixture.top)
+    return prepare_formula(tensors_of(mixture), mixture.experts, mixture.top)
+
+
+def tensors_of(mixture):
+    (n_classes,) = mixture.candidates[0].offset.shape
+    return make_gate_tensors(task_of(1, n_classes), mixture)
 
 
 def random_mixture(rng, logits, *, guard=None, top=2, gate=None, beta=0.5):
@@ -72,7 +79,7 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
     rng, n = np.random.default_rng(seed), 20
     logits = rng.normal(size=(m, n, 4)) * 3
     y, gate = rng.integers(0, 4, n), GateWeights(*(rng.normal(size=s) * 0.3 for s in ((16, 1), (16,), (m, 16), (m,))))
-    guard = Guard(m - 1, 1.4, 0.6) if guarded else None
+    guard = Guard(m - 1, GUARD) if guarded else None
     mixture = random_mixture(rng, np.float32(logits), guard=guard, top=top, gate=gate)
     r = scores_of(gate, inputs(n))
     p, weights, energies = by_formula(mixture, np.float32(logits), r - gate.out_bias)
@@ -88,7 +95,7 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
 
     scores = compute_log_weights(np.array([c.weight for c in mixture.candidates])) + clip_energies(how, energies)
     log_q = np.stack(
-        [calibrate_logits(row, mixture.log_prior, c) for row, c in zip(logits, mixture.candidates, strict=True)]
+        [calibrated(row, c.offset, c.calibration) for row, c in zip(logits, mixture.candidates, strict=True)]
     )
     experts = torch.tensor(mixture.experts if len(mixture.experts) > top else ())
     selected = _select_top(torch.from_numpy(scores + r), experts, top).float()
@@ -98,7 +105,24 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
     if guard is None:
         np.testing.assert_allclose(trained, np.log(p[np.arange(n), y]), atol=1e-3)
         if not len(experts):
-            np.testing.assert_allclose(np.exp(compute_log_mixture(log_q, scores + r)), p, atol=1e-5)
+            np.testing.assert_allclose(np.exp(log_mixture(log_q, scores + r)), p, atol=1e-5)
+
+
+def describe(one):
+    """A candidate, as a manifest says it."""
+    return SimpleNamespace(
+        role=one.role, energy_mean=one.energy_mean, energy_std=one.energy_std,
+        temperature=one.calibration.temperature, kappa=one.calibration.kappa,
+    )  # fmt: skip
+
+
+def describe_fusion(mixture):
+    guard = mixture.guard and SimpleNamespace(
+        candidate=mixture.guard.candidate,
+        temperature=mixture.guard.calibration.temperature,
+        kappa=mixture.guard.calibration.kappa,
+    )
+    return SimpleNamespace(beta=mixture.beta, energy_clip=mixture.energy_clip, top=mixture.top, guard=guard)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -123,10 +147,10 @@ def test_agrees_with_the_specification_sample_by_sample(seed):
         beta=0.5,
         energy_clip=3.0,
         log_prior=prior,
-        guard=Guard(m - 1, 1.4, 0.6) if seed % 2 else None,
+        guard=Guard(m - 1, GUARD) if seed % 2 else None,
     )
     p, alpha, _ = by_formula(mixture, logits, scores)
-    manifest = SimpleNamespace(fusion=mixture, candidates=mixture.candidates)
+    manifest = SimpleNamespace(fusion=describe_fusion(mixture), candidates=[describe(c) for c in mixture.candidates])
     log_weight = np.where(weights > 0, np.log(np.maximum(weights, 1e-300)), ZERO_WEIGHT)
     for i in range(n):
         expected, shares = oracle.fusion(manifest, logits[:, i], log_weight + scores[i], prior)
@@ -134,7 +158,7 @@ def test_agrees_with_the_specification_sample_by_sample(seed):
         np.testing.assert_allclose(alpha[i], shares, atol=1e-12)
 
 
-@pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
+@pytest.mark.parametrize("guard", [None, Guard(2, OTHER)])
 @pytest.mark.parametrize("magnitude", [1.0, 1e4])
 def test_float32_drops_what_float64_drops(guard, magnitude):
     rng = np.random.default_rng(0)
@@ -198,8 +222,8 @@ def test_a_candidate_that_is_not_finite_is_dropped_and_none_left_means_uniform()
     logits = np.array([[[np.nan, 0, 0], [np.inf, 0, 0]], [[2.0, 0, 0], [0, -np.inf, 0]]])
     p, alpha, _ = by_formula(mixture_of(logits, weights=[0.9, 0.1]), logits)
     assert alpha == pytest.approx(np.array([[0, 1], [0, 0]]))
-    log_q = np.stack([calibrate_logits(row, np.zeros(3), Guard(0)) for row in logits])
-    for found in (p, np.exp(compute_log_mixture(log_q, np.log([[0.9, 0.1]] * 2)))):
+    log_q = np.stack([calibrated(row, np.zeros(3)) for row in logits])
+    for found in (p, np.exp(log_mixture(log_q, np.log([[0.9, 0.1]] * 2)))):
         assert found[0] == pytest.approx(np.exp(log_q[1, 0]))
         assert found[1] == pytest.approx([1 / 3] * 3)
 
@@ -231,13 +255,13 @@ def test_the_gate_is_trained_through_this_formula():
     """The loss that torch descends, at the gate where it ends."""
     rng = np.random.default_rng(0)
     x, y, logits = rng.normal(size=(30, 4)), rng.integers(0, 3, 30), rng.normal(size=(3, 30, 3)) * 2
-    log_q = calibrate_logits(logits, np.zeros(3), Guard(0))
+    log_q = calibrated(logits, np.zeros(3))
     log_p, scores = log_q[:, np.arange(30), y].T, np.tile(np.log([0.5, 0.3, 0.2]), (30, 1))
     gate = train_gate(x, log_p, scores, seed=1, experts=(0, 1, 2), top=3)
     reached = scores + scores_of(gate, x)
     found = mix(torch.from_numpy(log_p).float(), torch.from_numpy(reached).float(), TORCH)
-    assert found.numpy() == pytest.approx(compute_log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
-    assert found.mean() > compute_log_mixture(log_q, scores)[np.arange(30), y].mean()
+    assert found.numpy() == pytest.approx(log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
+    assert found.mean() > log_mixture(log_q, scores)[np.arange(30), y].mean()
 
 
 # ---------------------------------------------------------------------------------------------- gate, parts, shift
@@ -268,7 +292,7 @@ def test_gate_scores_are_those_of_the_specification(shape, kernel):
     np.testing.assert_allclose(compute_gate_scores(formula_of(mixture), x), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
+@pytest.mark.parametrize("guard", [None, Guard(2, OTHER)])
 def test_the_candidate_of_the_guard_is_known(guard):
     assert find_guard(formula_of(mixture_of(np.zeros((5, 1, 2)), guard=guard))) == (2 if guard else -1)
 
@@ -288,7 +312,7 @@ def test_what_a_single_energy_counts():
 
 def test_a_shift_leaves_candidates_without_weight_out():
     mixture = mixture_of(np.zeros((3, 1, 2)), weights=[0.9, 0.1, 0.0], kappa=[1, 1, 1], log_prior=np.log([0.9, 0.1]))
-    numbers = make_gate_tensors(mixture)
+    numbers = tensors_of(mixture)
     changed = flatten_prior(numbers)
     assert changed["gate.out.bias"].tolist() == [0, 0, np.float32(ZERO_WEIGHT)]
     assert not changed["prior"].any()
