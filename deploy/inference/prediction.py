@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.energies import compute_strangeness
+from fedge.data.problems.own import call_code
 from fedge.data.problems.problem import Problem
+from fedge.system.loading import register_object
 
 Floats = NDArray[np.float32]
 
@@ -87,6 +89,22 @@ class Prediction:
     def surprise(self) -> Floats:
         """How unusual each sample is, (n,), in nats; a sample is an outlier above the bundle's threshold."""
         return self._get("surprise")[:, 0]
+
+    @property
+    def outputs(self) -> Floats:
+        """The network's outputs in a problem of one's own, (n, ...)."""
+        return self._get("outputs")
+
+    def decode(self, problem: type | str) -> Any:
+        """Return what `decode` of the given class (or package.module:Class) makes of these outputs.
+
+        The caller names the class, since a bundle's word for it runs nothing here.
+
+        Raises:
+            ConfigError: there is no such class, it has no `decode`, or that fails.
+        """
+        path = problem if isinstance(problem, str) else register_object(problem)
+        return call_code(path, "decode", self.outputs)
 
     @property
     def outlier(self) -> NDArray[np.bool_]:

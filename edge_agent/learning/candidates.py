@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -96,6 +96,21 @@ class Candidates:
     energies: Array  # (m, M), standardised
     energy_mean: Array
     energy_std: Array
+
+    def select(self, index: int) -> Candidates:
+        """Return one candidate alone, for a problem whose answers cannot be mixed."""
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            roles=self.roles[one],
+            models=self.models[one],
+            calibrations=self.calibrations[one],
+            answers=self.answers[one],
+            log_p=self.log_p[:, one],
+            energies=self.energies[:, one],
+            energy_mean=self.energy_mean[one],
+            energy_std=self.energy_std[one],
+        )
 
     def fit_weights(
         self,

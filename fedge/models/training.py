@@ -27,15 +27,13 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fedge.data.problems.own import Own
-from fedge.data.problems.problem import Problem
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
 from fedge.models import network as models
 from fedge.models.optimizer import Optimizer, make_optimizer
 from fedge.models.problems.cross_entropy import Loss
-from fedge.models.problems.losses import PADDING, compute_losses, make_loss, make_loss_of
+from fedge.models.problems.losses import PADDING, compute_losses, make_loss, make_loss_of, reduce_outputs
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.moved import alias_names
@@ -173,7 +171,7 @@ class Network:
     def predict(self, model: Model, x: NDArray[np.float32], y: NDArray[Any]) -> NDArray[np.float64]:
         """Compute what the problem's formulas need of a model's outputs on n samples, (n, ...), in evaluation mode.
 
-        These are the outputs themselves (`Problem.reduce_outputs`) or, in a user's own problem, the losses (n, 1).
+        These are the outputs themselves, unless the problem says otherwise (`Problem.reduce_outputs`).
         """
         return reduce_outputs(self.task.problem, self.compute_logits(model, x), x, y)
 
@@ -595,16 +593,6 @@ def compute_scores(stack: Stack, x: NDArray[np.float32], y: NDArray[Any]) -> lis
             parts.append(reduced.reshape(len(y), -1, *reduced.shape[1:]))
     rows = zip(np.concatenate(parts, axis=1), _find_real(stack, y), y, strict=True)
     return [problem.score_alone(own[kept], targets[kept]) for own, kept, targets in rows]
-
-
-def reduce_outputs(
-    problem: Problem, outputs: NDArray[np.floating], x: NDArray[np.float32], y: NDArray[Any]
-) -> NDArray[np.float64]:
-    """Return what the problem's formulas need of outputs (n, ...): themselves, or the losses of a user's problem."""
-    if isinstance(problem, Own):
-        losses = compute_losses(problem, *(to_tensor(each) for each in (np.asarray(outputs, np.float32), x, y)))
-        return np.asarray(losses.numpy(), np.float64)[:, np.newaxis]
-    return np.asarray(problem.reduce_outputs(outputs, x), np.float64)
 
 
 def pad_samples(

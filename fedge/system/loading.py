@@ -32,6 +32,7 @@ _LONGEST: Final = 300
 """Most characters of a reason, since libraries put whole programs into theirs."""
 
 _held: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_allowed: Final[set[str]] = set()
 _numbers = itertools.count(1)
 
 
@@ -73,6 +74,17 @@ def require_allowed(source: str, code: Iterable[str], allow: Container[str], how
             f"{source} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so on "
             f"the command line: {how} {','.join(code)}"
         )
+    allow_code(code)
+
+
+def allow_code(code: Iterable[str]) -> None:
+    """Remember code that the owner of this machine named or allowed, for `is_allowed` in this process."""
+    _allowed.update(code)
+
+
+def is_allowed(path: str) -> bool:
+    """Return whether code that a file names may run in this process: its owner allowed it, or made it here."""
+    return path in _allowed or path in _held
 
 
 def load_object(path: str) -> Any:

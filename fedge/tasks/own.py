@@ -34,10 +34,11 @@ _CHANNELS = (1, 3)  # numbers of channels of grey and colour images
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task with all samples. `network` holds the given `model`, which keeps the model's registered name valid."""
+    """A task with all samples. `network` and `asked` hold given classes, which keeps their registered names valid."""
 
     pool: Pool
     network: object = None
+    asked: object = None
 
     @property
     def spec(self) -> TaskSpec:
@@ -50,7 +51,7 @@ class Task:
         x: ArrayLike,
         y: ArrayLike | None = None,
         *,
-        problem: Kind = "classification",
+        problem: Kind | str | type = "classification",
         model: object = None,
         classes: Sequence[str] | None = None,
         users: ArrayLike | None = None,
@@ -67,8 +68,9 @@ class Task:
                 ones (n, labels); for regression numbers (n,) or (n, targets); for segmentation masks (n, height, width)
                 of class numbers, 255 where a pixel does not count; for reconstruction nothing, or marks (n,), 1 for a
                 known anomaly.
-            problem: what is asked of the network: "classification", "multi-label", "regression", "segmentation" or
-                "reconstruction".
+            problem: what is asked of the network: "classification", "multi-label", "regression", "segmentation",
+                "reconstruction", or a class of your own with loss, score and outputs (`fedge.data.problems.own`), which
+                may be given as package.module:Class, too.
             model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
                 or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
                 with no argument if it takes none. None means a convolutional network for images of 16 pixels or more,
@@ -88,7 +90,7 @@ class Task:
         table = arrays.require_arrays(given, name)
         own_network = model is not None and not (isinstance(model, str) and ":" not in model)
         images, mode = _move_channels_first(_to_pixels(table["x"], own_network))
-        stated = state_problem(problem, table, name)
+        stated = state_problem(_name_problem(problem), table, name)
         with raise_as(ConfigError, name, on=ConfigError):
             spec = make_array_spec(name, images, stated)
             spec.problem.convert_targets(stated.y, len(images), spec.input_shape, "y")
@@ -102,7 +104,7 @@ class Task:
         )
         if user is not None and user.shape != (len(images),):
             raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
-        return cls._make(Pool(images, stated.y, spec, user), model)
+        return cls._make(Pool(images, stated.y, spec, user), model, problem)
 
     @classmethod
     def from_dataset(
@@ -149,10 +151,10 @@ class Task:
         return cls._make(read_pool("image-folder", Path(folder)), model)
 
     @classmethod
-    def _make(cls, pool: Pool, model: object) -> Self:
+    def _make(cls, pool: Pool, model: object, asked: object = None) -> Self:
         if model is None:
-            return cls(pool)
-        return cls(replace(pool, spec=with_network(pool.spec, get_network_name(model))), model)
+            return cls(pool, None, asked)
+        return cls(replace(pool, spec=with_network(pool.spec, get_network_name(model))), model, asked)
 
 
 def _take_first(samples: Iterator[Any], name: str) -> Any:
@@ -177,6 +179,19 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
         if hasattr(values, "detach"):
             do = f"give {what.rpartition(' ')[2]}.detach().cpu()"
         raise ConfigError(f"{what} cannot be made an array: {do} ({error})") from error
+
+
+def _name_problem(problem: str | type) -> str:
+    """Return the problem's name in the task: the given name or, for a class, its registered name.
+
+    Raises:
+        ConfigError: the problem is neither a name nor a class.
+    """
+    if isinstance(problem, str):
+        return problem
+    if not isinstance(problem, type):
+        raise ConfigError(f"a problem is a name or a class with loss, score and outputs, not {type(problem).__name__}")
+    return register_object(problem)
 
 
 def get_network_name(model: object) -> str:

@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 
 from fedge.data.problems.labels import is_one_hot, read_labels, require_class_numbers
 from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.own import state_own
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import IGNORED, Segmentation
 from fedge.data.task import Asked
 from fedge.errors import ConfigError
+from fedge.system.loading import allow_code, is_code_path, is_registered
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 
 log = logging.getLogger("fedge.tasks")
 
 Kind = Literal["classification", "multi-label", "regression", "segmentation", "reconstruction"]
-"""The problems that can be told from samples; a problem of the user's own is part of the user's task."""
+"""The problems that can be told from samples; another one is a class of the user's, package.module:Class."""
 KINDS: Final[tuple[Kind, ...]] = ("classification", "multi-label", "regression", "segmentation", "reconstruction")
 
 
@@ -40,15 +42,17 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
     """Make the problem of samples.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or a class of the user's (`fedge.data.problems.own`), named on this machine.
         table: x (n, ...), y (n, ...) unless nothing is labelled, and perhaps the names `classes`.
         where: the beginning of error messages.
 
     Raises:
         ConfigError: there is no such kind, or the targets do not fit; the text says what to do.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"unknown problem {kind}{suggest_nearest(kind, KINDS)}: use {', '.join(KINDS)}")
+    own = is_code_path(kind) or is_registered(kind)
+    if kind not in KINDS and not own:
+        known = ", ".join(KINDS)
+        raise ConfigError(f"unknown problem {kind}{suggest_nearest(kind, KINDS)}: use {known}, or package.module:Class")
     n, y = len(table["x"]), table.get("y")
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
     if kind == "reconstruction":
@@ -57,6 +61,9 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
         raise ConfigError(
             f"{where}: there is no y, and {kind} learns from targets; without any, ask for reconstruction"
         )
+    if own:
+        allow_code([kind])
+        return Stated((), state_own(kind, y), y)
     if kind == "classification":
         return _state_classes(table, where)
     if kind == "multi-label":

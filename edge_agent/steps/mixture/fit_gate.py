@@ -28,7 +28,7 @@ FINAL_PRIVATE, FINAL_LOCAL, REAL_PRIVATE, REAL_LOCAL = range(3, 7)
 def run(
     device: Device, action: FitGate, *, trains_gate: bool = True, guards: bool = True, refits: bool = True
 ) -> Installed:
-    """Write the bundle of the mixture.
+    """Write the bundle of the mixture, or of the best candidate alone if the problem's answers cannot be mixed.
 
     Variants change `trains_gate`, whether the gate is trained, else r = 0 (section 9), and `guards` and `refits`,
     whether sections 11 and 10 apply.
@@ -42,14 +42,17 @@ def run(
         action.calibration,
         action.pooled,
     )
-    beta = action.beta if len(data.y_val) else 0.0
+    mixed = device.task.problem.MIXED
+    beta = action.beta if len(data.y_val) and mixed else 0.0
     weights = found.fit_weights(device, data.y_val, action.pooled, action.shrinkage, action.products)
+    if not mixed:
+        found, weights = found.select(int(weights.argmax())), np.ones(1)
     scores = compute_log_weights(weights) + beta * found.energies
     trained = GateWeights.make_untrained(device.task.input_shape, len(found.roles))
-    if trains_gate:
+    if trains_gate and mixed:
         trained = gate.train_gate(data.x_val, found.log_p, scores, seed=device.seed)
     fused = found.measure(device, scores)
-    guard = choose_guard(device, found.fitted, action.calibration, fused) if guards else None
+    guard = choose_guard(device, found.fitted, action.calibration, fused) if guards and mixed else None
     final = fit_final_models(device, found, action.sgd) if refits else list(found.models)
     made = [
         Candidate(

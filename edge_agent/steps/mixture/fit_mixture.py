@@ -36,6 +36,9 @@ def run(device: Device, action: FitMixture) -> Installed:
     """
     experts = fetch_experts(device, action)
     models, roles = make_candidates(fit_private(device, action, experts), experts)
+    if not device.task.problem.MIXED:
+        best = mixture.find_best_rank([rank_model(device, model, "loss") for model in models])
+        models, roles = [models[best]], (roles[best],)
     samples = device.data.validation if action.gate == "validation" else device.data.training  # section 11.5
     untrained = len(samples[1]) < gate.MIN_SAMPLES
     levelled = untrained and action.energy_offset == "untrained"

@@ -43,11 +43,13 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         NAME: the kind in plain words.
         SCORE: the name of the figure that people read; larger is better.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
+        MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
     """
 
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
     OUTPUTS: ClassVar[tuple[str, ...]]
+    MIXED: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.data.problems.classification import Classification
+from fedge.data.problems.own import Own
 from fedge.data.problems.problem import Problem
 from fedge.errors import ConfigError
 from fedge.models.problems import classification, multi_label, own, reconstruction, regression, segmentation
@@ -83,6 +85,18 @@ def compute_losses(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> T
 def compute_mean_loss(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean loss over the samples that are no padding."""
     return compute_losses(problem, outputs, x, y).sum() / find_real_samples(y).sum().clamp(min=1)
+
+
+def reduce_outputs(
+    problem: Problem, outputs: NDArray[np.floating], x: NDArray[np.float32], y: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return what the problem's formulas need of outputs (n, ...), with the losses of a user's own problem in it."""
+    reduced = np.asarray(problem.reduce_outputs(outputs, x), np.float64)
+    if isinstance(problem, Own) and len(y):
+        given = (torch.from_numpy(np.ascontiguousarray(each)) for each in (np.asarray(outputs, np.float32), x, y))
+        with torch.inference_mode():
+            reduced[:, 0] = compute_losses(problem, *given).numpy()
+    return reduced
 
 
 def find_real_samples(y: Tensor) -> Tensor:

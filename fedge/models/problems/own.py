@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedge.data.problems.own import Own
+from fedge.data.problems.own import Own, call_code
 from fedge.errors import ConfigError
-from fedge.system.loading import load_object
 
 
 def compute_losses(problem: Own, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
     """Return what `loss(outputs, targets)` of the user's class returns, (n,).
 
     Raises:
-        ConfigError: it returns something else.
+        ConfigError: the user's code fails, or returns something else.
     """
-    losses = load_object(problem.code)().loss(outputs, y)
+    losses = call_code(problem.code, "loss", outputs, y)
     if not isinstance(losses, Tensor) or losses.shape != (len(y),):
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ConfigError(f"{problem.code}.loss must return a loss for each of {len(y)} samples, not {found}")

@@ -10,9 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+import deploy
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Scenario
+from fedge.data.problems.own import Own
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.build import make_initial_model, make_network
+from fedge.models.problems.losses import compute_losses
 from fedge.system.loading import register_object
 from fedge.tasks import Task, load_pool
 from fedge.tasks.own import get_network_name
@@ -192,18 +197,27 @@ def test_datasets_of_tensors_and_of_pictures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "says"),
+    ("labels", "classes", "y"),
     [
-        ([0.5, 1.5, 0.5], r"list: y must be one whole number per sample \(3,\), not float64\(3,\)$"),
-        ([0.0, 1.0, 0.0], r"`y\.astype\(int\)`"),
-        (["cat", "dog", "cat"], r"np\.unique"),
-        (torch.eye(3), r"`y\.argmax\(axis=1\)`"),
-        ([1, 2, 1], "the labels 1, 2 are 2 classes or 3"),
+        ([0.0, 1.0, 0.0], ("0", "1"), [0, 1, 0]),
+        (["dog", "cat", "dog"], ("cat", "dog"), [1, 0, 1]),
+        (torch.eye(3), ("0", "1", "2"), [0, 1, 2]),
+        ([5, 6, 5], ("5", "6"), [0, 1, 0]),
+        (torch.tensor([[1], [0], [1]]), ("0", "1"), [1, 0, 1]),
     ],
+    ids=["whole floats", "text", "one-hot rows", "from 5 on", "a column"],
 )
-def test_a_datasets_labels_are_not_rounded_or_guessed(labels: list, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Task.from_dataset([(np.zeros(3), label) for label in labels])
+def test_a_datasets_labels_are_read_in_any_form_that_leaves_no_doubt(
+    labels: list, classes: tuple[str, ...], y: list[int]
+) -> None:
+    pool = Task.from_dataset([(torch.zeros(4), label) for label in labels]).pool
+    assert pool.spec.classes == classes
+    assert pool.spec.problem.convert_targets(pool.y, 3, (4,), "y").tolist() == y
+
+
+def test_a_datasets_labels_are_not_rounded_or_guessed() -> None:
+    with pytest.raises(ConfigError, match=r"list: y must be one whole number per sample \(3,\), not float64\(3,\)$"):
+        Task.from_dataset([(torch.zeros(4), label) for label in (0.5, 1.5, 0.5)])
 
 
 def png(path: Path, value: int) -> None:
@@ -228,3 +242,84 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 def test_names_stay_names() -> None:
     assert get_network_name("cnn") == "cnn"
     assert get_network_name("package.module:factory") == "package.module:factory"
+
+
+class Nearest:
+    """A problem as in a notebook."""
+
+    outputs = (2,)
+    targets = (2,)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).sum(dim=1)
+
+    def score(self, outputs: np.ndarray, targets: np.ndarray) -> float:
+        return 1 - float(((outputs - targets) ** 2).mean() / targets.var())
+
+    def decode(self, outputs: np.ndarray) -> list[str]:
+        return [f"{across:.1f} {up:.1f}" for across, up in outputs]
+
+
+def test_a_problem_of_a_notebook_is_learned_and_each_device_installs_one_model(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, users = rng.normal(size=(600, 6)).astype(np.float32), np.arange(600) % 4
+    y = np.tanh(x @ rng.normal(size=(6, 2))) + 0.5 * (users % 2)[:, None]
+    task = Task.from_arrays(x, y, problem=Nearest, users=users)
+    assert task.spec.problem == Own(code=register_object(Nearest), outputs=(2,), targets=(2,))
+    scenario = Scenario(task=register_object(task), partition="natural", rounds=6, hardware="none")
+    found = {m: simulate(scenario, m, {}, 0, tmp_path / m, lambda _: None, m) for m in ("fedavg", "fedge")}
+    assert found["fedge"].accuracy > found["fedavg"].accuracy + 0.05 > 0.5
+    runtime = deploy.load(tmp_path / "fedge" / "device-0" / "bundles" / "1")
+    said = runtime.predict(x[:5])
+    assert said.weights.tolist() == [[1.0]] * 5
+    assert said.outputs.shape == (5, 2)
+    assert said.decode(Nearest) == Nearest().decode(said.outputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"loss": None}, r"Broken-\d+ lacks loss"),
+        ({"outputs": 3}, r"outputs must be a shape, such as \(14,\), not 3"),
+        ({"outputs": ()}, r"write \(1,\)"),
+        ({"targets": (3,)}, r"y must be numbers \(30, 3\), not float64\(30, 2\)"),
+    ],
+)
+def test_a_problem_that_lacks_something_is_refused(changes: dict[str, object], text: str) -> None:
+    parts = {n: getattr(Nearest, n) for n in ("outputs", "targets", "loss", "score")} | changes
+    kind = type("Broken", (), {name: part for name, part in parts.items() if part is not None})
+    with pytest.raises(ConfigError, match=text):
+        Task.from_arrays(X, RNG.random((30, 2)), problem=kind)
+
+
+def test_a_problem_is_given_as_its_class() -> None:
+    with pytest.raises(ConfigError, match=r"a problem is a name or a class .* not Nearest"):
+        Task.from_arrays(X, RNG.random((30, 2)), problem=Nearest())  # type: ignore[arg-type]
+
+
+def test_code_that_nobody_named_here_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle or a task that came from elsewhere names it; not even its module is imported."""
+    (tmp_path / "not_mine.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = Own(code="not_mine:Problem", outputs=(2,), targets=(2,))
+    assert problem.compute_score((np.zeros((3, 2)),), np.zeros((3, 2))) is None
+
+
+def test_whole_targets_of_a_problem_stay_whole_on_every_device() -> None:
+    problem = Task.from_arrays(X, np.ones((30, 2), np.int64), problem=Nearest).spec.problem
+    found = problem.convert_targets(np.full((4, 2), 2.0), 4, (5,), "y")
+    assert (found.dtype, problem.make_no_targets((5,)).dtype) == (np.int64, np.int64)
+    with pytest.raises(ConfigError, match="y must be whole numbers"):
+        problem.convert_targets(np.full((4, 2), 0.5), 4, (5,), "y")
+    with pytest.raises(ConfigError, match="-100 in a sample, which marks padding"):
+        problem.convert_targets(np.full((4, 2), -100), 4, (5,), "y")
+
+
+def test_what_a_users_loss_returns_is_checked() -> None:
+    class Wrong(Nearest):
+        def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return super().loss(outputs, targets).mean()
+
+    problem = Task.from_arrays(X, RNG.random((30, 2)), problem=Wrong).spec.problem
+    with pytest.raises(ConfigError, match=r"loss must return a loss for each of 4 samples, not \(\)"):
+        compute_losses(problem, *(torch.zeros(4, n) for n in (2, 5, 2)))
