@@ -17,7 +17,7 @@ from edge_agent.learning.evaluation import Figures, find_usable, fit_offset, mea
 from edge_agent.learning.private_model import Samples
 from fedge.bundle.formula import standardise
 from fedge.data.problems.calibration import Calibration
-from fedge.data.problems.maths import Array
+from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.problem import Answers
 from fedge.steps.mixture.fit_weights import Products, select_products
 from fedge.steps.sgd import Sgd
@@ -175,14 +175,14 @@ def make_candidates(
         )
     models = tuple(fitted.decode_model(device, role) for role in roles)
     chosen, problem = tuple(calibration[role] for role in roles), device.task.problem
-    answers, log_p, raw = [], [], []
+    answers, log_p, raw = list[Answers](), list[Array](), list[Floats]()
     for model, how in zip(models, chosen, strict=True):
         outputs = device.network.predict(model, x, y)
         says = problem.calibrate(outputs, how, fit_offset(device, model, offset_samples))
         answers.append(says)
         log_p.append(np.where(find_usable(says), problem.compute_log_likelihood(says, y), np.nan))
         raw.append(problem.compute_energies(outputs, says))
-    energies = np.stack(raw, axis=1)
+    energies = np.stack(raw, axis=1).astype(np.float64)
     mean, std = mixture.compute_energy_statistics(energies)
     return Candidates(
         fitted=fitted,

@@ -73,6 +73,7 @@ class PrivateNetwork:
     def __init__(
         self, network: Network, clipping: Clipping, expected: float, source: Source, moves: Part = "all"
     ) -> None:
+        self.task = network.task
         self.module = network.module
         self.processor = network.processor
         self.weights = network.weights

@@ -101,7 +101,7 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
     lines = [
         ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
         ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
-        ("macro F1", f"{100 * outcome.macro_f1:.1f} %"),
+        *([] if outcome.macro_f1 is None else [("macro F1", f"{100 * outcome.macro_f1:.1f} %")]),
         ("global accuracy", overall),
         ("experts", experts),
         ("traffic", f"{format_megabytes(outcome.bytes_up)} up, {format_megabytes(outcome.bytes_down)} down"),
