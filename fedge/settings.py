@@ -62,6 +62,7 @@ NO_SETTINGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("smoothing",), "it is called label_smoothing"),
     **dict.fromkeys(("class_weight",), "it is called class_weights: equal or balanced"),
     **dict.fromkeys(("metric", "metrics"), "results have accuracy and macro-F1, and bundles predict for any other"),
+    **dict.fromkeys(("kind", "problem_type", "task_type", "target_type"), "it is called problem, such as regression"),
     **dict.fromkeys(("lr", "learningrate", "eta"), "it is called learning_rate"),
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), "say rounds, and local_epochs for those of a device in each"),
     **dict.fromkeys(("clients", "n_clients", "num_clients", "nodes"), "they are called devices"),

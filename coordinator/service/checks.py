@@ -70,7 +70,8 @@ def read_few(name: str, task: TaskSpec, data: Path | None) -> Samples | None:
     try:
         if name.endswith(".json") and data is not None:
             return select_few([read_device_data(task, data, seed=0).labelled])
-        return prepare_few(load_pool(name, data, limit=N_SAMPLES if name == "image-folder" else None), task)
+        limit = N_SAMPLES if name == "image-folder" else None
+        return prepare_few(load_pool(name, data, problem=task.problem.request, limit=limit), task)
     except ConfigError:  # the samples of a user's own task need not be those of a device
         return None
 

@@ -100,7 +100,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     bind(federation=settings.federation)
     own = resolve_options(config, options)
     require_method_options(settings.method, own)
-    task = load_task(settings.task, settings.data, allow=settings.allow.split(","))
+    task = load_task(settings.task, settings.data, problem=settings.problem, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
     alone = settings.role == "all"
     opened = Store(

@@ -21,6 +21,7 @@ from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
 from fedge.settings import AtLeastOne, Duration, Secret
 from fedge.system.hardware import Processor
 from fedge.system.text import Heading
+from fedge.tasks.problems import ProblemName
 
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
 
@@ -46,6 +47,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     data: Annotated[
         Path | None, Heading.TASK, "These samples of all classes describe an image-folder or arrays task."
     ] = None
+    problem: ProblemName = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None

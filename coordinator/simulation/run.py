@@ -43,6 +43,7 @@ from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import get_torch_device
 from fedge.steps.training.train_dp import explain_weak_delta
 from fedge.system.hardware import Processor
+from fedge.tasks.shares import convert_targets
 
 T = TypeVar("T")
 QUIET_S: Final = 10.0
@@ -241,8 +242,8 @@ def _find_missing_classes(federation: Federation) -> list[Finding]:
     """Find classes missing on all devices; generated devices are not checked."""
     if not isinstance(federation.shares, dict):
         return []
-    labels = np.concatenate([share.y_train for share in federation.shares.values()])
-    return [*find_missing_classes({"": count_by_class(federation.task, labels)})]
+    y = convert_targets(federation.task, np.concatenate([share.y_train for share in federation.shares.values()]))
+    return [*find_missing_classes({"": count_by_class(federation.task, y)})]
 
 
 def _require_delta(federation: Federation, guards: Protection) -> None:

@@ -143,9 +143,10 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
     if source.suffix.lower() in tables.SUFFIXES:
         found = tables.read_table(tables.get_schema(task), source, labelled=labelled, only_known=only_known)
     else:
-        found = arrays.read_arrays(source, labelled=labelled)
+        found = arrays.read_arrays(source, labelled=labelled and task.problem.LABELLED)
     n, asked = len(found["x"]), task.problem.allow_unknown() if only_known else task.problem
-    y = asked.convert_targets(found["y"], n, task.input_shape, f"{source}: y") if labelled else _make_targets(task, 0)
+    given = found["y"] if "y" in found else task.problem.make_targets(n, task.input_shape)
+    y = asked.convert_targets(given, n, task.input_shape, f"{source}: y") if labelled else _make_targets(task, 0)
     with raise_as(ConfigError, str(source), on=ConfigError):
         x = preprocessing.preprocess(task, found["x"])
     return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))

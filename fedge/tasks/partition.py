@@ -29,7 +29,7 @@ def load_samples(how: Partitioning, seed: int, apart: float, limit: int | None =
     Raises:
         ConfigError: there are no such data.
     """
-    found = load_pool(how.task, how.data, seed=seed, limit=how.samples or limit)
+    found = load_pool(how.task, how.data, problem=how.problem, seed=seed, limit=how.samples or limit)
     found = dataclasses.replace(found, spec=with_network(found.spec, how.model, how.weights, how.adapt))
     turned = how.partition == "groups" and how.groups == "rotation"
     return set_apart(found, apart, seed=seed, turns=how.n_groups if turned else 1)

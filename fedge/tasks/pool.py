@@ -22,13 +22,13 @@ from fedge.errors import ConfigError, raise_as
 from fedge.system.loading import load_object
 from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import read_device_data
+from fedge.tasks.problems import require_problem
 from fedge.tasks.specs import load_task
 
 _IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
 _READERS: Final[dict[str, Callable[[Path], arrays.Arrays]]] = {
     "uci-har": har.read_har,
     "spoken-digits": speech.read_speech,
-    "arrays": arrays.read_arrays,
 }
 _IDX_PARTS: Final = ("train", "t10k")
 _IMAGES_MAGIC: Final = 0x00000803  # unsigned bytes, three dimensions
@@ -53,7 +53,10 @@ class Pool:
     @property
     def groups(self) -> NDArray[np.int64]:
         """The group of each sample by its target, (n,), such as its class; as it was among all samples of the task."""
-        return self.spec.problem.group_targets(self.y) if self.grouped is None else self.grouped
+        if self.grouped is not None:
+            return self.grouped
+        problem = self.spec.problem
+        return problem.group_targets(problem.convert_targets(self.y, len(self.y), self.spec.input_shape, "y"))
 
     @property
     def n_groups(self) -> int:
@@ -66,7 +69,9 @@ class Pool:
         return Pool(self.x[chosen], self.y[chosen], self.spec, user, block, self.groups[chosen])
 
 
-def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int | None = None) -> Pool:
+def load_pool(
+    task_name: str, data: Path | None = None, *, problem: str | None = None, seed: int = 0, limit: int | None = None
+) -> Pool:
     """Load all samples of a task, training and test, in stored order.
 
     Args:
@@ -75,6 +80,7 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
             `<class>/*.jpg`), arrays (an .npz), SCHEMA.toml (a .csv or .parquet), package.module:Class, or the name of a
             `Task` of this process.
         data: location of the samples; not needed for digits. A user-defined class reads it as one device's data.
+        problem: as for `fedge.tasks.specs.load_task`.
         seed: seed of the choice of `limit` samples.
         limit: number of samples to draw at random; None for all.
 
@@ -84,14 +90,17 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
     rng = np.random.default_rng(seed)
     if ":" in task_name:
         found = _load_user_pool(task_name, data, seed)
+        require_problem(found.spec, problem)
         return found.select(_draw_positions(len(found.y), rng, limit))
     if task_name == "image-folder" and data is not None:
-        return _read_images(data, rng, limit)
-    spec = load_task(task_name, data)  # refuses an unknown name
+        return _read_images(data, problem, rng, limit)
+    spec = load_task(task_name, data, problem=problem)  # refuses an unknown name
     if task_name == "digits":
         held = _read_digits()
     elif task_name in _IDX_FOLDERS:
         held = _read_idx_parts(task_name, data)
+    elif data is not None and task_name == "arrays":
+        held = arrays.read_arrays(data, labelled=spec.problem.LABELLED)
     elif data is not None and task_name in _READERS:
         held = _READERS[task_name](data)
     elif data is not None and task_name.endswith(".toml"):
@@ -100,7 +109,7 @@ def load_pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit:
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
     y, n = held.get("y"), len(held["x"])
     if y is None:
-        y = np.zeros(n, np.int64)  # reconstruction needs none
+        y = spec.problem.make_targets(n, spec.input_shape)
     spec.problem.convert_targets(y, n, spec.input_shape, f"{data or task_name}: y")
     found = Pool(held["x"], y, spec, held.get("user"), held.get("block"))
     return found.select(_draw_positions(len(found.y), rng, limit))
@@ -138,9 +147,9 @@ def _read_digits() -> arrays.Arrays:
     return {"x": rows[:, :-1].reshape(-1, 8, 8).astype(np.uint8), "y": rows[:, -1].astype(np.int64)}
 
 
-def _read_images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
+def _read_images(data: Path, problem: str | None, rng: np.random.Generator, limit: int | None) -> Pool:
     """Choose images at random, and decode only those."""
-    spec = load_task("image-folder", data)
+    spec = load_task("image-folder", data, problem=problem)
     images.warn_of_unread(data)
     names = images.list_images(data)
     chosen = [names[i] for i in _draw_positions(len(names), rng, limit)]

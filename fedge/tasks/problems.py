@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -16,10 +16,11 @@ from fedge.data.problems.own import state_own
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import IGNORED, Segmentation
-from fedge.data.task import Asked
+from fedge.data.task import Asked, TaskSpec
 from fedge.errors import ConfigError
+from fedge.settings import CODE
 from fedge.system.loading import allow_code, is_code_path, is_registered
-from fedge.system.text import suggest_nearest
+from fedge.system.text import Heading, suggest_nearest
 from fedge.tasks import arrays
 
 log = logging.getLogger("fedge.tasks")
@@ -27,6 +28,15 @@ log = logging.getLogger("fedge.tasks")
 Kind = Literal["classification", "multi-label", "regression", "segmentation", "reconstruction"]
 """The problems that can be told from samples; another one is a class of the user's, package.module:Class."""
 KINDS: Final[tuple[Kind, ...]] = ("classification", "multi-label", "regression", "segmentation", "reconstruction")
+
+
+ProblemName = Annotated[
+    str | None,
+    CODE,
+    Heading.TASK,
+    "This is asked about samples that come as arrays: classification (default), multi-label, regression, "
+    "segmentation, reconstruction, or package.module:Class.",
+]
 
 
 class Stated(NamedTuple):
@@ -79,11 +89,25 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
     return Stated((), Segmentation(classes=_name(names, max(n_classes, 2), "class", where)), y)
 
 
+def require_problem(task: TaskSpec, kind: str | None) -> TaskSpec:
+    """Return a task that says its problem itself.
+
+    Raises:
+        ConfigError: `kind` is another problem; None is any.
+    """
+    if kind not in {None, task.problem.request}:
+        raise ConfigError(
+            f"the task {task.name} asks for {task.problem.request}, not {kind}: leave out the problem, which is said for "
+            "arrays alone"
+        )
+    return task
+
+
 def _state_classes(table: Mapping[str, NDArray[Any]], where: str) -> Stated:
     """Make single-label classification of labels in any form (`fedge.data.problems.labels.read_labels`)."""
     n, y = len(table["x"]), table["y"]
     if is_one_hot(y) and len(y) == n:
-        log.info("event=one_hot_labels where=%s classes=%d", where, y.shape[1])
+        log.warning("event=one_hot_rows where=%s classes=%d taken_as=class_numbers", where, y.shape[1])
         y = y.argmax(axis=1)
     if y.shape == (n, 1):
         y = y[:, 0]

@@ -20,6 +20,7 @@ from fedge.system.text import Heading
 from fedge.tasks.data import DeviceData
 from fedge.tasks.partitioners import FEWEST, MIN_SAMPLES, Ints, Sizes, Units, make_units
 from fedge.tasks.pool import Pool
+from fedge.tasks.problems import ProblemName
 from fedge.tasks.sampling import count_validation, draw_stratified
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
@@ -47,6 +48,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
         "(.toml) or package.module:Class.",
     ] = "digits"
     data: Annotated[Path | None, Heading.TASK, "This folder or file holds the samples; digits need none."] = None
+    problem: ProblemName = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None

@@ -23,7 +23,7 @@ from fedge.system.loading import FAILURES, describe_error, require_allowed
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 from fedge.tasks.data import load_user_task
-from fedge.tasks.problems import Stated, state_problem
+from fedge.tasks.problems import Stated, require_problem, state_problem
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -73,7 +73,7 @@ BUILT_IN: Final = {
 
 
 def load_task(
-    name_or_file: str, data: Path | None = None, *, problem: str = "classification", allow: Container[str] = ()
+    name_or_file: str, data: Path | None = None, *, problem: str | None = None, allow: Container[str] = ()
 ) -> TaskSpec:
     """Return the task for a name, a .json file, a table's schema or a class.
 
@@ -82,20 +82,21 @@ def load_task(
             SCHEMA.toml or package.module:Class.
         data: for image-folder a folder or .zip with all classes, for arrays an .npz with x and y. These data describe
             the task; machines with only part of the data read the file written by `write_task` instead.
-        problem: what the targets of arrays are (`fedge.tasks.problems.KINDS`); all other tasks say it themselves.
+        problem: what is asked of arrays (`fedge.tasks.problems.KINDS`), by default classification; all other tasks say
+            it themselves, and another one is refused.
         allow: code (package.module:name) that a .json file may name; such a file comes from elsewhere.
 
     Raises:
         ConfigError: there is no such task, the data do not describe a task, or the file names code that is not allowed.
     """
     if name_or_file in BUILT_IN:
-        return BUILT_IN[name_or_file]
+        return require_problem(BUILT_IN[name_or_file], problem)
     if name_or_file.endswith(".json"):
-        return _read(Path(name_or_file), allow)
+        return require_problem(_read(Path(name_or_file), allow), problem)
     if name_or_file.endswith(".toml"):
-        return _read_table_task(Path(name_or_file))
+        return require_problem(_read_table_task(Path(name_or_file)), problem)
     if ":" in name_or_file:
-        return _load_class_task(name_or_file, data)
+        return require_problem(_load_class_task(name_or_file, data), problem)
     if name_or_file not in _DESCRIBED:
         hint = suggest_nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
         raise ConfigError(
@@ -106,7 +107,9 @@ def load_task(
         raise ConfigError(
             f"task {name_or_file} describes itself by its data: say where they are (--data), or give its .json file"
         )
-    return _read_image_task(data) if name_or_file == "image-folder" else _read_array_task(data, problem)
+    if name_or_file == "image-folder":
+        return require_problem(_read_image_task(data), problem)
+    return _read_array_task(data, problem or "classification")
 
 
 def write_task(task: TaskSpec, path: Path) -> None:
@@ -158,7 +161,9 @@ def _read_array_task(data: Path, problem: str) -> TaskSpec:
     table = arrays.read_arrays(data, labelled=problem != "reconstruction")
     stated = state_problem(problem, table, str(data))
     with raise_as(ConfigError, str(data), on=ConfigError):
-        return make_array_spec("arrays", table["x"], stated)
+        task = make_array_spec("arrays", table["x"], stated)
+        task.problem.convert_targets(stated.y, len(stated.y), task.input_shape, "y")
+    return task
 
 
 def make_array_spec(name: str, x: NDArray[Any], stated: Stated) -> TaskSpec:

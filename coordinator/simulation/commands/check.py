@@ -21,6 +21,7 @@ from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
 from fedge.settings import CODE, resolve, settings_options
 from fedge.system.help import Command, json_option
 from fedge.system.text import Heading, escape_controls
+from fedge.tasks.problems import ProblemName
 
 MANY: Final = 2000
 """Most images of a folder that are read; other data are read completely."""
@@ -31,6 +32,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
 
     task: TaskName
     data: Annotated[Path | None, Heading.TASK, "These are samples, as a simulation or a device would read them."] = None
+    problem: ProblemName = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
@@ -84,7 +86,7 @@ def check(
     from fedge.models.build import make_initial_model
     from fedge.tasks import load_task
 
-    task = load_task(settings.task, settings.data, allow=settings.allow.split(","))
+    task = load_task(settings.task, settings.data, problem=settings.problem, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
 
     def print_step(step: str) -> None:
@@ -126,7 +128,8 @@ def _read_samples(
     if settings.data is None and settings.task != "digits":
         return None, 0, {}
     of_images = settings.task == "image-folder"
-    read = load_pool(settings.task, settings.data, limit=MANY if of_images else None)
+    limit = MANY if of_images else None
+    read = load_pool(settings.task, settings.data, problem=settings.problem, limit=limit)
     in_all = {"": samples.count_by_class(task, read.y)}
     if of_images and settings.data is not None:
         in_all = samples.count_in_folder(settings.data)
@@ -134,7 +137,8 @@ def _read_samples(
 
 
 def _format_examination(task: TaskSpec, examined: Examination, n_read: int, counts: samples.Counts) -> Iterator[str]:
-    yield f"task      {task.name}, inputs {task.input_shape}, {task.n_classes} classes"
+    what = f"{task.n_classes} classes" if task.n_classes else task.problem.describe_outputs()
+    yield f"task      {task.name}, inputs {task.input_shape}, {what}"
     yield f"network   {task.model}, {examined.parameters:,} trained weights, {examined.size_bytes / 1e6:.2f} MB whole"
     yield f"memory    about {examined.ram_gb:.2f} GB on a device that trains"
     yield f"samples   {n_read or 'none'} read"

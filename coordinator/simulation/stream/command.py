@@ -89,7 +89,7 @@ def choose_happenings(settings: StreamedSettings) -> tuple[Happening, ...]:
     """Return what is to happen; by default all that the samples allow: only square images can be turned."""
     if settings.happens is not None:
         return parse_happenings(settings.happens)
-    square = is_turnable(load_task(settings.task, settings.data))
+    square = is_turnable(load_task(settings.task, settings.data, problem=settings.problem))
     return tuple(each for each in HAPPENINGS if each != "turn" or square)
 
 

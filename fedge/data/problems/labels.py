@@ -39,14 +39,27 @@ def require_class_numbers(values: NDArray[Any], n_samples: int, n_classes: int |
     last = np.iinfo(np.int64).max if n_classes is None else n_classes - 1
     try:
         return require_whole_numbers(values, n_samples, int(last), what)
-    except ConfigError:
+    except ConfigError as error:
         if values.shape != (n_samples,) or values.dtype.kind not in "bui":
-            raise
+            raise ConfigError(f"{error}{_suggest_problem(values, n_samples)}") from error
     known = "begin with 0" if n_classes is None else f"are 0..{last} here"
     found = f"{what} holds {values.min()}..{values.max()}, and class numbers {known}, a place in the list of classes"
     raise ConfigError(
         f"{found}: number the labels so, the same on all machines, such as by {NUMBERING} over all samples"
     )
+
+
+def _suggest_problem(values: NDArray[Any], n_samples: int) -> str:
+    """Return a hint at the problem whose targets these may be, or ""."""
+    if len(values) != n_samples or values.dtype.kind not in "buif":
+        return ""
+    if values.ndim == 3:
+        return "; a class for each pixel is another problem: segmentation (--problem segmentation)"
+    if values.ndim == 2 and values.shape[1] > 1 and ((values == 0) | (values == 1)).all():
+        return "; several labels at once are another problem: multi-label (--problem multi-label)"
+    if values.dtype.kind == "f" and values.ndim <= 2:
+        return "; amounts are another problem: regression (--problem regression)"
+    return ""
 
 
 def read_labels(

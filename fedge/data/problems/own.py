@@ -52,6 +52,11 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
     targets: Annotated[tuple[Extent, ...], Meta(max_length=4)] = ()
     whole: bool = False
 
+    @property
+    def request(self) -> str:
+        """The user's class."""
+        return self.code
+
     def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the user's class names."""
         return self.outputs

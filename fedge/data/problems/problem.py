@@ -44,17 +44,24 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         SCORE: the name of the figure that people read; larger is better.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
+        LABELLED: whether samples need targets; otherwise `make_targets` makes them.
     """
 
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
     OUTPUTS: ClassVar[tuple[str, ...]]
     MIXED: ClassVar[bool] = True
+    LABELLED: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
         """The kind by its name in a task's file."""
         return str(self.__struct_config__.tag)
+
+    @property
+    def request(self) -> str:
+        """The word by which people ask for the problem (`--problem`)."""
+        return self.kind
 
     # ------------------------------------------------------------------------------------------- outputs and targets
 

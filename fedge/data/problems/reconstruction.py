@@ -34,6 +34,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     NAME: ClassVar = "reconstruction"
     SCORE: ClassVar = "likelihood"
     OUTPUTS: ClassVar = ("surprise",)
+    LABELLED: ClassVar = False
 
     alarms: Annotated[float, Meta(gt=0, lt=1)] = 0.05
 

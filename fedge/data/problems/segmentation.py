@@ -50,6 +50,8 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
 
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Return masks, (n, H, W) int64; raise ConfigError for others."""
+        if len(input_shape) != 3:
+            raise ConfigError(f"segmentation takes images (channels, height, width), and the samples are {input_shape}")
         shape, last = (n, *input_shape[1:]), len(self.classes) - 1
         if y.shape != shape or y.dtype.kind not in "bui":
             raise ConfigError(f"{what} must be a class number for each pixel {shape}, not {y.dtype}{y.shape}")

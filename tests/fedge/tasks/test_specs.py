@@ -3,6 +3,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 from PIL import Image
 
 from fedge.data.preprocessing import preprocess
@@ -10,6 +11,7 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import build
 from fedge.tasks import load_task, write_task
+from fedge.tasks.problems import Stated
 from fedge.tasks.specs import BUILT_IN, MOST_SCALES, make_array_spec
 
 
@@ -84,13 +86,14 @@ def test_constant_arrays_and_image_arrays(tmp_path: Path) -> None:
     assert (spec.model, spec.preprocessing.std) == ("cnn", 1.0)
 
 
+STATED = Stated(("a", "b"), UNSET, np.zeros(0, np.int64))
 RNG = np.random.default_rng(0)
 SIGNAL = RNG.standard_normal((400, 3))
 
 
 def inputs(x: np.ndarray) -> np.ndarray:
     """What the network sees of samples that describe their task."""
-    return preprocess(make_array_spec("t", x, ("a", "b")), x)
+    return preprocess(make_array_spec("t", x, STATED), x)
 
 
 @pytest.mark.parametrize("offset", [0.0, 101349.0, -2e8])
@@ -104,7 +107,7 @@ def test_columns_are_standardised_each_whatever_their_offset_and_unit(offset: fl
 
 def test_an_offset_of_samples_that_are_no_columns_is_kept_in_full() -> None:
     windows = SIGNAL[:399].reshape(-1, 1, 21)
-    spec = make_array_spec("t", windows + 101349, ("a", "b"))
+    spec = make_array_spec("t", windows + 101349, STATED)
     assert spec.preprocessing.mean == pytest.approx(windows.mean() + 101349, abs=1e-9)
     np.testing.assert_allclose(inputs(windows + 101349), (windows - windows.mean()) / windows.std(), atol=1e-3)
 
@@ -112,26 +115,26 @@ def test_an_offset_of_samples_that_are_no_columns_is_kept_in_full() -> None:
 def test_channels_that_one_scale_would_leave_nothing_of_get_their_own() -> None:
     windows = RNG.standard_normal((50, 2, 30))
     pressure_and_acceleration = windows + np.array([[101349.0], [0.0]])
-    assert isinstance(make_array_spec("t", pressure_and_acceleration, ("a", "b")).preprocessing.mean, tuple)
+    assert isinstance(make_array_spec("t", pressure_and_acceleration, STATED).preprocessing.mean, tuple)
     assert inputs(pressure_and_acceleration).std(axis=(0, 2)) == pytest.approx([1, 1], abs=1e-3)
-    assert isinstance(make_array_spec("t", windows + np.array([[3.0], [0.0]]), ("a", "b")).preprocessing.mean, float)
+    assert isinstance(make_array_spec("t", windows + np.array([[3.0], [0.0]]), STATED).preprocessing.mean, float)
 
 
 def test_columns_beyond_what_a_manifest_holds_share_a_scale() -> None:
-    spec = make_array_spec("t", RNG.random((2, MOST_SCALES + 1)), ("a", "b"))
+    spec = make_array_spec("t", RNG.random((2, MOST_SCALES + 1)), STATED)
     assert isinstance(spec.preprocessing.mean, float)
 
 
 def test_a_constant_column_is_not_blown_up() -> None:
     x = np.stack([np.full(30, 0.1), RNG.random(30)], axis=1)  # its deviation by numpy is 1e-17
-    spec = make_array_spec("t", x, ("a", "b"))
+    spec = make_array_spec("t", x, STATED)
     x[0, 0] = 0.2
     assert np.abs(preprocess(spec, x)).max() < 10
 
 
 def test_four_digits_stand_where_more_would_change_nothing() -> None:
     x = RNG.integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
-    spec = make_array_spec("t", x, ("a", "b"))
+    spec = make_array_spec("t", x, STATED)
     assert (spec.preprocessing.mean, spec.preprocessing.std) == (float(f"{x.mean():.4g}"), float(f"{x.std():.4g}"))
 
 
@@ -141,8 +144,8 @@ def test_a_fill_value_beside_ordinary_numbers_is_refused(fill: float, shape: tup
     x = np.resize(SIGNAL, shape)
     x[(17, 2, *[1] * (len(shape) - 2))] = fill
     with pytest.raises(ConfigError, match=r"sample 17, (column 2|place \(2, 1\)) .* so large that all others look"):
-        make_array_spec("t", x, ("a", "b"))
-    assert make_array_spec("t", np.exp(3 * SIGNAL), ("a", "b")).n_classes == 2  # a heavy tail is no fill value
+        make_array_spec("t", x, STATED)
+    assert make_array_spec("t", np.exp(3 * SIGNAL), STATED).n_classes == 2  # a heavy tail is no fill value
 
 
 def test_without_data_or_with_a_wrong_name() -> None:
