@@ -97,8 +97,8 @@ def require_problem(task: TaskSpec, kind: str | None) -> TaskSpec:
     """
     if kind not in {None, task.problem.request}:
         raise ConfigError(
-            f"the task {task.name} asks for {task.problem.request}, not {kind}: leave out the problem, which is said for "
-            "arrays alone"
+            f"the task {task.name} asks for {task.problem.request}, not {kind}: leave out the problem, which is said "
+            "for arrays alone"
         )
     return task
 
