@@ -216,7 +216,9 @@ def test_a_datasets_labels_are_read_in_any_form_that_leaves_no_doubt(
 
 
 def test_a_datasets_labels_are_not_rounded_or_guessed() -> None:
-    with pytest.raises(ConfigError, match=r"list: y must be one whole number per sample \(3,\), not float64\(3,\); amounts"):
+    with pytest.raises(
+        ConfigError, match=r"list: y must be one whole number per sample \(3,\), not float64\(3,\); amounts"
+    ):
         Task.from_dataset([(torch.zeros(4), label) for label in (0.5, 1.5, 0.5)])
 
 
