@@ -27,7 +27,7 @@ from fedge.models.training import get_torch_device
 from fedge.steps.masked.mask_shares import MAX_COHORT
 from fedge.tasks import DeviceData, Pool, Share, make_device_data, partition_pool, set_apart
 from fedge.tasks.generated import Generated, make_device_names
-from fedge.tasks.partition import load_samples
+from fedge.tasks.partition import count_turns, load_samples
 from fedge.tasks.partitioners import Milder
 from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Layout, Model
@@ -97,8 +97,7 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
         ConfigError: there are no such data, they cannot be partitioned as requested, or masked sums cannot cover the
             devices.
     """
-    rest, apart = load_samples(scenario, seed, scenario.global_test)
-    tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
+    rest, tested, server_data = _set_apart(scenario, seed)
     n_devices = scenario.devices or _count_users(scenario, rest)
     if scenario.masking:
         require_summable(
@@ -125,6 +124,16 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
         late_joiners=frozenset(names[i] for i in late),
         milder=milder,
     )
+
+
+def _set_apart(scenario: Scenario, seed: int) -> tuple[Pool, Pool, Pool]:
+    """Return the samples to partition, the global test set, and the server's samples, which are never test samples."""
+    rest, tested = load_samples(scenario, seed, scenario.global_test, tests=True)
+    if rest.is_test is None:
+        return (rest, *set_apart(tested, scenario.server_data, seed=seed))
+    share = scenario.global_test * scenario.server_data
+    rest, own = set_apart(rest, share, seed=seed, turns=count_turns(scenario), of=~rest.is_test)
+    return rest, tested, own
 
 
 def require_summable(n_train: int, fewest: int) -> None:

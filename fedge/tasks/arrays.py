@@ -1,4 +1,4 @@
-"""Samples in an .npz file: x (n, ...), y (n,), and optionally split, sensitive, user and classes."""
+"""Samples in an .npz file: x (n, ...), y (n,), and optionally split, sensitive, user, block and classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedge.system.moved import alias_names
 from fedge.system.text import escape_controls, suggest_nearest
 
 Arrays = dict[str, NDArray[Any]]
-KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
+KEYS: Final = ("x", "y", "split", "sensitive", "user", "block", "classes")
 MOST_UNNAMED: Final = 10_000
 """Most classes without names; so many labels are hardly classes."""
 
@@ -49,7 +49,8 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
 
     Returns:
         x (n, ...) numbers, finite in single precision; y as it is, for the task's problem to check; split (n,) int64 in
-        0..2; sensitive (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
+        0..2; sensitive (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; block (n,) int64, the
+        recording from which each sample was cut, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.
@@ -65,7 +66,29 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
         found[name] = require_whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
     if "sensitive" in found:
         found["sensitive"] = found["sensitive"].astype(np.bool_)
+    if "block" in found:
+        found["block"] = number_blocks(found["block"], len(x), found.get("split"), where)
     return found
+
+
+def number_blocks(values: NDArray[Any], n: int, split: NDArray[np.int64] | None, where: str) -> NDArray[np.int64]:
+    """Number the blocks of n samples 0, 1, ...; they are named by whole numbers or text.
+
+    Raises:
+        ConfigError: there is not one for each sample, or a given split has samples of a block in several parts.
+    """
+    if values.shape != (n,) or values.dtype.kind not in "buiUSO":
+        raise ConfigError(
+            f"{where}: block must be one number or name per sample ({n},), not {values.dtype}{values.shape}"
+        )
+    names = values.astype(str) if values.dtype.kind == "O" else values
+    there, found = np.unique(names, return_inverse=True)
+    if split is not None:
+        parts = np.bincount(np.unique(np.stack([found, split]), axis=1)[0])
+        if (parts > 1).any():
+            name = escape_controls(str(there[int(np.argmax(parts > 1))]))[:100]
+            raise ConfigError(f"{where}: samples of block {name} are in several parts of split: put all into one")
+    return found.astype(np.int64)
 
 
 def find_file(data: Path, usual: str) -> Path:

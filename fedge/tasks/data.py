@@ -16,6 +16,7 @@ from fedge.errors import ConfigError
 from fedge.system.files import compute_digest
 from fedge.system.loading import FAILURES, describe_error, load_object
 from fedge.system.moved import alias_members
+from fedge.tasks.partitioners import make_units
 from fedge.tasks.sampling import count_validation, draw_stratified
 
 
@@ -78,6 +79,7 @@ class DeviceData:
         sensitive: NDArray[np.bool_] | None = None,
         split: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        block: NDArray[np.int64] | None = None,
         converted: bool = False,
         seed: int,
     ) -> DeviceData:
@@ -89,11 +91,12 @@ class DeviceData:
             sensitive: marks, (n,); None if nothing is sensitive.
             split: 0 train, 1 validation, 2 test, (n,); if None, a fifth of each group is held out for validation.
             groups: the group of each sample (`Problem.group_targets`), (n,); if None, the targets are class numbers.
+            block: the recording from which each sample was cut, (n,); the hold-out keeps recordings whole.
             converted: as the field.
             seed: seed of the hold-out.
         """
         marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
-        parts = hold_out(y if groups is None else groups, marks, seed) if split is None else split
+        parts = hold_out(y if groups is None else groups, marks, seed, block) if split is None else split
         train, validation = parts == TRAIN, parts == VALIDATION
         arrays = (x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
         return cls(*arrays, converted=converted)
@@ -195,14 +198,23 @@ def _convert_part(
     return x.astype(np.float32, copy=False), y, marks
 
 
-def hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
-    """Hold out a fifth of each class for validation; sensitive and other samples are drawn separately."""
-    split = np.zeros(len(y), dtype=np.int64)
+def hold_out(
+    y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int, block: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Hold out a fifth of each class for validation; sensitive and other samples are drawn separately.
+
+    Samples with the same number in `block` stay together, a fifth of the blocks is held out, and a block with a
+    sensitive sample counts as sensitive.
+    """
+    units = make_units(y, block)
+    marks = np.bincount(units.of_sample, weights=sensitive, minlength=len(units.y)) > 0
+    split = np.zeros(len(units.y), dtype=np.int64)
     for marked, stream in ((False, seed), (True, [seed, 1])):
-        (own,) = np.nonzero(sensitive == marked)
+        (own,) = np.nonzero(marks == marked)
         if len(own):
-            split[own[draw_stratified(y[own], count_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
-    return split
+            rng = np.random.default_rng(stream)
+            split[own[draw_stratified(units.y[own], count_validation(len(own)), rng)]] = VALIDATION
+    return split[units.of_sample]
 
 
 class UserTask(Protocol):

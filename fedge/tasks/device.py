@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,8 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         task: the task; a user-defined task reads its own data.
         source: an .npz with x (n, ...) and y (n,), a .csv or .parquet for a task with a schema, or a folder of images
             `<class>/*.jpg`. Optional: `split` (0 train, 1 validation, 2 test) or split.json, and `sensitive` or
-            sensitive.txt. Without a split, a fifth of each class is held out for validation; without marks, nothing is
-            sensitive.
+            sensitive.txt. Without a split, a fifth of each class is held out for validation, or of the recordings if
+            an .npz says them (`block`); without marks, nothing is sensitive.
         seed: seed of the hold-out.
 
     Raises:
@@ -34,9 +34,11 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     """
     if ":" in task.name:
         return _read_by_own_task(task, source, seed)
-    x, y, split, sensitive = _read(task, source)
+    x, y, split, sensitive, block = _read(task, source)
     groups = task.problem.group_targets(y)
-    return DeviceData.from_samples(x, y, sensitive=sensitive, split=split, groups=groups, converted=True, seed=seed)
+    return DeviceData.from_samples(
+        x, y, sensitive=sensitive, split=split, groups=groups, block=block, converted=True, seed=seed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,10 @@ def read_parts(task: TaskSpec, source: Path, *, seed: int, only_known: bool = Fa
         (x, y), n_val = data.labelled, len(data.y_val)
         parts = np.repeat([TRAIN, VALIDATION], [data.n_train, n_val])
         return Parts(x, y, np.concatenate([data.sensitive, data.marks_val]), parts, True, n_unknown)
-    x, y, split, sensitive = _read(task, source, only_known=only_known)
+    x, y, split, sensitive, block = _read(task, source, only_known=only_known)
     known = task.problem.find_known(y)
-    x, y, sensitive = x[known], y[known], sensitive[known]
-    parts = hold_out(task.problem.group_targets(y), sensitive, seed) if split is None else split[known]
+    x, y, sensitive, block = x[known], y[known], sensitive[known], None if block is None else block[known]
+    parts = hold_out(task.problem.group_targets(y), sensitive, seed, block) if split is None else split[known]
     return Parts(x, y, sensitive, parts, split is not None, int((~known).sum()))
 
 
@@ -84,7 +86,7 @@ def read_device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     """
     if ":" in task.name:
         return _read_by_own_task(task, source, 0, labelled=False).shared[0]
-    x, _, split, sensitive = _read(task, source, labelled=False)
+    x, _, split, sensitive, _ = _read(task, source, labelled=False)
     return x[~sensitive if split is None else ~sensitive & (split != TEST)]
 
 
@@ -125,11 +127,18 @@ def _make_targets(task: TaskSpec, n: int) -> NDArray[Any]:
     return np.zeros_like(task.problem.make_targets(n, task.input_shape))
 
 
-_Read = tuple[NDArray[np.float32], NDArray[Any], NDArray[np.int64] | None, NDArray[np.bool_]]
+class _Read(NamedTuple):
+    """Model inputs (n, ...), targets, split or None, marks, and blocks or None."""
+
+    x: NDArray[np.float32]
+    y: NDArray[Any]
+    split: NDArray[np.int64] | None
+    sensitive: NDArray[np.bool_]
+    block: NDArray[np.int64] | None = None
 
 
 def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bool = False) -> _Read:
-    """Read model inputs, labels (none if not needed), split and marks of a source.
+    """Read a source; there are no targets if they are not needed.
 
     If `only_known`, the caller leaves out samples whose class the task does not have; they have higher labels.
     """
@@ -139,7 +148,7 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
         classes = images.list_classes(names, task.classes) if only_known else task.classes
         y = images.get_labels(names, classes) if labelled else np.zeros(0, np.int64)
         x = preprocessing.preprocess(task, images.load_images(task, source, names))
-        return x, y, images.read_split_numbers(source, names), images.read_sensitive_flags(source, names)
+        return _Read(x, y, images.read_split_numbers(source, names), images.read_sensitive_flags(source, names))
     if source.suffix.lower() in tables.SUFFIXES:
         found = tables.read_table(tables.get_schema(task), source, labelled=labelled, only_known=only_known)
     else:
@@ -149,4 +158,4 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
     y = asked.convert_targets(given, n, task.input_shape, f"{source}: y") if labelled else _make_targets(task, 0)
     with raise_as(ConfigError, str(source), on=ConfigError):
         x = preprocessing.preprocess(task, found["x"])
-    return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))
+    return _Read(x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_)), found.get("block"))

@@ -55,9 +55,16 @@ class Task:
         model: object = None,
         classes: Sequence[str] | None = None,
         users: ArrayLike | None = None,
+        block: ArrayLike | None = None,
+        x_test: ArrayLike | None = None,
+        y_test: ArrayLike | None = None,
+        users_test: ArrayLike | None = None,
         name: str = "arrays",
     ) -> Self:
         """Make a task from samples in memory.
+
+        By default a quarter of each simulated device's samples are for tests. With `x_test`, these are the only test
+        samples: they are dealt to the devices as the others are, and nothing learns from them.
 
         Args:
             x: numbers (n, ...) in the shape that the network takes. Images may be channels-last; uint8 images may omit
@@ -77,34 +84,37 @@ class Task:
                 else a perceptron.
             classes: names of classes, labels or targets; if None, the labels or numbers.
             users: the person behind each sample, (n,), for partition "natural".
+            block: the recording from which each sample was cut, (n,), a number or name. Overlapping windows of one
+                recording stay on one device, and there on one side of training, validation and test.
+            x_test: test samples in the form of `x`; None to draw them from `x`.
+            y_test: their targets in the form of `y`.
+            users_test: the person behind each of them, if there are `users`.
             name: name of the task.
 
         Raises:
             ConfigError: an array has a wrong shape, type or value.
         """
-        given = {"x": _to_array(x, f"{name}: x")}
-        if y is not None:
-            given["y"] = _to_array(y, f"{name}: y")
+        told = {"x": x, "y": y, "users": users, "block": block}
+        given = {key: _to_array(own, f"{name}: {key}") for key, own in told.items() if own is not None}
+        told = {"x": x_test, "y": y_test, "users": users_test}
+        tests = {key: _to_array(own, f"{name}: {key}_test") for key, own in told.items() if own is not None}
+        given, is_test = _join_tests(given, tests, name)
         if classes is not None:
             given["classes"] = _to_array(classes, f"{name}: classes")
+        user = _number_users(given.pop("users", None), len(given["x"]), name)
         table = arrays.require_arrays(given, name)
+        n_train = None if is_test is None else int((~is_test).sum())
         own_network = model is not None and not (isinstance(model, str) and ":" not in model)
         images, mode = _move_channels_first(_to_pixels(table["x"], own_network))
-        stated = state_problem(_name_problem(problem), table, name)
+        stated = state_problem(_name_problem(problem), table, name, n_train)
         with raise_as(ConfigError, name, on=ConfigError):
-            spec = make_array_spec(name, images, stated)
+            spec = make_array_spec(name, images[:n_train], stated)
             spec.problem.convert_targets(stated.y, len(images), spec.input_shape, "y")
         if mode is not None:
             how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
             spec = msgspec.structs.replace(spec, preprocessing=how)
-        user = (
-            None
-            if users is None
-            else np.unique(_to_array(users, f"{name}: users"), return_inverse=True)[1].astype(np.int64)
-        )
-        if user is not None and user.shape != (len(images),):
-            raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
-        return cls._make(Pool(images, stated.y, spec, user), model, problem)
+        pool = Pool(images, stated.y, spec, user, table.get("block"), is_test=is_test)
+        return cls._make(pool, model, problem)
 
     @classmethod
     def from_dataset(
@@ -164,6 +174,50 @@ def _take_first(samples: Iterator[Any], name: str) -> Any:
         raise ConfigError(f"{name} has no samples") from None
     except FAILURES as error:
         raise ConfigError(f"{name} cannot give its first sample: {type(error).__name__}: {error}") from error
+
+
+def _join_tests(
+    given: arrays.Arrays, tests: arrays.Arrays, name: str
+) -> tuple[arrays.Arrays, NDArray[np.bool_] | None]:
+    """Return samples with test samples after them, each in a block of its own, and marks of the latter, (n,).
+
+    Raises:
+        ConfigError: the test samples are of another form.
+    """
+    if not tests:
+        return given, None
+    for key in ("x", "y", "users"):
+        if (key in given) != (key in tests):
+            there, missing = (key, f"{key}_test") if key in given else (f"{key}_test", key)
+            raise ConfigError(f"{name}: there is {there}, but no {missing}: give both or neither")
+        if key in given and not _are_alike(given[key], tests[key]):
+            one, other = (f"{each.dtype}{each.shape}" for each in (given[key], tests[key]))
+            raise ConfigError(f"{name}: {key}_test is {other}, but {key} is {one}: give both in the same form")
+    n, n_test = len(given["x"]), len(tests["x"])
+    joined = {key: np.concatenate([given[key], own]) for key, own in tests.items()}
+    if "block" in given:
+        block = arrays.number_blocks(given["block"], n, None, name)
+        joined["block"] = np.concatenate([block, np.arange(n_test) + len(block)])
+    return joined, np.arange(n + n_test) >= n
+
+
+def _are_alike(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Return whether arrays have samples of one shape and kind, which one array can hold unchanged."""
+    kinds = {"text" if each.dtype.kind in "USO" else each.dtype.kind.replace("i", "u") for each in (one, other)}
+    return one.ndim > 0 and one.ndim == other.ndim and one.shape[1:] == other.shape[1:] and len(kinds) == 1
+
+
+def _number_users(users: NDArray[Any] | None, n: int, name: str) -> NDArray[np.int64] | None:
+    """Number the people behind n samples 0, 1, ...; None if they are unknown.
+
+    Raises:
+        ConfigError: there is not one for each sample.
+    """
+    if users is None:
+        return None
+    if users.shape != (n,):
+        raise ConfigError(f"{name}: users must be one per sample, not {users.shape}")
+    return np.unique(users, return_inverse=True)[1].astype(np.int64)
 
 
 def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:

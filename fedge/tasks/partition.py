@@ -21,18 +21,26 @@ from fedge.tasks.shares import Groups, Partitioning, Share, draw_marks, make_sha
 _APART, _CODES = 1, 2  # separate random streams
 
 
-def load_samples(how: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
+def load_samples(
+    how: Partitioning, seed: int, apart: float, limit: int | None = None, *, tests: bool = False
+) -> tuple[Pool, Pool]:
     """Load the samples of a task with this network; return those to partition, and a share set apart.
 
-    The share set apart is turned like the groups' cameras. `limit` is the default number of samples.
+    The share set apart is turned like the groups' cameras. `limit` is the default number of samples. `tests`: if the
+    user has given test samples, whether the share is one of these, and not of all others.
 
     Raises:
         ConfigError: there are no such data.
     """
     found = load_pool(how.task, how.data, problem=how.problem, seed=seed, limit=how.samples or limit)
     found = dataclasses.replace(found, spec=with_network(found.spec, how.model, how.weights, how.adapt))
-    turned = how.partition == "groups" and how.groups == "rotation"
-    return set_apart(found, apart, seed=seed, turns=how.n_groups if turned else 1)
+    of = None if found.is_test is None else found.is_test == tests
+    return set_apart(found, apart, seed=seed, turns=count_turns(how), of=of)
+
+
+def count_turns(how: Partitioning) -> int:
+    """Return in how many directions the groups' cameras are turned."""
+    return how.n_groups if how.partition == "groups" and how.groups == "rotation" else 1
 
 
 def partition_pool(
@@ -117,7 +125,9 @@ def partition_pool(
     return shares
 
 
-def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[Pool, Pool]:
+def set_apart(
+    pool: Pool, share: float, *, seed: int, turns: int = 1, of: NDArray[np.bool_] | None = None
+) -> tuple[Pool, Pool]:
     """Set a share of all samples apart, stratified by class, before partitioning; return the rest and the share.
 
     The share follows the distribution of all devices together, like the global test set and FedCoE's server data.
@@ -128,14 +138,17 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
         seed: seed of the draw.
         turns: sample j of the share is turned by 90 degrees x (j mod turns), to cover the rotations of that many
             groups.
+        of: marks of the samples (n,) of which this is a share; None for all.
 
     Raises:
         ConfigError: `share` is out of range, or the images cannot be turned.
     """
     if not 0 <= share < 1:
         raise ConfigError(f"the share of the samples that is set apart must be in [0, 1), not {share}")
-    units = make_units(pool.groups, pool.block)
-    apart = draw_marks(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
+    among = np.arange(len(pool.y)) if of is None else np.flatnonzero(of)
+    units = make_units(pool.groups[among], None if pool.block is None else pool.block[among])
+    apart = np.zeros(len(pool.y), np.bool_)
+    apart[among] = draw_marks(units, round(share * len(units.y)), np.random.default_rng((seed, _APART)))
     kept, taken = pool.select(np.flatnonzero(~apart)), pool.select(np.flatnonzero(apart))
     if turns == 1 or not len(taken.y):
         return kept, taken

@@ -40,7 +40,8 @@ class Pool:
     """Raw samples x (n, ...), their targets y (n, ...) as a device's file would hold them, and their task.
 
     `user` (n,) int64 is the person behind each sample, 0, 1, ..., if known. Samples with the same number in `block`
-    (n,) int64 are overlapping pieces of one recording and must stay together.
+    (n,) int64 are overlapping pieces of one recording and must stay together. `is_test` (n,) bool says which samples
+    are for tests alone, if the user has said so; otherwise each device's test samples are drawn.
     """
 
     x: NDArray[Any]
@@ -49,6 +50,7 @@ class Pool:
     user: NDArray[np.int64] | None = None
     block: NDArray[np.int64] | None = None
     grouped: NDArray[np.int64] | None = None
+    is_test: NDArray[np.bool_] | None = None
 
     @property
     def groups(self) -> NDArray[np.int64]:
@@ -66,7 +68,8 @@ class Pool:
     def select(self, chosen: NDArray[np.integer]) -> Pool:
         """Return the samples at these positions."""
         user, block = (None if known is None else known[chosen] for known in (self.user, self.block))
-        return Pool(self.x[chosen], self.y[chosen], self.spec, user, block, self.groups[chosen])
+        is_test = None if self.is_test is None else self.is_test[chosen]
+        return Pool(self.x[chosen], self.y[chosen], self.spec, user, block, self.groups[chosen], is_test)
 
 
 def load_pool(

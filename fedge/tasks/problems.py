@@ -48,13 +48,14 @@ class Stated(NamedTuple):
     first_label: int = 0
 
 
-def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> Stated:
+def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str, n_train: int | None = None) -> Stated:
     """Make the problem of samples.
 
     Args:
         kind: one of `KINDS`, or a class of the user's (`fedge.data.problems.own`), named on this machine.
         table: x (n, ...), y (n, ...) unless nothing is labelled, and perhaps the names `classes`.
         where: the beginning of error messages.
+        n_train: how many samples, the first ones, are no test samples; None for all.
 
     Raises:
         ConfigError: there is no such kind, or the targets do not fit; the text says what to do.
@@ -83,7 +84,7 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str) -> S
         problem.convert_targets(y, n, table["x"].shape[1:], f"{where}: y")
         return Stated((), problem, y)
     if kind == "regression":
-        return Stated((), _measure_targets(y, n, names, where), y)
+        return Stated((), _measure_targets(y, n, names, where, n_train), y)
     counted = y[y != IGNORED]
     n_classes = int(counted.max(initial=0)) + 1 if y.dtype.kind in "bui" else 2
     return Stated((), Segmentation(classes=_name(names, max(n_classes, 2), "class", where)), y)
@@ -135,8 +136,10 @@ def _name(names: tuple[str, ...] | None, n: int, what: str, where: str) -> tuple
     return names or tuple(f"{what} {k}" for k in range(n))
 
 
-def _measure_targets(y: NDArray[Any], n: int, names: tuple[str, ...] | None, where: str) -> Regression:
-    """Make the problem of numbers with these targets' mean and deviation."""
+def _measure_targets(
+    y: NDArray[Any], n: int, names: tuple[str, ...] | None, where: str, n_train: int | None
+) -> Regression:
+    """Make the problem of numbers with mean and deviation of the targets that are not for tests."""
     values = y[:, np.newaxis] if y.shape == (n,) else y
     if values.ndim != 2 or values.dtype.kind not in "buif":
         raise ConfigError(f"{where}: y must be numbers ({n},) or ({n}, targets), not {y.dtype}{y.shape}")
@@ -146,7 +149,8 @@ def _measure_targets(y: NDArray[Any], n: int, names: tuple[str, ...] | None, whe
         raise ConfigError(
             f"{where}: y holds {values[at].tolist()} in row {at}: leave such samples out, or fill them in"
         )
-    mean, std = values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)
+    measured = values[:n_train]
+    mean, std = measured.mean(axis=0, dtype=np.float64), measured.std(axis=0, dtype=np.float64)
     if constant := [k for k, s in enumerate(std) if not s > 0]:
         raise ConfigError(f"{where}: target {constant[0]} is {values[0, constant[0]]} in all samples: leave it out")
     targets = _name(names, values.shape[1], "target", where) if values.shape[1] > 1 or names else ("target",)

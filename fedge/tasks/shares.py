@@ -175,9 +175,12 @@ def write_share(share: Share, path: Path) -> None:
 
 
 def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
-    """Split one device's samples into three parts; blocks stay whole. `turns` counts camera turns by 90 degrees."""
-    units = make_units(own.groups, own.block)
-    is_test = draw_marks(units, round(TEST_SHARE * len(units.y)), rng)
+    """Split one device's samples into three parts; blocks stay whole. `turns` counts camera turns by 90 degrees.
+
+    Raises:
+        ConfigError: the user's own test samples leave the device without any, or with nothing else.
+    """
+    is_test = _find_tests(own, rng)
     test, rest = own.select(np.flatnonzero(is_test)), own.select(np.flatnonzero(~is_test))
     units = make_units(rest.groups, rest.block)
     is_val = draw_marks(units, count_validation(len(units.y)), rng)
@@ -200,6 +203,20 @@ def make_share(own: Pool, group: int, turns: int, how: Partitioning, rng: np.ran
         y_test=y_test,
         group=group,
     )
+
+
+def _find_tests(own: Pool, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark the test samples of a device, (n,): those of the user, or a quarter of all blocks."""
+    if own.is_test is None:
+        units = make_units(own.groups, own.block)
+        return draw_marks(units, round(TEST_SHARE * len(units.y)), rng)
+    n_test = int(own.is_test.sum())
+    if not n_test or n_test > len(own.y) - 2:
+        raise ConfigError(
+            f"a device would get {n_test} of the test samples (x_test), and {len(own.y) - n_test} others: use fewer "
+            "devices, more test samples, or a larger --min-samples"
+        )
+    return own.is_test
 
 
 def _draw_sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDArray[np.bool_]:

@@ -23,6 +23,14 @@ def test_reads_and_converts(tmp_path: Path) -> None:
     assert table["sensitive"].tolist() == [True, False, True, False]
 
 
+def test_blocks_are_numbered_by_any_name(tmp_path: Path) -> None:
+    by_name = arrays.read_arrays(
+        file_of(tmp_path, x=X, y=Y, block=["run 7", "run 3", "run 7", "x"], split=[1, 0, 1, 2])
+    )
+    assert by_name["block"].tolist() == [1, 0, 1, 2]
+    assert arrays.read_arrays(file_of(tmp_path, x=X, y=Y, block=[-5, 900, 900, 7]))["block"].tolist() == [0, 2, 2, 1]
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no x": ({"y": Y}, "x and y"),
     "no y": ({"x": X}, "x and y"),
@@ -50,7 +58,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown part": ({"x": X, "y": Y, "split": [0, 1, 3, 0]}, "split must be"),
     "mark under another name": ({"x": X, "y": Y, "Sensitive": [True] * 4}, r"'Sensitive'.*did you mean sensitive"),
     "mark in capitals": ({"x": X, "y": Y, "SENSITIVE": [True] * 4}, "did you mean sensitive"),
-    "unknown array": ({"x": X, "y": Y, "weather": X}, "x, y, split, sensitive, user, classes"),
+    "unknown array": ({"x": X, "y": Y, "weather": X}, "x, y, split, sensitive, user, block, classes"),
+    "blocks that are shares": ({"x": X, "y": Y, "block": [0.5] * 4}, "block must be one number or name per sample"),
+    "too few blocks": ({"x": X, "y": Y, "block": [1, 2]}, "block must be one number or name per sample"),
+    "a block on two sides": (
+        {"x": X, "y": Y, "block": ["a", "b", "b", "c"], "split": [0, 0, 2, 1]},
+        "samples of block b are in several parts of split",
+    ),
     "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "not an .npz"),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from fedge.data.classes import add_classes
-from fedge.data.task import Column, Preprocessing, Schema, TaskSpec
+from fedge.data.task import TRAIN, VALIDATION, Column, Preprocessing, Schema, TaskSpec
 from fedge.errors import ConfigError
 from fedge.tasks import DeviceData, load_task, read_device_data, read_device_inputs, read_labelled, read_parts
 
@@ -54,6 +54,17 @@ def test_all_parts_of_a_source_are_those_that_its_device_trains_on_and_more(tmp_
     assert len(parts.y) == 20
     again = DeviceData.from_samples(parts.x, parts.y, sensitive=parts.sensitive, split=parts.split, seed=0)
     assert again.compute_digest() == data.compute_digest()
+
+
+@pytest.mark.parametrize("marked", [[], [3, 40, 41]])
+def test_windows_of_one_recording_are_held_out_together(tmp_path: Path, marked: list[int]) -> None:
+    block, marks = np.repeat(np.arange(10), 5)[::-1], np.isin(np.arange(50), marked)
+    source = npz(tmp_path, 50, block=block, sensitive=marks, y=block % 2)
+    data, parts = read_device_data(WINDOWS, source, seed=3), read_parts(WINDOWS, source, seed=3)
+    held = np.unique(block[parts.split == VALIDATION])
+    assert len(data.y_val) == 5 * len(held) >= 10
+    assert not set(held) & set(block[parts.split == TRAIN])
+    assert np.array_equal(data.x_val, parts.x[parts.split == VALIDATION])
 
 
 def test_without_marks_nothing_is_sensitive(tmp_path: Path) -> None:

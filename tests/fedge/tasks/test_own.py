@@ -172,6 +172,45 @@ def test_people_are_numbered() -> None:
     assert task.pool.user[:3].tolist() == [1, 0, 2]
 
 
+def test_test_samples_follow_the_others_and_shape_no_scale() -> None:
+    task = Task.from_arrays(
+        X, list("abc" * 10), x_test=X[:6] + 100, y_test=list("cba" * 2), block=["r", *"stu" * 9, *"rr"]
+    )
+    pool = task.pool
+    assert pool.is_test is not None
+    assert pool.is_test.tolist() == [False] * 30 + [True] * 6
+    assert pool.y[30:].tolist() == [2, 1, 0, 2, 1, 0]
+    assert task.spec.preprocessing == Task.from_arrays(X, Y).spec.preprocessing
+    assert pool.block is not None
+    assert pool.block[:5].tolist() == [0, 1, 2, 3, 1]
+    assert len(set(pool.block[30:].tolist()) - set(pool.block[:30].tolist())) == 6
+
+
+def test_numbers_are_standardised_by_the_targets_that_are_not_for_tests() -> None:
+    y = RNG.random(30)
+    alone = Task.from_arrays(X, y, problem="regression").spec
+    assert Task.from_arrays(X, y, problem="regression", x_test=X, y_test=y + 50).spec == alone
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"x_test": X}, "there is y, but no y_test: give both or neither"),
+        ({"y_test": Y}, "there is x, but no x_test: give both or neither"),
+        ({"x_test": X, "y_test": Y, "users": Y}, "there is users, but no users_test: give both or neither"),
+        ({"x_test": X, "y_test": Y, "users_test": Y}, "there is users_test, but no users"),
+        ({"x_test": X[:, :4], "y_test": Y}, r"x_test is float64\(30, 4\), but x is float64\(30, 5\): give both in the"),
+        ({"x_test": X.astype(int), "y_test": Y}, r"x_test is int64\(30, 5\), but x is float64"),
+        ({"x_test": X, "y_test": Y.astype(str)}, r"y_test is <U21\(30,\), but y is int64"),
+        ({"x_test": X, "y_test": Y[:-1]}, "one whole number per sample"),
+        ({"block": Y[:-1]}, "block must be one number or name per sample"),
+    ],
+)
+def test_test_samples_and_blocks_that_do_not_fit_are_refused(more: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Task.from_arrays(X, Y, **more)
+
+
 class Pictures(Dataset):
     """Such as torchvision's: PIL images and a list of classes."""
 

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,11 +210,36 @@ def test_people_are_devices() -> None:
 
 def test_people_need_a_block_for_each_of_the_three_parts() -> None:
     x, y, user = np.zeros((60, 1)), np.zeros(60, np.int64), np.repeat([0, 1], 30)
-    task = TaskSpec(name="toy", classes=("a",), input_shape=(1,), model="mlp")
+    task = TaskSpec(name="toy", classes=("a", "b"), input_shape=(1,), model="mlp")
     shares = shares_of(Pool(x, y, task, user, np.arange(60) // 10), 2, partition="natural")
     assert [(len(s.y_train), len(s.y_val), len(s.y_test)) for s in shares] == [(10, 10, 10)] * 2
     with pytest.raises(ConfigError, match="samples are in 2 blocks, a device needs 3"):
         shares_of(Pool(x, y, task, user, np.arange(60) // 15), 2, partition="natural")
+
+
+@pytest.mark.parametrize("how", ["dirichlet", "shards", "iid", "groups"])
+def test_the_users_own_test_samples_are_the_only_ones_and_nothing_learns_from_them(how: How) -> None:
+    plain = numbered(400)
+    is_test = np.arange(400) >= 300
+    shares = shares_of(dataclasses.replace(plain, is_test=is_test), 4, partition=how, alpha=100.0)
+    tests = np.concatenate([share.x_test.reshape(-1, 9).max(axis=1) for share in shares])
+    others = np.concatenate([x.reshape(-1, 9).max(axis=1) for share in shares for x in (share.x_train, share.x_val)])
+    assert sorted(tests.tolist()) == list(range(300, 400))
+    assert sorted(others.tolist()) == list(range(300))
+
+
+def test_a_device_without_test_samples_of_the_users_own_is_refused() -> None:
+    few = dataclasses.replace(numbered(120), is_test=np.arange(120) >= 119)
+    with pytest.raises(ConfigError, match=r"a device would get 0 of the test samples \(x_test\), and .* others"):
+        shares_of(few, 3)
+
+
+def test_what_is_set_apart_of_some_samples_leaves_the_others_alone() -> None:
+    source = dataclasses.replace(numbered(400), is_test=np.arange(400) >= 300)
+    rest, apart = set_apart(source, 0.2, seed=0, of=source.is_test)
+    assert (len(apart.y), apart.is_test is not None and bool(apart.is_test.all())) == (20, True)
+    assert rest.is_test is not None
+    assert (~rest.is_test).sum() == 300
 
 
 @given(share=st.floats(0, 0.9), turns=st.integers(1, 4), seed=st.integers(0, 100))
