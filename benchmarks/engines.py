@@ -157,7 +157,7 @@ def formula_and_gate(models: list[Model], layout, data: tuple, hands: list[dict]
         seen, new = (compute_logits(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
         for name in log_p:
             made = scmoe_mixture(own, seen, x[fit], y[fit], decay=0.0, energy=name == "formula")
-            how = make_formula(made)
+            how = make_formula(TASK, made)
             p = fuse(how, list(new), compute_gate_scores(how, x[test].astype(np.float64)))[0]
             log_p[name] += np.log(np.maximum(p[np.arange(len(test)), y[test]], 1e-12)).tolist()
             right[name] += (p.argmax(axis=1) == y[test]).tolist()

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from export.graph import make_gate_tensors
 from export.mixture import Mixture
 from fedge.bundle.formula import (
     LOWEST,
     MIN_ENERGY_STD,
+    Formula,
     compute_gate_features,
+    compute_gate_scores,
     compute_log_weights,
     drop_experts,
+    fuse,
+    prepare_formula,
     softmax,
 )
 from fedge.data.problems.maths import Array, Floats
@@ -88,6 +93,11 @@ def compute_features(
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 
+def make_formula(task: TaskSpec, mixture: Mixture) -> Formula:
+    """Return the formula of a mixture in float64, if the problem has one (`Problem.APART`)."""
+    return prepare_formula(make_gate_tensors(task, mixture, np.float64), mixture.experts, mixture.top)
+
+
 def compute_expected(
     task: TaskSpec,
     layout: Layout,
@@ -96,14 +106,19 @@ def compute_expected(
     found: Sequence[Floats] = (),
     lean: float = 0,
 ) -> list[Floats]:
-    """Compute answers, weights and energies with torch, and with the problem's formulas in float64.
+    """Compute answers, weights and energies with torch, and in float64 with the formula that engines use, if any.
+
+    For problems without one the problem's own formulas take its place (`mix_outputs`).
 
     If `lean` is not 0, routers favour routes (`favour_routes`), and the candidates that have a weight in `found`, the
     graph's outputs, are favoured by as much as rounding, too.
     """
     outputs = compute_logits(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
     favour = compute_favour(found[-2], np.nan_to_num(found[-1])) if lean else 0.0
-    return mix_outputs(task, mixture, outputs, x.astype(np.float64), favour)
+    if not task.problem.APART:
+        return mix_outputs(task, mixture, outputs, x.astype(np.float64), favour)
+    how = make_formula(task, mixture)
+    return fuse(how, list(outputs), compute_gate_scores(how, x.astype(np.float64)) + favour)
 
 
 def mix_outputs(

@@ -39,8 +39,6 @@ APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
 LARGE_PART_BYTES: Final = 40_000_000
 """Size of a candidate from which `auto` chooses the engine separate, to save memory. Sessions of five ResNet-18 add
 428 MB, the fused graph adds 543 MB."""
-APART: Final = ("classification",)
-"""Problems whose mixtures are also computed outside the graph, by the engines separate and lazy."""
 MAX_WEIGHT: Final = 64
 """Largest absolute 8-bit weight with which sums are the same on every processor (`export.int8`)."""
 NEGLIGIBLE: Final = 0.01
@@ -100,9 +98,7 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
         ConfigError: there is no such engine, or the bundle lacks what it needs.
     """
     manifest, fusion = bundle.manifest, bundle.manifest.fusion
-    apart = bundle.branch and fusion.space is fusion.energy_temperature is UNSET
-    if manifest.task.problem.kind not in APART:
-        apart = False
+    apart = manifest.task.problem.APART and bundle.branch and fusion.space is fusion.energy_temperature is UNSET
     if engine == "auto":
         largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
         return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"

@@ -127,8 +127,7 @@ def measure_answers(device: Device, components: Sequence[Answers], shares: Array
     mixed, total = problem.mix(components, shares), float(likelihoods.sum())
     score = problem.compute_score(mixed, y)
     known = {} if score is None else {f"validation_{problem.SCORE}": score}
-    further = {f"validation_{name}": value for name, value in problem.compute_metrics(mixed, y).items()}
-    return Figures(total, len(y) * (score or 0.0), known | {"validation_loss": -total / len(y)} | further)
+    return Figures(total, len(y) * (score or 0.0), known | {"validation_loss": -total / len(y)})
 
 
 def measure_model(device: Device, model: Model, how: Calibration, offset: Array) -> Figures:

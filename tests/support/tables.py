@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from edge_agent.learning.mixture import compute_mixture_likelihood, compute_shares
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.graph import make_gate_tensors
-from export.parity import mix_outputs
-from fedge.bundle.formula import Formula, compute_gate_scores, prepare_formula
+from export.parity import make_formula, mix_outputs
+from fedge.bundle.formula import Formula, compute_gate_scores
 from fedge.bundle.manifest import Manifest
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.classification import Classification
@@ -134,8 +133,7 @@ def log_mixture(log_q: NDArray[Any], scores: NDArray[Any]) -> NDArray[Any]:
 
 def formula_of(mixture: Mixture) -> Formula:
     """The mixture's formula in float64."""
-    task = task_of(1, len(mixture.candidates[0].offset))
-    return prepare_formula(make_gate_tensors(task, mixture, np.float64), mixture.experts, mixture.top)
+    return make_formula(task_of(1, len(mixture.candidates[0].offset)), mixture)
 
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:

@@ -26,6 +26,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     NAME: ClassVar = "classification"
     SCORE: ClassVar = "accuracy"
     OUTPUTS: ClassVar = ("probabilities",)
+    APART: ClassVar = True
 
     classes: tuple[str, ...]
     first: int = 0  # the number of the first class in files

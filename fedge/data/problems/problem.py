@@ -16,7 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import PLAIN, Calibration, make_grid
-from fedge.data.problems.maths import Array, Floats, logsumexp
+from fedge.data.problems.maths import Array, Floats, log_softmax
 from fedge.errors import ConfigError
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
@@ -43,6 +43,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         NAME: the kind in plain words.
         SCORE: the name of the figure that people read; larger is better.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
+        APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
         LABELLED: whether samples need targets; otherwise `make_targets` makes them.
     """
@@ -50,6 +51,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
     OUTPUTS: ClassVar[tuple[str, ...]]
+    APART: ClassVar[bool] = False
     MIXED: ClassVar[bool] = True
     LABELLED: ClassVar[bool] = True
 
@@ -275,8 +277,7 @@ def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:
     weights = pooled
     with np.errstate(divide="ignore"):
         for _ in range(EM_STEPS if len(log_p) else 0):
-            scores = np.log(weights) + log_p
-            responsibility = np.exp(scores - logsumexp(scores)[:, np.newaxis])
+            responsibility = np.exp(log_softmax(np.log(weights) + log_p))
             weights = (responsibility.sum(axis=0) + shrinkage * pooled) / (len(log_p) + shrinkage)
     return weights
 
