@@ -114,7 +114,7 @@ class Worker:
     ) -> None:
         self.id = device_id
         self.task = task
-        self.data = data.to_task_types(task)
+        self.data = data.to_task_types(task).select_usual(task)
         self.home = home
         self.steps = dict(load_installed_steps() if steps is None else steps)
         self.min_cohort = min_cohort

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,6 +117,21 @@ class DeviceData:
         x_val, y_val, marks = _convert_part(task, "validation", *validation, only_known=only_known)
         marks_val = None if self.sensitive_val is None else marks
         return DeviceData(x_train, y_train, sensitive, x_val, y_val, marks_val, self.quarters, converted=True)
+
+    def select_usual(self, task: TaskSpec) -> DeviceData:
+        """Return the converted data without known anomalies, from which nothing is learned and nothing chosen."""
+        train, validation = (task.problem.find_usual(y) for y in (self.y_train, self.y_val))
+        if train.all() and validation.all():
+            return self
+        return replace(
+            self,
+            x_train=self.x_train[train],
+            y_train=self.y_train[train],
+            sensitive=self.sensitive[train],
+            x_val=self.x_val[validation],
+            y_val=self.y_val[validation],
+            sensitive_val=self.marks_val[validation],
+        )
 
     def join(self, more: DeviceData) -> tuple[DeviceData, DeviceData]:
         """Return the data with further samples, and the data themselves, now as part of the former in memory."""

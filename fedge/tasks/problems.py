@@ -65,6 +65,8 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str, n_tr
         known = ", ".join(KINDS)
         raise ConfigError(f"unknown problem {kind}{suggest_nearest(kind, KINDS)}: use {known}, or package.module:Class")
     n, y = len(table["x"]), table.get("y")
+    if y is not None and y.dtype.kind == "b":
+        y = y.astype(np.int64)
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
     if kind == "reconstruction":
         return Stated((), Reconstruction(), np.zeros(n, np.int64) if y is None else y)

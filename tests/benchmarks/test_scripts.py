@@ -97,6 +97,11 @@ SCRIPTS = {
         ("--devices", "30", "--rounds", "2", "--processes", "1", "--deadline-s", "20", "--storm"),
         ("devices", "reports/s", "coordinator MB", "back s", "lost"),
     ),
+    "problems.py": Script(
+        ("--data", str(DATA), "--out", "out", "--quick", "--seeds", "0", "--methods", "fedavg", "--rows", "shuttle"),
+        ("shuttle", "fedavg", "auroc", "false alarms"),
+        "shuttle",
+    ),
     "recipes.py": Script(("--turns", "1"), ("Nesterov", "Adam", "digits MLP (2,410 weights), alone")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")

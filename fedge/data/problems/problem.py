@@ -96,6 +96,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return which samples can be learned, (n,): all, unless they are of classes that have not joined yet."""
         return np.ones(len(y), np.bool_)
 
+    def find_usual(self, y: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which samples a device may learn from and choose by, (n,): all but known anomalies."""
+        return np.ones(len(y), np.bool_)
+
     def allow_unknown(self) -> Problem:
         """Return the problem that also takes samples which `find_known` leaves out."""
         return self

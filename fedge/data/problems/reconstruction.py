@@ -3,7 +3,8 @@
     e_k = |x - o_k|^2 / D;   l = -1/2 [e / (T s)^2 + ln(2 pi T^2 s^2)];   E = l
     surprise = -ln sum_k alpha_k exp l_k;   a sample is anomalous above the threshold that its bundle holds
 
-A device needs no labels. A target is a mark, 1 for a known anomaly: such samples are for figures and train nothing.
+A device needs no labels. A target is a mark, 1 for a known anomaly. Marked samples are for figures alone: a device
+neither learns from them nor chooses by them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
         """Return marks, (n,) int64; raise ConfigError for others."""
         return require_whole_numbers(y, n, 1, what)
+
+    def find_usual(self, y: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which samples are not marked: an anomaly in the validation samples would raise the threshold."""
+        return y == 0
 
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return the marks."""

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.tasks.data import DeviceData, load_user_task
@@ -40,6 +41,18 @@ def test_further_samples_follow_in_each_part_and_the_former_ones_are_views() -> 
     assert both.marks_val.tolist() == [False, False, True, False]
     assert own.compute_digest() == first.compute_digest()
     assert own.x_train.base is both.x_train
+
+
+def test_nothing_is_learned_from_known_anomalies_and_nothing_chosen_by_them() -> None:
+    task = TaskSpec(name="t", asked=Reconstruction(), input_shape=(2,), model="autoencoder")
+    given = data(y_train=np.array([0, 1, 0, 1]), y_val=np.array([1, 0]))
+    found = given.to_task_types(task).select_usual(task)
+    assert found.x_train.tolist() == given.x_train[[0, 2]].tolist()
+    assert found.sensitive.tolist() == given.sensitive[[0, 2]].tolist()
+    assert found.x_val.tolist() == given.x_val[[1]].tolist()
+    assert found.marks_val.tolist() == [False]
+    labelled = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
+    assert data().select_usual(labelled).n_train == 4
 
 
 def test_class_counts() -> None:
