@@ -39,7 +39,8 @@ from script import DIGITS, finish, parser_of, show
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import OPSET, export_branch
-from export.graph import Graph, embed_parts
+from export.graph import embed_parts
+from export.graph_nodes import Graph
 from export.parity import compute_logits
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import read_bundle

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from export.branch import export_branch
 from export.graph_nodes import Graph
 from export.parity import compute_favour, compute_features, compute_logits
-from fedge.bundle.formula import LOWEST, Array, softmax
+from fedge.bundle.formula import LOWEST, softmax
 from fedge.bundle.manifest import OUTPUTS
+from fedge.data.problems.maths import Array
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, to_bytes, unflatten

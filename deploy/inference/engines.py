@@ -22,9 +22,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deploy.inference.sessions import Provider, Session
 from fedge.bundle import formula
-from fedge.bundle.formula import Floats, Formula, compute_gate_scores, fuse
+from fedge.bundle.formula import Formula, compute_gate_scores, fuse
 from fedge.bundle.graph_reader import find_largest_int8
 from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Part, PoolInfo
+from fedge.data.problems.maths import Floats
 from fedge.data.task import INPUT, LOGITS
 from fedge.errors import ConfigError
 from fedge.system.text import Heading

@@ -119,7 +119,7 @@ class Prediction:
         answers = tuple(each[rows] for each in self.answers)
         return replace(self, answers=answers, weights=self.weights[rows], energies=self.energies[rows])
 
-    def _get(self, name: str) -> Any:
+    def _get(self, name: str) -> Floats:
         if name not in self.problem.OUTPUTS:
             raise AttributeError(f"an answer of {self.problem.NAME} has {', '.join(self.problem.OUTPUTS)}, not {name}")
         return self.answers[self.problem.OUTPUTS.index(name)]

@@ -16,7 +16,8 @@ from edge_agent.device.device import Device
 from edge_agent.learning.objectives import stack_class_weights
 from fedge.models import network as models
 from fedge.models.problems.cross_entropy import CrossEntropy, Loss, make_entropy
-from fedge.models.training import CHUNK, PADDING, Network, Stack, pad_samples, to_tensor
+from fedge.models.problems.losses import PADDING
+from fedge.models.training import CHUNK, Network, Stack, pad_samples, to_tensor
 from fedge.steps.sgd import Sgd
 
 PLAIN: Final = CrossEntropy()

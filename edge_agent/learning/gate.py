@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.mixture import GATE_HIDDEN, GateWeights
-from fedge.bundle.formula import Array, Library, compute_gate_features, mix
+from fedge.bundle.formula import Library, compute_gate_features, mix
+from fedge.data.problems.maths import Array
 from fedge.models.training import to_tensor
 
 MIN_SAMPLES: Final = 10

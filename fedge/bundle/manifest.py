@@ -34,7 +34,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.bundle.graph_reader import explain_unbounded
 from fedge.data.preprocessing import is_square_image
-from fedge.data.task import MAX_POOL, PRINTABLE, TaskSpec
+from fedge.data.problems.names import PRINTABLE
+from fedge.data.task import MAX_POOL, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, raise_as
 from fedge.system.files import compute_digest
 from fedge.system.moved import alias_names

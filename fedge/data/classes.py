@@ -12,7 +12,8 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from fedge.data.task import PRINTABLE, TaskSpec
+from fedge.data.problems.names import PRINTABLE
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 
 MAX_ADDED: Final = 50

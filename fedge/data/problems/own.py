@@ -160,9 +160,9 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
     ) -> Array:
         """Give all weight to the candidate with the smallest loss; without samples, to that of the largest share."""
         if not len(targets):
-            return np.eye(len(pooled))[int(pooled.argmax())]
+            return np.asarray(np.eye(len(pooled))[pooled.argmax()])
         sums = [self.sum_likelihood(each, targets) for each in components]
-        return np.eye(len(pooled))[int(np.argmax(sums))]
+        return np.asarray(np.eye(len(pooled))[np.argmax(sums)])
 
 
 def call_code(path: str, name: str, *arguments: object) -> Any:

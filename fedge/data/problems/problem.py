@@ -204,8 +204,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def score_alone(self, outputs: Floats, targets: NDArray[Any]) -> float | None:
         """Return the score of a single model by its outputs (n, ...), without calibration."""
         answers = self.calibrate(outputs, PLAIN, np.zeros(()))
-        usable = np.isfinite(answers.values.reshape(len(outputs), -1)).all(axis=1)
-        return self.compute_score(self.mix([answers], usable[:, np.newaxis].astype(np.float64)), targets)
+        usable = np.isfinite(answers.values.reshape(len(outputs), -1)).all(axis=1, keepdims=True)
+        return self.compute_score(self.mix([answers], np.asarray(usable, np.float64)), targets)
 
     # ------------------------------------------------------------------------- choices that all devices make together
 

@@ -99,9 +99,9 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         found = np.stack([each.values for each in components], axis=1)
         with np.errstate(divide="ignore"):
             terms = np.where(weights > 0, found + np.log(weights), -np.inf)
-        some = (weights > 0).any(axis=1)
-        found = np.where(some, -logsumexp(np.where(some[:, np.newaxis], terms, 0.0)), LARGEST)
-        return (found[:, np.newaxis],)
+        some = (weights > 0).any(axis=1, keepdims=True)
+        found = -logsumexp(np.where(some, terms, 0.0))[:, np.newaxis]
+        return (np.where(some, found, LARGEST),)
 
     def make_rows(self, calibrations: Sequence[Calibration], offsets: Sequence[Array]) -> dict[str, Array]:
         """Return 1 / (T s)^2 and ln(2 pi T^2 s^2), (K,) each."""

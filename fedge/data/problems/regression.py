@@ -216,14 +216,14 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         found = []
         for kappa in self.list_kappas(own=own):
             means = self.calibrate(outputs, Calibration(temperature=1.0, kappa=kappa), offset).values
-            residuals = np.where(np.isfinite(means).all(axis=1)[:, np.newaxis], targets - means, targets)
+            residuals = np.where(np.isfinite(means).all(axis=1, keepdims=True), targets - means, targets)
             found += (residuals.astype(np.float64) ** 2).sum(axis=0).tolist()
         return tuple(found)
 
     def sum_products(self, components: Sequence[Answers], targets: NDArray[Any]) -> Array:
         """Return R, (M, M), the sums over samples and targets of the products of the candidates' residuals."""
         means = np.stack([each.values for each in components])
-        usable = np.isfinite(means).all(axis=2)[:, :, np.newaxis]
+        usable = np.isfinite(means).all(axis=2, keepdims=True)
         residuals = (targets - np.where(usable, means, 0)).reshape(len(means), -1)
         return np.asarray(residuals @ residuals.T, np.float64)
 

@@ -76,7 +76,9 @@ def test_its_text_is_one_line_however_many_samples_there_are(runtime):
     assert len(repr(many)) < 200
     assert f"{many.outlier.sum()} outliers; {many.latency_ms:.1f} ms)" in repr(many)
     answers = (np.eye(6, dtype=np.float32)[[0, 0, 1, 2, 3, 4, 5]],)
-    mixed = dataclasses.replace(many.select_rows(0, 7), problem=Classification(classes=tuple("abcdef")), answers=answers)
+    mixed = dataclasses.replace(
+        many.select_rows(0, 7), problem=Classification(classes=tuple("abcdef")), answers=answers
+    )
     assert "(7 samples; 'a' 2, 'b' 1, 'c' 1, 'd' 1, 'e' 1, 1 more; " in repr(mixed)
     assert repr(many.select_rows(0, 1)).startswith("Prediction(1 sample; ")
     assert repr(many.select_rows(0, 0)).startswith("Prediction(0 samples; 0 outliers; ")
