@@ -225,13 +225,13 @@ def _estimate_accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
     """Estimate an upper bound for the standard error of the mean difference of accuracy over devices.
 
     If the two bundles, each right with probability p, err independently, a device with n samples has the variance
-    2 p (1 - p) / n.
+    2 p (1 - p) / n. A score that is no share counts as if it varied as much as a share can.
     """
     variances = []
     for was, now in pairs:
         if was.accuracy is not None and now.accuracy is not None:
             p = (was.accuracy + now.accuracy) / 2
-            variances.append(2 * p * (1 - p) / max(now.n, 1))
+            variances.append(2 * (p * (1 - p) if 0 <= p <= 1 else 0.25) / max(now.n, 1))
     return math.sqrt(sum(variances)) / max(len(variances), 1)
 
 

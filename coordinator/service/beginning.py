@@ -20,7 +20,8 @@ from coordinator.service.checks import explain_no_profile, make_first_model
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.store.classes import CLASSES, grow_model, read_classes, settle_task
 from coordinator.store.store import Store, explain_unreadable
-from fedge.data.classes import HOW_TO_ADD, MAX_ADDED, AddedClasses, add_classes
+from fedge.data.classes import MAX_ADDED, AddedClasses, add_classes
+from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.task import TaskSpec, list_differences
 from fedge.errors import MALFORMED, ConfigError
 from fedge.models import weights

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import colorsys
+import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import click
 import msgspec
@@ -27,20 +29,24 @@ from deploy.inference.prediction import Prediction, join_predictions
 from deploy.inference.runtime import Runtime, load_runtime
 from fedge.data import images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
-from fedge.data.problems.labels import require_class_numbers
+from fedge.data.problems.results import Column
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected, raise_as
 from fedge.settings import resolve, settings_options
-from fedge.system.help import Command, json_lines_option
+from fedge.system.files import make_folder, write_atomically
+from fedge.system.help import Command, json_lines_option, option
+from fedge.system.loading import allow_code
 from fedge.system.text import Heading, escape_controls
 
 MAX_ROWS = 20
 """Most samples of an input that the table shows; --json has all of them."""
+GOLDEN_ANGLE: Final = 0.381966
+"""Part of a circle by which the colours of neighbouring class numbers differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one input: raw (n, ...), with class numbers (n,) if known, and paths if they are images."""
+    """The samples of one input: raw (n, ...), converted targets (n, ...) if known, and paths if they are images."""
 
     x: NDArray[Any]
     y: NDArray[Any] | None = None
@@ -59,28 +65,41 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    out: Annotated[
+        Path | None, Heading.OUTPUT, "The masks of a segmentation go into this folder, a PNG with a palette each."
+    ] = None
 
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @settings_options(InferSettings, "infer")
+@option(
+    "--decode",
+    heading=Heading.PREDICTION,
+    metavar="PACKAGE.MODULE:CLASS",
+    help="This class of yours, the one of a problem of your own, decodes and scores the outputs; no file can name it.",
+)
 @json_lines_option("input")
-def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: bool, **flags: object) -> None:
+def infer(
+    bundle: Path, inputs: tuple[Path, ...], config: Path | None, decode: str | None, as_json: bool, **flags: object
+) -> None:
     """Predict with an installed bundle; needs no torch.
 
     INPUT is a PNG or JPEG picture, a folder or .zip of pictures, an .npy array (one sample or a batch), an .npz file
     with x, or a .csv or .parquet of a task with a schema. The accuracy is shown if y in the .npz, class folders or the
-    schema's column tell the classes.
+    schema's column tell the classes; of other problems their score.
 
-    Each sample is shown with its class and probability, and with the weight of each model in the mixture. In brackets
-    is its calibrated energy: the lower, the surer the model.
+    Each sample is shown with its class and probability, its labels, its values with spread and unit, the shares of the
+    classes in its mask, or whether it is unusual, and with the weight of each model in the mixture. In brackets is its
+    calibrated energy: the lower, the surer the model.
 
     Examples:
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 photos --json
       fedge infer bundles/3 sample.npy --repeat 1000
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
+      fedge infer bundles/3 photos --out masks
 
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
     bundle is not what its manifest says, or gives no numbers.
@@ -90,16 +109,20 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
     runtime = load_runtime(bundle, how)
+    allow_code([decode] if decode else [])
     for path in inputs:
         samples = _read(runtime, path)
         with raise_as(ConfigError, str(path), on=ConfigError):
             preprocess(runtime.task, samples.x)  # all at once, since an error in a batch would count samples from 0
         answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
         _require_answers(runtime, bundle, answers)
+        extra = _decode_answers(decode, answers) if decode else {}
+        if settings.out is not None:
+            extra |= {"mask_files": _write_masks(settings.out, path, answers, samples)}
         if as_json:
-            click.echo(msgspec.json.encode(_make_record(runtime, path, answers, calls_ms, samples)).decode())
+            click.echo(msgspec.json.encode(_make_record(runtime, path, answers, calls_ms, samples, extra)).decode())
         else:
-            click.echo("\n".join(_render_table(runtime, path, answers, calls_ms, samples)))
+            click.echo("\n".join(_render_table(runtime, path, answers, calls_ms, samples, extra)))
 
 
 def _read(runtime: Runtime, path: Path) -> Samples:
@@ -110,7 +133,7 @@ def _read(runtime: Runtime, path: Path) -> Samples:
         return Samples(load_image(runtime.task, path)[np.newaxis])
     if suffix in tables.SUFFIXES:
         rows = tables.read_table(tables.get_schema(runtime.task), path, labelled=False)
-        return Samples(rows["x"], rows.get("y"))
+        return _make_samples(runtime.task, rows["x"], rows.get("y"), path)
     if suffix not in {".npy", ".npz"}:
         raise ConfigError(f"cannot read {path}: use .png, .jpg, a folder or .zip of them, .npy, .npz, .csv or .parquet")
     if suffix == ".npy":
@@ -118,8 +141,12 @@ def _read(runtime: Runtime, path: Path) -> Samples:
     loaded = npz.load_arrays(path, ("x", "y"))
     if "x" not in loaded:
         raise ConfigError(f"{path} has no array x, the samples")
-    x, y = runtime.add_batch_axis(loaded["x"]), loaded.get("y")
-    return Samples(x, None if y is None else require_class_numbers(y, len(x), runtime.task.n_classes, f"{path}: y"))
+    return _make_samples(runtime.task, runtime.add_batch_axis(loaded["x"]), loaded.get("y"), path)
+
+
+def _make_samples(task: TaskSpec, x: NDArray[Any], y: NDArray[Any] | None, path: Path) -> Samples:
+    """Make samples with their targets, which are in their own units."""
+    return Samples(x, None if y is None else task.problem.convert_targets(y, len(x), task.input_shape, f"{path}: y"))
 
 
 def _read_pictures(task: TaskSpec, source: Path) -> Samples:
@@ -155,36 +182,79 @@ def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> Non
     )
 
 
-def _compute_class_accuracies(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
-    """Return the number of samples and the accuracy for each class that occurs."""
-    right = answers.class_index == y
-    own = {name: y == number for number, name in enumerate(task.classes)}
-    return {name: (int(those.sum()), float(right[those].mean())) for name, those in own.items() if those.any()}
+def _decode_answers(path: str, answers: Prediction) -> dict[str, Any]:
+    """Return what `decode` of the user's class makes of the answers, as JSON has it.
+
+    Raises:
+        ConfigError: there is no such class, it fails, or makes something that JSON does not have.
+    """
+    found = answers.decode(path)
+    with raise_as(ConfigError, f"{path}.decode returns what JSON does not have", on=(TypeError, ValueError)):
+        return {"decoded": msgspec.to_builtins(found, enc_hook=_list_numbers)}
+
+
+def _list_numbers(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} is not for JSON")
+
+
+def _write_masks(folder: Path, path: Path, answers: Prediction, samples: Samples) -> list[str]:
+    """Write the mask of each sample as a PNG with a palette, whose pixels are class numbers; return the paths.
+
+    Raises:
+        ConfigError: the answers are no pictures.
+        StoreError: a file cannot be written.
+    """
+    masks = answers.problem.draw_masks(answers.answers)
+    if masks is None:
+        raise ConfigError(f"--out is for masks, and this bundle's problem is {answers.problem.NAME}: leave it out")
+    names = samples.files or tuple(f"{path.stem}-{i}" if len(masks) > 1 else path.stem for i in range(len(masks)))
+    files = [folder / f"{name.replace('/', '-')}.png" for name in names]
+    make_folder(folder)
+    for file, mask in zip(files, masks, strict=True):
+        write_atomically(file, encode_mask(mask))
+    return [escape_controls(str(file)) for file in files]
+
+
+def encode_mask(mask: NDArray[np.uint8]) -> bytes:
+    """Return a mask as a PNG with a palette: 0 is black, and neighbouring class numbers have colours that differ."""
+    from PIL import Image
+
+    hues = [colorsys.hsv_to_rgb(k * GOLDEN_ANGLE % 1, 0.8, 1) for k in range(255)]
+    picture = Image.frombytes("P", (mask.shape[1], mask.shape[0]), mask.tobytes())
+    picture.putpalette([0, 0, 0, *(int(255 * part) for hue in hues for part in hue)])
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _make_record(
-    runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples
+    runtime: Runtime,
+    path: Path,
+    answers: Prediction,
+    calls_ms: list[float],
+    samples: Samples,
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     names = [candidate.name for candidate in runtime.manifest.candidates]
-    n, y = len(answers.class_index), samples.y
-    by_class = {} if y is None else _compute_class_accuracies(runtime.task, answers, y)
+    problem = answers.problem
+    sureness = {"probabilities": answers.probabilities.tolist()} if problem.SHARED else {}
     return {
         "input": escape_controls(str(path)),
         "bundle": runtime.digest,
         "engine": runtime.engine,
         "mode": runtime.mode,
         "providers": list(runtime.providers),
-        "n": n,
-        "accuracy": None if y is None else float((answers.class_index == y).mean()),
-        "by_class": {name: {"n": count, "accuracy": share} for name, (count, share) in by_class.items()},
+        "n": len(answers),
+        **problem.make_figures(answers.answers, samples.y),
         "files": [escape_controls(file) for file in samples.files],
-        "predictions": answers.class_index.tolist(),
-        "class_names": answers.class_name,
-        "probability": answers.probabilities.max(axis=1).tolist(),
+        **problem.make_record(answers.answers, answers.usual),
+        **extra,
         "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
         "energies": dict(zip(names, _compute_mean_energies(answers), strict=True)),
         "by_sample": {
-            "probabilities": answers.probabilities.tolist(),
+            **sureness,
             "weights": answers.weights.tolist(),
             "energies": answers.energies.tolist(),
         },
@@ -202,30 +272,47 @@ def _compute_mean_energies(answers: Prediction) -> list[float | None]:
 
 
 def _render_table(
-    runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples
+    runtime: Runtime,
+    path: Path,
+    answers: Prediction,
+    calls_ms: list[float],
+    samples: Samples,
+    extra: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield a line per sample (class, probability, weights, energies, file), then the accuracy."""
+    """Yield a line per sample (class, probability, weights, energies, file), then the accuracy; or the like."""
     names = [candidate.name for candidate in runtime.manifest.candidates]
-    width = max(len("class"), *map(len, runtime.task.classes))
-    n = len(answers.class_index)
+    n, shown = len(answers), answers.select_rows(0, MAX_ROWS)
+    columns = shown.problem.make_columns(shown.answers, shown.usual)
+    if isinstance(decoded := extra.get("decoded"), list) and len(decoded) == n:
+        columns = (Column("decoded", tuple(msgspec.json.encode(one).decode() for one in decoded[:MAX_ROWS])),)
+    head, *rows = zip(*(column.format_cells() for column in columns), strict=True)
     yield f"{path}: {n} sample{'s' if n > 1 else ''}"
-    yield f"  {'class':<{width}}  probability  " + "  ".join(f"{name[:18]:>18}" for name in names)
-    for i in range(min(n, MAX_ROWS)):
-        index = answers.class_index[i]
+    yield f"  {'  '.join(head)}  " + "  ".join(f"{name[:18]:>18}" for name in names)
+    for i, row in enumerate(rows):
         mixed = zip(answers.weights[i], answers.energies[i], strict=True)
         file = f"  {escape_controls(samples.files[i])}" if samples.files else ""
         yield (
-            f"  {runtime.task.classes[index]:<{width}}  {answers.probabilities[i, index]:>11.4f}  "
+            f"  {'  '.join(row)}  "
             + "  ".join(f"{f'{weight:.3f} ({energy:+.2f})':>18}" for weight, energy in mixed)
             + file
         )
     if n > MAX_ROWS:
         yield f"  ... and {n - MAX_ROWS} more (--json shows all)"
+    if files := extra.get("mask_files"):
+        yield f"  {len(files)} mask{'s' if len(files) > 1 else ''} in {Path(files[0]).parent}"
     if samples.y is not None:
-        for name, (count, share) in _compute_class_accuracies(runtime.task, answers, samples.y).items():
-            yield f"  {name:<{width}}  accuracy {share:.4f} of {count}"
-        yield f"  accuracy {(answers.class_index == samples.y).mean():.4f}"
+        figures = answers.problem.make_figures(answers.answers, samples.y)
+        yield from _render_figures(answers.problem.SCORE, figures, len(head[0]))
     median, worst = np.median(calls_ms), np.percentile(calls_ms, 99)
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
     approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""
     yield f"  engine {runtime.engine}{approximate}, mode {runtime.mode}, {', '.join(runtime.providers)}"
+
+
+def _render_figures(score: str, figures: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield lines with the accuracy of each class, the score, and further figures, as far as there are any."""
+    for name, own in figures.get("by_class", {}).items():
+        yield f"  {name:<{width}}  accuracy {own['accuracy']:.4f} of {own['n']}"
+    for name, value in {score: figures[score], **figures.get("metrics", {})}.items():
+        if value is not None:
+            yield f"  {name} {value:.4f}"

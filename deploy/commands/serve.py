@@ -154,6 +154,13 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
         models += [_load_model(settings, *_parse_folder(folder), held, rules) for folder in folders]
         if settings.adapt_prior and not any(model.link for model in models):
             raise ConfigError("--adapt-prior is for a device: its validation samples say how its classes are shared")
+        if settings.adapt_prior and (
+            others := [m for m in models if m.link and not m.answers.runtime.task.problem.SHARED]
+        ):
+            raise ConfigError(
+                f"--adapt-prior is for classification, where classes have shares, and {others[0].name} is "
+                f"{others[0].answers.runtime.task.problem.NAME}: leave the option out"
+            )
         names = [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")

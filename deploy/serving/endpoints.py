@@ -21,7 +21,7 @@ from deploy.updates.answering import ActiveBundle
 from deploy.updates.drift import Drift
 from edge_agent.samples.answers import AnswerCount
 from fedge.bundle.manifest import Manifest, Reference
-from fedge.data.classes import HOW_TO_ADD
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.wire.messages import DriftKind
 
@@ -42,10 +42,12 @@ class FixedModel:
     def answer(self, x: protocol.Samples) -> Answer:
         """Predict raw samples."""
         prediction = self.runtime.predict(x)
-        self._drift.observe(prediction.weights, prediction.energies, prediction.probabilities)
+        problem, answers = self.runtime.task.problem, prediction.answers
+        shares, surprise = problem.get_shares(answers), problem.get_surprise(answers)
+        self._drift.observe(prediction.weights, prediction.energies, shares, surprise)
         return self.runtime, prediction
 
-    def add_feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
+    def add_feedback(self, x: protocol.Samples, y: NDArray[Any]) -> None:
         """Do nothing, as there is no other bundle to compare with."""
 
 
@@ -99,9 +101,9 @@ class ServedModel:
 
     async def _answer(self, body: bytes, header_bytes: int | None) -> protocol.Response:
         with self.statistics.read.measure():
-            request = protocol.decode(body, header_bytes)
+            request = protocol.decode(body, header_bytes, protocol.list_outputs(self.manifest))
             x = await self._load_samples(request.x)
-        y = None if request.label is None else self._parse_label(request.label, len(x))
+        y = None if request.target is None else self._parse_target(request.target, len(x))
         runtime, prediction = await self.batcher.predict(x)
         if y is not None:
             await self._take_label(x, y, runtime, prediction)
@@ -121,10 +123,8 @@ class ServedModel:
         with self.statistics.written.measure():
             return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 
-    async def _take_label(
-        self, x: NDArray[Any], y: NDArray[np.int64], runtime: Runtime, prediction: Prediction
-    ) -> None:
-        """Take the label that came with a request."""
+    async def _take_label(self, x: NDArray[Any], y: NDArray[Any], runtime: Runtime, prediction: Prediction) -> None:
+        """Take the target that came with a request."""
         loop = asyncio.get_running_loop()
         if self.feedback is None:
             await loop.run_in_executor(self.pictures, self.model.add_feedback, x, y)
@@ -159,40 +159,43 @@ class ServedModel:
             ConfigError: the feedback is malformed, does not fit the task, or has no place to go; the text says why.
             StoreError: it cannot be written.
         """
-        given = protocol.decode_feedback(body, header_bytes)
+        default = self.manifest.task.problem.get_default_target()
+        given = protocol.decode_feedback(body, header_bytes, needs_target=default is None)
         feedback = self.feedback
         if feedback is None:
             raise ConfigError(
                 self.no_store
                 or f"{self.name} is a bundle alone, which keeps no samples: serve a device's home (--home)"
             )
-        y = self._parse_labels(given.labels)
+        y = self._parse_targets(given.targets)
+        if default is not None and not given.targets:
+            y = np.repeat(default, len(given.ids) or len(await self._load_samples(given.x or ())))
         run = asyncio.get_running_loop().run_in_executor
         if given.x is None:
             work = partial(feedback.add_of_requests, given.ids, y, sensitive=given.sensitive)
             await run(self.pictures, work)
-            return protocol.encode_feedback(self.name, given, len(y))
+            return protocol.encode_feedback(self.name, given, len(y), len(y))
         x = await self._load_samples(given.x)
         if len(x) != len(y):
-            raise ConfigError(f"there are {len(x)} samples and {len(y)} labels; give one for each")
+            raise ConfigError(f"there are {len(x)} samples and {len(y)} {given.word}; give one for each")
         stored = await run(self.pictures, partial(feedback.add, x, y, sensitive=given.sensitive))
-        return protocol.encode_feedback(self.name, given, stored)
+        return protocol.encode_feedback(self.name, given, len(y), stored)
 
-    def _parse_labels(self, labels: Sequence[str]) -> NDArray[np.int64]:
-        classes = self.manifest.task.classes
-        if self.feedback is not None and not set(labels) <= set(classes):
-            classes = self.feedback.store.refresh_task().classes  # a class may have joined that no bundle knows yet
-        for label in labels:
-            if label not in classes:
-                known = f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:900]
-                raise ConfigError(f"{known}; {HOW_TO_ADD}")
-        return np.array([classes.index(label) for label in labels], np.int64)
+    def _parse_targets(self, targets: Sequence[Any]) -> NDArray[Any]:
+        """Return the converted targets of samples, (n, ...)."""
+        task = self.manifest.task
+        try:
+            return _read_targets(task, targets)
+        except ConfigError:
+            if self.feedback is None:
+                raise
+        return _read_targets(self.feedback.store.refresh_task(), targets)  # a class may have joined meanwhile
 
-    def _parse_label(self, label: str, n: int) -> NDArray[np.int64]:
-        """Return the class numbers (1,) of a request with n samples."""
+    def _parse_target(self, target: Any, n: int) -> NDArray[Any]:
+        """Return the converted target (1, ...) of a request with n samples."""
         if n != 1:
-            raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
-        return self._parse_labels([label])
+            raise ConfigError(f"the parameters label and target are for a request with one sample, not {n}")
+        return self._parse_targets([target])
 
     async def _load_samples(self, x: protocol.Samples | tuple[bytes, ...]) -> NDArray[Any]:
         runtime = self.model.runtime
@@ -200,6 +203,11 @@ class ServedModel:
             loop = asyncio.get_running_loop()
             x = await loop.run_in_executor(self.pictures, protocol.load_images, runtime.task, x)
         return runtime.add_batch_axis(x)
+
+
+def _read_targets(task: TaskSpec, targets: Sequence[Any]) -> NDArray[Any]:
+    found = [task.problem.read_target(target, task.input_shape) for target in targets]
+    return np.stack(found) if found else task.problem.make_no_targets(task.input_shape)
 
 
 def _get_outcome(error: BaseException) -> str | None:

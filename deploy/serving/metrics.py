@@ -69,7 +69,7 @@ def collect_metrics(
     by_class: Counter[tuple[str, ...]] = Counter()
     for model in models:
         found = labelled[model.name]
-        classes = model.feedback.store.refresh_task().classes if model.feedback and found else ()
+        classes = model.feedback.store.refresh_task().problem.name_groups() if model.feedback and found else ()
         for one in found:
             words = model.name, str(one.release), classes[one.label]
             by_class[(*words, "right")] += one.right

@@ -13,19 +13,20 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct
 from numpy.typing import NDArray
 
 from deploy.inference.prediction import Prediction
 from fedge.bundle.manifest import Manifest
 from fedge.data.preprocessing import choose_input_precision, load_image
+from fedge.data.problems.results import Result
 from fedge.data.scaling import explain_unfit
 from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, raise_as
@@ -39,6 +40,8 @@ DATATYPES: Final = {
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 """numpy type of each numeric datatype in binary. numpy lacks BF16, read here as the upper half of an FP32 number."""
+MAX_OUTPUTS: Final = 6
+"""Most outputs that a request may name; no model has more."""
 UNFIT: Final = (ValueError, OverflowError, RecursionError)
 """Errors raised when JSON elements cannot be converted to the wanted type."""
 _ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
@@ -54,24 +57,29 @@ class Request:
     """A parsed inference request.
 
     `x` holds raw samples, finite in single precision, or one PNG or JPEG file per sample. `outputs` maps the name of
-    each requested output to whether it is sent in binary. `label` is the true class name of a single sample, if the
-    client knows it.
+    each requested output to whether it is sent in binary. `target` is the true class name of a single sample, or its
+    true target of another kind, if the client knows it.
     """
 
     id: str | None
     x: Samples | tuple[bytes, ...]
     outputs: Mapping[str, bool]
-    label: str | None = None
+    target: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Parsed feedback: the true class names of samples, or of earlier requests by their ids; the other is empty."""
+    """Parsed feedback: the true targets of samples, or of earlier requests by their ids; the other is empty.
+
+    `targets` are as in JSON: names of classes, or what `Problem.read_target` takes. `word` is what the client calls
+    them.
+    """
 
     x: Samples | tuple[bytes, ...] | None
     ids: tuple[str, ...]
-    labels: tuple[str, ...]
+    targets: tuple[Any, ...]
     sensitive: bool
+    word: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +90,19 @@ class Response:
     header_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    datatype: str
-    values: Callable[[Prediction], Any]  # an array (n, ...), or n strings
-    columns: Callable[[Manifest], tuple[int, ...]]  # the shape of `values` without n
+def list_outputs(manifest: Manifest) -> dict[str, Result]:
+    """Return the outputs of a model by name: those of its task's problem, then those that all models have."""
+    task, each = manifest.task, (len(manifest.candidates),)
+    every = Result("weights", "FP32", each), Result("energies", "FP32", each), Result("outlier", "BOOL", ())
+    return {result.name: result for result in (*task.problem.list_results(task.input_shape), *every)}
 
 
-OUTPUTS: Final[Mapping[str, _Output]] = {
-    "probabilities": _Output("FP32", lambda p: p.probabilities, lambda m: (m.task.n_classes,)),
-    "class": _Output("INT64", lambda p: p.class_index, lambda _: ()),
-    "class_name": _Output("BYTES", lambda p: p.class_name, lambda _: ()),
-    "weights": _Output("FP32", lambda p: p.weights, lambda m: (len(m.candidates),)),
-    "energies": _Output("FP32", lambda p: p.energies, lambda m: (len(m.candidates),)),
-    "outlier": _Output("BOOL", lambda p: p.outlier, lambda _: ()),
-}
+def _compute_values(prediction: Prediction, names: Collection[str]) -> dict[str, Any]:
+    """Return arrays (n, ...) or n strings, at least those of the given names."""
+    every = {name: getattr(prediction, name) for name in ("weights", "energies", "outlier") if name in names}
+    if set(names) <= set(every):
+        return every
+    return every | prediction.problem.make_results(prediction.answers, prediction.usual)
 
 
 class _InputTensor(Struct, frozen=True):
@@ -116,7 +122,7 @@ class _Request(Struct, frozen=True):
     inputs: Annotated[tuple[_InputTensor, ...], Meta(min_length=1, max_length=16)]
     id: str | None = None
     parameters: Parameters = {}
-    outputs: Annotated[tuple[_OutputTensor, ...], Meta(max_length=len(OUTPUTS))] = ()
+    outputs: Annotated[tuple[_OutputTensor, ...], Meta(max_length=MAX_OUTPUTS)] = ()
 
 
 class _Feedback(Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,18 +131,21 @@ class _Feedback(Struct, frozen=True, forbid_unknown_fields=True):
     ids: Annotated[tuple[str, ...], Meta(max_length=MAX_SAMPLES)] = ()
     label: str | None = None
     labels: Annotated[tuple[str, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    target: Any = UNSET
+    targets: Annotated[tuple[Any, ...], Meta(max_length=MAX_SAMPLES)] = ()
     sensitive: bool = False
 
 
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def decode(body: bytes, header_bytes: int | None = None) -> Request:
+def decode(body: bytes, header_bytes: int | None, outputs: Iterable[str]) -> Request:
     """Parse an untrusted request.
 
     Args:
         body: a JSON object, which binary tensors may follow.
         header_bytes: length of the JSON object (Inference-Header-Content-Length); None if it is the whole body.
+        outputs: the names of the model's outputs.
 
     Raises:
         ConfigError: the request is malformed; the text says what to change.
@@ -149,14 +158,25 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     if names != [INPUT]:
         raise ConfigError(f"the inputs are {', '.join(names)[:200]}; give one, {INPUT}")
     tail = b"" if header_bytes is None else body[header_bytes:]
-    label = request.parameters.get("label")
+    selected = _select_outputs(request, tuple(outputs))
+    return Request(request.id, _decode_samples(request.inputs[0], tail), selected, _read_target(request.parameters))
+
+
+def _read_target(parameters: Parameters) -> Any:
+    """Return the parameter label, or else target, whose lists come as JSON text, since a parameter has no list."""
+    label, target = parameters.get("label"), parameters.get("target")
     if not (label is None or isinstance(label, str)):
         raise ConfigError("the parameter label must be the name of a class, as a string")
-    return Request(request.id, _decode_samples(request.inputs[0], tail), _select_outputs(request), label)
+    if isinstance(target, str) and target.startswith("["):
+        with raise_as(ConfigError, "the parameter target is no list in JSON", on=MALFORMED):
+            return msgspec.json.decode(target)
+    return target if label is None else label
 
 
-def decode_feedback(body: bytes, header_bytes: int | None = None) -> Feedback:
+def decode_feedback(body: bytes, header_bytes: int | None = None, *, needs_target: bool = True) -> Feedback:
     """Parse untrusted feedback; `header_bytes` is as for `decode`.
+
+    Unless it `needs_target`, feedback may tell no target, of all its samples.
 
     Raises:
         ConfigError: the feedback is malformed; the text says what to change.
@@ -167,28 +187,32 @@ def decode_feedback(body: bytes, header_bytes: int | None = None) -> Feedback:
         found = msgspec.json.decode(body[:header_bytes], type=_Feedback)
     ids = found.ids if found.id is None else (found.id, *found.ids)
     labels = found.labels if found.label is None else (found.label, *found.labels)
+    targets = found.targets if found.target is UNSET else (found.target, *found.targets)
+    if labels and targets:
+        raise ConfigError("give labels, the names of classes, or targets, but not both")
+    word, targets = ("targets", targets) if targets else ("labels", labels)
     if bool(found.inputs) == bool(ids):
         raise ConfigError(f"give the input {INPUT} or the id of an earlier request, and the label")
-    if not labels:
+    if not targets and needs_target:
         raise ConfigError("the label is missing: give the name of the true class as label, or labels for several")
     if ids:
-        if len(ids) != len(labels):
-            raise ConfigError(f"there are {len(ids)} ids and {len(labels)} labels; give one for each")
-        return Feedback(None, ids, labels, found.sensitive)
+        if len(ids) != len(targets) and (targets or needs_target):
+            raise ConfigError(f"there are {len(ids)} ids and {len(targets)} {word}; give one for each")
+        return Feedback(None, ids, targets, found.sensitive, word)
     if [tensor.name for tensor in found.inputs] != [INPUT]:
         raise ConfigError(f"give one input, {INPUT}")
     tail = b"" if header_bytes is None else body[header_bytes:]
-    return Feedback(_decode_samples(found.inputs[0], tail), (), labels, found.sensitive)
+    return Feedback(_decode_samples(found.inputs[0], tail), (), targets, found.sensitive, word)
 
 
-def _select_outputs(request: _Request) -> dict[str, bool]:
+def _select_outputs(request: _Request, known: tuple[str, ...]) -> dict[str, bool]:
     """Map each requested output to whether it is sent in binary; all outputs if the request names none."""
     default = request.parameters.get("binary_data_output") is True
-    asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
+    asked = request.outputs or tuple(_OutputTensor(name) for name in known)
     names = [tensor.name for tensor in asked]
-    unknown = sorted(set(names) - set(OUTPUTS))
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ConfigError(f"there is no output {unknown[0][:100]}; there are {', '.join(OUTPUTS)}")
+        raise ConfigError(f"there is no output {unknown[0][:100]}; there are {', '.join(known)}")
     if len(set(names)) < len(names):
         raise ConfigError("an output is named twice; name each once")
     if any("classification" in tensor.parameters for tensor in asked):
@@ -308,9 +332,9 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
     """Encode a model's prediction as the response to a request."""
     tensors: list[dict[str, Any]] = []
     tail: list[bytes] = []
+    outputs, found = list_outputs(manifest), _compute_values(prediction, request.outputs)
     for key, binary in request.outputs.items():
-        output = OUTPUTS[key]
-        values = output.values(prediction)
+        output, values = outputs[key], found[key]
         shape = [len(values)] if output.datatype == "BYTES" else list(values.shape)
         tensor = {"name": key, "datatype": output.datatype, "shape": shape}
         if binary:
@@ -325,9 +349,9 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
     return Response(b"".join([text, *tail]), len(text)) if tail else Response(text)
 
 
-def encode_feedback(name: str, feedback: Feedback, stored: int) -> Response:
-    """Encode the answer to feedback: how many labels there were, and how many samples of them were new."""
-    head: dict[str, Any] = {"model_name": name, "labels": len(feedback.labels), "stored": stored}
+def encode_feedback(name: str, feedback: Feedback, n: int, stored: int) -> Response:
+    """Encode the answer to feedback: how many labels or targets there were, and how many samples of them were new."""
+    head: dict[str, Any] = {"model_name": name, "labels": n, "stored": stored}
     if len(feedback.ids) == 1:
         head["id"] = feedback.ids[0]
     return Response(msgspec.json.encode(head))
@@ -369,8 +393,8 @@ def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
             }
         ],
         "outputs": [
-            {"name": key, "datatype": output.datatype, "shape": [-1, *output.columns(manifest)]}
-            for key, output in OUTPUTS.items()
+            {"name": key, "datatype": output.datatype, "shape": [-1, *output.shape]}
+            for key, output in list_outputs(manifest).items()
         ],
     }
 

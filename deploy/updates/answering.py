@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from deploy.inference.prior import ENOUGH, SharesEstimate
 from deploy.inference.runtime import Runtime, load_update
 from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
-from deploy.updates.quality import MAX_COMPARED, PairedTest, measure_home
+from deploy.updates.quality import MAX_COMPARED, PairedTest, explain_better, grade_answers, measure_home
 from deploy.updates.slots import Slots
 from fedge.bundle.manifest import Reference, compute_bundle_digest
 from fedge.data.validation import FILE, load_validation
@@ -162,31 +163,34 @@ class ActiveBundle:
             raise
         return runtime, self._record(runtime, own, given)
 
-    def add_feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
-        """Compare the running and the previous bundle on raw samples (n, ...) with true class numbers (n,).
+    def add_feedback(self, x: NDArray[Any], y: NDArray[Any]) -> None:
+        """Compare the running and the previous bundle on raw samples (n, ...) with converted targets (n, ...).
+
+        The targets of classification are class numbers; others are as `Problem.convert_targets` returns them.
 
         Both predict the samples as long as the device has the previous bundle and the evidence is insufficient.
         `worse_reason` gives the verdict; the owner of the slots acts on it.
 
         Raises:
-            ConfigError: the samples have another shape than the task's, or a label is not one of the task's classes.
+            ConfigError: the samples have another shape than the task's, or a target does not fit the task.
         """
         runtime = self._runtime
         x = runtime.add_batch_axis(x)
-        if y.shape != x.shape[:1] or ((y < 0) | (y >= runtime.task.n_classes)).any():
-            raise ConfigError(f"give a class number from 0 to {runtime.task.n_classes - 1} for each of the samples")
+        runtime.task.problem.check_targets(y, len(x), runtime.task.input_shape)
         with self._comparing:
             rival = self._find_rival()
             if rival is None:
                 return
-            now = runtime.predict(x).class_index == y
+            now = grade_answers(runtime.predict(x), y)
+            if now is None:
+                return
             try:
-                before = rival.predict(x).class_index == y
+                before = grade_answers(rival.predict(x), y)
             except Exception as error:  # noqa: BLE001 - the request was for the running bundle, which answered
                 log.warning("event=rival_failed bundle=%s error=%r", rival.digest, str(error))
-                before = np.zeros_like(now)
+                before = np.minimum(now, 0)
             with self._lock:
-                if runtime is self._runtime and rival is self._rival:
+                if before is not None and runtime is self._runtime and rival is self._rival:
                     self._paired.observe(before, now)
                     if self._paired.n >= MAX_COMPARED and not self._explain_worse():
                         self._stop_comparing()
@@ -200,6 +204,19 @@ class ActiveBundle:
             self.n_labelled += len(right)
             if bundle == self._runtime.digest:
                 self._drift.observe_labels(right, sure)
+
+    def record_grades(self, bundle: str, answers: Sequence[NDArray[np.floating]], y: NDArray[Any]) -> None:
+        """Record the true targets (n, ...) of answers that the bundle with this digest gave; they may contradict it.
+
+        Answers that are neither right nor wrong are graded against those at home, so they count once these are known.
+        """
+        problem = self._runtime.task.problem
+        grades = problem.grade_samples(answers, y)
+        with self._lock:
+            home = self._drift.home
+        usual = 1.0 if problem.RIGHT_OR_WRONG else None if home is None else home.usual_grade
+        if grades is not None and usual is not None:
+            self.record_labels(bundle, grades >= usual, problem.get_promise(answers))
 
     @property
     def worse_reason(self) -> str:
@@ -320,7 +337,8 @@ class ActiveBundle:
         """Return why labelled samples favour the previous bundle, or "". The lock is held."""
         if self._before is None or not self._paired.is_worse(self.limits.accuracy_drop):
             return ""
-        return "accuracy: the previous bundle is more accurate on the samples labelled since the switch"
+        right_or_wrong = self._runtime.task.problem.RIGHT_OR_WRONG
+        return explain_better("previous", "the samples labelled since the switch", right_or_wrong=right_or_wrong)
 
     def _activate(self, runtime: Runtime, before: str | None = None) -> None:
         """Put a bundle into service, not yet on trial; `before` is the digest of the bundle to compare it with."""
@@ -350,14 +368,15 @@ class ActiveBundle:
         """Count an answer of the bundle, and return it as it goes to the caller, perhaps `reweighed`."""
         complaint, given = "", reweighed or answer
         with self._lock:
-            n = len(answer.class_index)
+            n, problem = len(answer), runtime.task.problem
             self.n_predictions += n
             if runtime is not self._runtime:
                 return given
             self._failed_in_a_row = 0
             seen, flagged = self._outliers.seen + n, self._outliers.flagged + int(answer.outlier.sum())
             self._outliers = Outliers(seen=seen, flagged=flagged)
-            self._drift.observe(answer.weights, answer.energies, answer.probabilities)
+            shares, surprise = problem.get_shares(answer.answers), problem.get_surprise(answer.answers)
+            self._drift.observe(answer.weights, answer.energies, shares, surprise)
             if self._candidates is not None:
                 self._candidates.observe(answer.weights)
             if self._classes is not None:

@@ -88,7 +88,7 @@ def compute_verdict(refused: str, *, switched: bool) -> Phase:
     """Return the phase of a device that does not run a bundle; `refused` says why, `switched` whether it has run it."""
     if switched:
         return Phase.ROLLED_BACK
-    return Phase.KEPT if refused.startswith("accuracy:") else Phase.REFUSED
+    return Phase.KEPT if refused.startswith(("accuracy:", "score:")) else Phase.REFUSED
 
 
 def find_manifest_digest(rollout: Rollout) -> str | None:

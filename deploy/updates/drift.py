@@ -8,6 +8,9 @@ Three kinds can be told apart:
   shares do and the bundle is less sure.
 - labels: samples whose true class is known contradict the bundle although it is sure of its answers.
 
+A problem without classes has samples of a single class, so there are no shares. Where answers are not right or wrong,
+one counts as right if its grade (`Problem.grade_samples`) is not below those of all but the worst `POOR` at home.
+
 An alarm goes out only when recent answers fit again. A new bundle takes over the alarm of the one before, since its own
 reference may be made of the samples of former times.
 """
@@ -23,7 +26,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_reference
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, summarise_strangeness
 from fedge.bundle.manifest import Reference
 from fedge.wire.messages import Count, DriftKind
 
@@ -58,6 +61,8 @@ FALSE_ALARM: Final = 1e-3
 """Highest probability that labelled answers contradict a bundle that is as good as it promises."""
 PROMISE_MARGIN: Final = 0.05
 """Accuracy by which a bundle may stay below what it promises."""
+POOR: Final = 0.2
+"""Share of the answers at home that are poor, where answers have grades and are neither right nor wrong."""
 
 
 class Alarm(Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +86,7 @@ class HomeReference:
         rest: the mean free energy that shares and `by_class` do not explain.
         sure_by_class, sure_rest: the same of the largest probability, in place of the free energy.
         sure_std: its deviation.
+        usual_grade: grade from which on an answer counts as right; None without labels.
     """
 
     n: int
@@ -93,18 +99,28 @@ class HomeReference:
     sure_by_class: NDArray[np.float64]
     sure_rest: float
     sure_std: float
+    usual_grade: float | None = None
 
 
 def compute_home_reference(
-    probabilities: Floats, weights: Floats, energies: Floats, correct: NDArray[np.bool_] | None
+    probabilities: Floats,
+    weights: Floats,
+    energies: Floats,
+    correct: NDArray[np.bool_] | None,
+    surprise: Floats | None = None,
+    usual_grade: float | None = None,
 ) -> HomeReference | None:
-    """Return the reference from answers (n, C), (n, M), (n, M) and whether they are right, (n,); None without any."""
-    n, free = len(probabilities), compute_free_energy(weights, energies)
+    """Return the reference from answers (n, C), (n, M), (n, M) and whether they are right, (n,); None without any.
+
+    `surprise` (n,) counts in place of free energies, if the problem says one.
+    """
+    n, free = len(probabilities), compute_free_energy(weights, energies) if surprise is None else surprise
     kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
     if not kept.any():
         return None
-    free, p = free[kept], probabilities[kept].astype(np.float64)
-    found, sure = compute_reference(weights, energies), p.max(axis=1)
+    found = summarise_strangeness(free, weights)
+    free, p = np.asarray(free[kept], np.float64), probabilities[kept].astype(np.float64)
+    sure = p.max(axis=1)
     (by_class, rest), (sure_by_class, sure_rest) = _explain_by_class(p, free), _explain_by_class(p, sure)
     return HomeReference(
         n=len(free),
@@ -117,6 +133,7 @@ def compute_home_reference(
         sure_by_class=sure_by_class,
         sure_rest=sure_rest,
         sure_std=float(sure.std()),
+        usual_grade=usual_grade,
     )
 
 
@@ -214,9 +231,13 @@ class Drift:
         self._labelled: deque[_Labelled] = deque(maxlen=LABELS)
         self._seen = 0
 
-    def observe(self, weights: Floats, energies: Floats, probabilities: Floats) -> None:
-        """Add the outputs of a prediction, (n, M), (n, M), (n, C); samples without a usable candidate are ignored."""
-        free, entropy = compute_free_energy(weights, energies), compute_gate_entropy(weights)
+    def observe(self, weights: Floats, energies: Floats, probabilities: Floats, surprise: Floats | None = None) -> None:
+        """Add the outputs of a prediction, (n, M), (n, M), (n, C); samples without a usable candidate are ignored.
+
+        `surprise` (n,) counts in place of free energies, if the problem says one.
+        """
+        free = compute_free_energy(weights, energies) if surprise is None else surprise
+        entropy = compute_gate_entropy(weights)
         kept = np.isfinite(free) & np.isfinite(probabilities).all(axis=1)
         for free_energy, gate_entropy, sure in zip(free[kept], entropy[kept], probabilities[kept], strict=True):
             self._free.observe(float(free_energy))

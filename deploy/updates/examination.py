@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from deploy.inference.engines import EngineOptions
 from deploy.inference.runtime import load_update
-from deploy.updates.quality import Measurement, find_correct, measure_quality
+from deploy.updates.quality import Graded, Measurement, explain_better, grade_labelled, measure_quality
 from edge_agent.samples import SampleStore
 from edge_agent.samples.database import FOLDER
 from fedge.data.preprocessing import preprocess
@@ -35,9 +35,13 @@ NEWEST: Final = 200
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits on a new bundle's loss of accuracy and on its latency, and the length of its trial."""
+    """Limits on a new bundle's loss of accuracy and on its latency, and the length of its trial.
 
-    accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if few samples make it uncertain
+    `accuracy_drop` is a share of the validation samples or, where answers are not right or wrong, a difference of mean
+    grades (`Problem.grade_samples`); more if few samples make it uncertain.
+    """
+
+    accuracy_drop: NonNegative = 0.02
     latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # relative to the running bundle's median of single samples
     latency_slack_ms: NonNegative = 1.0  # allowed in addition, for very fast bundles
     latency_ms: NonNegative | None = None  # absolute limit, whatever the running bundle takes
@@ -58,14 +62,21 @@ class Examination(Struct, frozen=True, kw_only=True):
     warning: str = ""
 
 
-Correct = tuple[NDArray[np.bool_], NDArray[np.bool_]]
-"""Whether the running and the new bundle are right on each of some samples, (n,) each."""
+Grades = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""How good the answers of the running and the new bundle to some samples are, (n,) each; 1 right and 0 wrong."""
 
 
-def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits, newest: Correct | None = None) -> str:
+def explain_refusal(
+    before: Measurement | None,
+    now: Measurement,
+    limits: Limits,
+    newest: Grades | None = None,
+    *,
+    right_or_wrong: bool = True,
+) -> str:
     """Return why the new bundle must not serve, or "".
 
-    Accuracies are compared as `compare_accuracies` says. If the newest samples favour one bundle, they decide, since
+    Grades are compared as `compare_grades` says. If the newest samples favour one bundle, they decide, since
     they show what the device sees now; otherwise the validation samples do. All samples count, including sensitive
     ones, from which the running bundle may have learned. Since the verdict is reported, it contains no figure.
     """
@@ -75,26 +86,28 @@ def explain_refusal(before: Measurement | None, now: Measurement, limits: Limits
     allowed = compute_allowed_ms(None if before is None else before.quality, limits)
     if allowed is not None and latency > allowed:
         return "latency: the bundle takes longer for a sample than this device allows"
-    if newest is not None and (favoured := compare_accuracies(*newest, limits)):
-        return "" if favoured > 0 else "accuracy: the running bundle is more accurate on this device's newest samples"
-    if before is None or before.correct is None or now.correct is None:
+    if newest is not None and (favoured := compare_grades(*newest, limits)):
+        worse = explain_better("running", "this device's newest samples", right_or_wrong=right_or_wrong)
+        return "" if favoured > 0 else worse
+    if before is None or before.grades is None or now.grades is None:
         return ""
-    if compare_accuracies(before.correct, now.correct, limits) < 0:
-        return "accuracy: the running bundle is more accurate on this device's samples"
+    if compare_grades(before.grades, now.grades, limits) < 0:
+        return explain_better("running", "this device's samples", right_or_wrong=right_or_wrong)
     return ""
 
 
-def compare_accuracies(before: NDArray[np.bool_], now: NDArray[np.bool_], limits: Limits) -> int:
-    """Return -1 if the running bundle is more accurate, 1 if the new one is, 0 if neither clearly is.
+def compare_grades(before: NDArray[Any], now: NDArray[Any], limits: Limits) -> int:
+    """Return -1 if the running bundle is better, 1 if the new one is, 0 if neither clearly is.
 
-    The accuracies may differ by `accuracy_drop` or, if that is more, by one standard error of the mean difference
-    (paired by sample); a single sample decides nothing.
+    The mean grades, or accuracies, may differ by `accuracy_drop` or, if that is more, by one standard error of the mean
+    difference (paired by sample); a single sample decides nothing.
     """
     if not len(now):
         return 0
     difference = now.astype(np.float64) - before
     error = float(difference.std() / np.sqrt(len(difference)))
-    clear = abs(difference.sum()) > 1 and abs(difference.mean()) > max(limits.accuracy_drop, error)
+    alone = float(np.abs(difference).max())
+    clear = abs(difference.sum()) > alone and abs(difference.mean()) > max(limits.accuracy_drop, error)
     return int(np.sign(difference.sum())) if clear else 0
 
 
@@ -143,31 +156,35 @@ def examine_in_process(
         now = measure_quality(new, validation)
     except (FedgeError, OSError) as error:
         return Examination(reason=f"smoke-test: {error}"[:500])
-    before, newest = None, None
+    before: Measurement | None = None
+    newest: tuple[Graded | None, Graded | None] = (None, None)
     fresh, lost = _load_newest(home, new.task)
     if running is not None:
         try:
             old = load_update(running, how, again=True)
             before = measure_quality(old, validation)
-            newest = find_correct(old, fresh), find_correct(new, fresh)
+            newest = grade_labelled(old, fresh), grade_labelled(new, fresh)
         except (FedgeError, OSError):  # a broken running bundle is not a reference
-            before = newest = None
+            before, newest = None, (None, None)
     was, is_now = None if before is None else before.quality, now.quality
-    if was is not None and newest is not None and compare_accuracies(*newest, limits):
-        was, is_now = (_replace_accuracy(*each, fresh) for each in zip((was, is_now), newest, strict=True))
-    reason = explain_refusal(before, now, limits, newest)
+    old_graded, new_graded = newest
+    grades = None if old_graded is None or new_graded is None else (old_graded.grades, new_graded.grades)
+    if was is not None and grades is not None and compare_grades(*grades, limits):
+        was, is_now = _replace_score(was, old_graded), _replace_score(is_now, new_graded)
+    reason = explain_refusal(before, now, limits, grades, right_or_wrong=new.task.problem.RIGHT_OR_WRONG)
     return Examination(reason=reason, before=was, now=is_now, warning=warning or lost)
 
 
-def _replace_accuracy(quality: Quality, correct: NDArray[np.bool_], newest: Validation) -> Quality:
-    """Return the figures with the accuracy on the newest samples, which were decisive; only unmarked ones count."""
-    told = correct[newest.reportable]
-    return replace(quality, n=len(told), accuracy=float(told.mean())) if len(told) else quality
+def _replace_score(quality: Quality, newest: Graded | None) -> Quality:
+    """Return the figures with the score on the newest samples, which were decisive; only unmarked ones count."""
+    if newest is None or not newest.n_told:
+        return quality
+    return replace(quality, n=newest.n_told, accuracy=newest.score)
 
 
 def _load_newest(home: Path, task: TaskSpec) -> tuple[Validation, str]:
     """Load the newest labelled samples on which nothing has trained, as model inputs, and why there are none."""
-    nothing = Validation(np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64))
+    nothing = Validation(np.zeros((0, *task.input_shape), np.float32), task.problem.make_no_targets(task.input_shape))
     if not (home / FOLDER).is_dir():
         return nothing, ""
     try:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.inference.prediction import Prediction, join_predictions
 from deploy.inference.runtime import Runtime
-from deploy.updates.drift import HomeReference, compute_deviations, compute_home_reference
-from fedge.bundle.energies import compute_gate_entropy, compute_strangeness
+from deploy.updates.drift import POOR, HomeReference, compute_deviations, compute_home_reference
+from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_strangeness
 from fedge.bundle.manifest import Reference
+from fedge.data.problems.problem import Problem
 from fedge.data.validation import Validation
 from fedge.wire.messages import Quality
 
@@ -35,40 +37,50 @@ ERROR: Final = 0.01
 class Measurement:
     """A bundle's results on validation samples.
 
-    `quality` is the reportable part, on non-sensitive samples. `correct` (n,) is None without labels. `finite` is
-    whether all probabilities and energies are finite.
+    `quality` is the reportable part, on non-sensitive samples. `grades` (n,) say how good each answer is, 1 and 0 for
+    right and wrong classes; None without labels. `finite` is whether all answers and energies are finite.
     """
 
     quality: Quality
-    correct: NDArray[np.bool_] | None
+    grades: NDArray[np.float64] | None
     finite: bool
+
+
+class Graded(NamedTuple):
+    """The grades (n,) of answers to labelled samples, and the score on those of them that are not sensitive."""
+
+    grades: NDArray[np.float64]
+    n_told: int
+    score: float | None
 
 
 @dataclass(slots=True)
 class PairedTest:
-    """Compares two bundles on the same labelled samples, by the samples that only one of the bundles gets right."""
+    """Compares two bundles on the same labelled samples, by the samples on which one has a better grade."""
 
     n: int = 0
-    lost: int = 0  # only the previous bundle is right
-    won: int = 0  # only the new one is right
+    lost: int = 0  # the previous bundle is better, such as right where the new one is wrong
+    won: int = 0  # the new one is better
+    gap: float = 0.0  # by which the previous bundle's grades are larger in sum
 
-    def observe(self, before: NDArray[np.bool_], now: NDArray[np.bool_]) -> None:
-        """Add n samples, with whether the previous and the new bundle are right on each, (n,)."""
+    def observe(self, before: NDArray[Any], now: NDArray[Any]) -> None:
+        """Add n samples, with the grades of the previous and the new bundle on each, (n,)."""
         self.n += len(now)
-        self.lost += int((before & ~now).sum())
-        self.won += int((now & ~before).sum())
+        self.lost += int((before > now).sum())
+        self.won += int((now > before).sum())
+        self.gap += float((before.astype(np.float64) - now).sum())
 
     def is_worse(self, accuracy_drop: float) -> bool:
-        """Return whether the new bundle's accuracy is lower by more than `accuracy_drop`, beyond chance.
+        """Return whether the new bundle's mean grade (accuracy) is lower by more than `accuracy_drop`, beyond chance.
 
-        If both bundles were equally good, a sample that only one gets right would be lost or won with probability 1/2.
+        If both bundles were equally good, a sample on which one is better would be lost or won with probability 1/2.
         The evidence against that is the likelihood ratio, averaged over all other probabilities p (Robbins 1970),
 
             E = 2^(l + w) ∫ p^l (1 - p)^w dp = 2^(l + w) l! w! / (l + w + 1)!,
 
         which exceeds 1/`ERROR` with probability `ERROR` at most, however often it is checked (Ville's inequality).
         """
-        if self.lost - self.won <= accuracy_drop * self.n:
+        if self.gap <= accuracy_drop * self.n:
             return False
         log_e = (self.lost + self.won) * math.log(2) + math.lgamma(self.lost + 1) + math.lgamma(self.won + 1)
         return log_e - math.lgamma(self.lost + self.won + 2) > -math.log(ERROR)
@@ -85,21 +97,24 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
     if not answers:
         finite = bool(all(np.isfinite(each).all() for each in runtime.predict_inputs(single).answers))
         return Measurement(Quality(n=0, latency_ms=latency), None, finite=finite)
-    predicted = np.concatenate([answer.class_index for answer in answers])
-    problem = runtime.task.problem
-    free = np.concatenate([compute_strangeness(problem, a.answers, a.weights, a.energies) for a in answers])
-    entropy = np.concatenate([compute_gate_entropy(answer.weights) for answer in answers])
-    correct = None if validation.y is None else predicted == validation.y
+    problem, whole = runtime.task.problem, join_predictions(answers)
+    strange = compute_strangeness(problem, whole.answers, whole.weights, whole.energies)
+    free = compute_free_energy(whole.weights, whole.energies)
+    entropy, told = compute_gate_entropy(whole.weights), [each[reportable] for each in whole.answers]
+    grades = grade_answers(whole, validation.y)
+    score = None
+    if validation.y is not None and grades is not None and reportable.any():
+        score = problem.compute_score(told, validation.y[reportable])
     return Measurement(
         Quality(
             n=int(reportable.sum()),
-            accuracy=None if correct is None or not reportable.any() else float(correct[reportable].mean()),
+            accuracy=score,
             gate_entropy=_compute_indecision(entropy[reportable], len(runtime.manifest.candidates)),
-            free_energy=_compute_shift(free[reportable], runtime),
+            free_energy=_compute_shift(strange[reportable], runtime),
             latency_ms=latency,
         ),
-        correct,
-        finite=all(np.isfinite(each).all() for each in (free, *(a for answer in answers for a in answer.answers))),
+        grades,
+        finite=all(np.isfinite(each).all() for each in (free, strange, *whole.answers)),
     )
 
 
@@ -110,24 +125,52 @@ def measure_home(runtime: Runtime, validation: Validation) -> HomeReference | No
     if not len(kept):
         return None
     answers = [runtime.predict_inputs(validation.x[kept[i : i + HOME_BATCH]]) for i in range(0, len(kept), HOME_BATCH)]
-    predicted = np.concatenate([answer.class_index for answer in answers])
+    problem, whole = runtime.task.problem, join_predictions(answers)
+    grades = grade_answers(whole, None if validation.y is None else validation.y[kept])
+    usual = find_usual_grade(problem, grades)
     return compute_home_reference(
-        np.concatenate([answer.probabilities for answer in answers]),
-        np.concatenate([answer.weights for answer in answers]),
-        np.concatenate([answer.energies for answer in answers]),
-        None if validation.y is None else predicted == validation.y[kept],
+        problem.get_shares(whole.answers),
+        whole.weights,
+        whole.energies,
+        None if grades is None or usual is None else grades >= usual,
+        problem.get_surprise(whole.answers),
+        usual,
     )
 
 
-def find_correct(runtime: Runtime, samples: Validation) -> NDArray[np.bool_]:
-    """Return whether a bundle is right on each labelled sample, (n,)."""
+def explain_better(which: str, samples: str, *, right_or_wrong: bool) -> str:
+    """Return that a bundle, such as the running one, has better grades on some samples, which is a reason."""
+    word, how = ("accuracy", "more accurate") if right_or_wrong else ("score", "better")
+    return f"{word}: the {which} bundle is {how} on {samples}"
+
+
+def grade_answers(answers: Prediction, y: NDArray[Any] | None) -> NDArray[np.float64] | None:
+    """Return the grade of each answer, (n,); None without targets, or if only the user's own code can grade."""
+    return None if y is None else answers.problem.grade_samples(answers.answers, y)
+
+
+def find_usual_grade(problem: Problem, grades: NDArray[np.float64] | None) -> float | None:
+    """Return the grade from which on an answer counts as right; None without grades."""
+    if grades is None or not len(grades):
+        return None
+    return 1.0 if problem.RIGHT_OR_WRONG else float(np.quantile(grades, POOR, method="lower"))
+
+
+def grade_labelled(runtime: Runtime, samples: Validation) -> Graded | None:
+    """Grade a bundle's answers to labelled samples; None without any, or if only the user's own code can grade."""
     assert samples.y is not None
-    found = [runtime.predict_inputs(samples.x[i : i + BATCH]).class_index for i in range(0, len(samples.y), BATCH)]
-    correct: NDArray[np.bool_] = np.concatenate([*found, np.zeros(0, np.int64)]) == samples.y
-    return correct
+    if not len(samples.y):
+        return None
+    found = [runtime.predict_inputs(samples.x[i : i + BATCH]) for i in range(0, len(samples.y), BATCH)]
+    whole = join_predictions(found)
+    grades, told = grade_answers(whole, samples.y), samples.reportable
+    if grades is None:
+        return None
+    score = runtime.task.problem.compute_score([each[told] for each in whole.answers], samples.y[told])
+    return Graded(grades, int(told.sum()), score)
 
 
-def _compute_shift(free: NDArray[np.float64], runtime: Runtime) -> float | None:
+def _compute_shift(free: NDArray[np.floating], runtime: Runtime) -> float | None:
     """Return the shift of the samples' mean free energy from the reference, in deviations, or None if unknown."""
     reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
     if not isinstance(reference, Reference) or not len(usable):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from edge_agent.samples import SampleStore
 from edge_agent.samples.past import SET_ASIDE, examine_past, preserve_frame, recall_frame, turn_inputs
 from edge_agent.samples.sources import identify_source, place_source, read_further, was_seen
-from fedge.data.classes import HOW_TO_ADD
 from fedge.data.preprocessing import preprocess, turn_images
+from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError
@@ -144,6 +144,8 @@ class OwnSamples:
 
         `numbers`: those of the stored samples, which came last.
         """
+        if not self._task.problem.RIGHT_OR_WRONG:  # what is not of one class contradicts nothing
+            return np.zeros(len(arrived.rows), np.int64), 0
         noted, noted_quarters = self._store.load_present()
         known = arrived.n_source + int((numbers < noted).sum()) if noted else 0
         marks = arrived.sensitive

@@ -25,6 +25,8 @@ from fedge.system.text import Heading, escape_controls, format_time
 
 log = logging.getLogger("fedge.agent")
 
+MAX_TOLD = 64
+"""Most numbers of a target that JSON has; of a larger one, such as a mask, it has a description."""
 PLACES = {TRAIN: "training", VALIDATION: "validation", TEST: "test"}
 _json = json_option()
 _home = click.argument("home", type=click.Path(path_type=Path))
@@ -65,7 +67,7 @@ def samples() -> None:
 @last_option(20)
 @_json
 def list_(home: Path, name: str | None, *, unlabelled: bool, last: int, as_json: bool) -> None:
-    """List the newest samples, and how many there are of each class.
+    """List the newest samples with their targets, and how many there are of each class.
 
     Examples:
       fedge samples list cam1
@@ -78,11 +80,11 @@ def list_(home: Path, name: str | None, *, unlabelled: bool, last: int, as_json:
         found = store.list_samples(label=label, labelled=False if unlabelled else None, limit=last)
         totals = store.count_samples()
         if as_json:
-            told = {"totals": totals, "samples": found, "arrived": store.n_arrived, "version": store.data_version}
-            click.echo(msgspec.json.encode(told).decode())
+            told = {"totals": totals, "samples": [make_record(store, one) for one in found], "arrived": store.n_arrived}
+            click.echo(msgspec.json.encode(told | {"version": store.data_version}).decode())
             return
         for sample in reversed(found):
-            click.echo(describe_sample(store.task, sample))
+            click.echo(describe_sample(store, sample))
         for total in totals:
             marked = ", sensitive" if total.sensitive else ""
             click.echo(f"{get_name(store.task, total.label)}{marked}: {total.n} samples, {total.size / 1e6:.1f} MB")
@@ -108,9 +110,9 @@ def show(home: Path, number: int, image: Path | None, *, as_json: bool) -> None:
             write_atomically(image, encode_picture(store.require_task(), x))
         facts = {"shape": x.shape, "min": float(x.min()), "mean": float(x.mean()), "max": float(x.max())}
         if as_json:
-            click.echo(json.dumps(msgspec.to_builtins(sample) | facts))
+            click.echo(json.dumps(msgspec.to_builtins(make_record(store, sample)) | facts))
         else:
-            click.echo(describe_sample(store.task, sample))
+            click.echo(describe_sample(store, sample))
             click.echo(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
@@ -189,8 +191,9 @@ def export(home: Path, file: Path, *, with_sensitive: bool, as_json: bool) -> No
     if task is None or not kept.any():
         raise ConfigError(f"{home} has no labelled samples to export")
     buffer = io.BytesIO()
-    arrays = {"x": found.x[kept], "y": found.y[kept], "split": found.place[kept], "sensitive": found.sensitive[kept]}
-    np.savez(buffer, classes=np.array(task.classes), **arrays)  # type: ignore[arg-type]  # allow_pickle is not an array
+    y, names = task.problem.restore_targets(found.y[kept]), {"classes": np.array(task.classes)} if task.classes else {}
+    arrays = {"x": found.x[kept], "y": y, "split": found.place[kept], "sensitive": found.sensitive[kept]}
+    np.savez(buffer, **names, **arrays)  # type: ignore[arg-type]  # allow_pickle is not an array
     write_atomically(file, buffer.getvalue())
     _print({"exported": int(kept.sum()), "file": str(file)}, f"{kept.sum()} samples in {file}", as_json=as_json)
 
@@ -268,16 +271,31 @@ def collect(home: Path, sources: tuple[Path, ...], *, once: bool, every: float, 
 
 
 def get_name(task: TaskSpec | None, label: int | None) -> str:
-    """Return the name of a class in words."""
-    return "without a label" if label is None else task.classes[label] if task else str(label)
+    """Return the name of a class or group in words."""
+    if label is None or task is None:
+        return "without a label" if label is None else str(label)
+    names = task.problem.name_groups()
+    return names[label] if names else "with a target"
 
 
-def describe_sample(task: TaskSpec | None, sample: Sample) -> str:
+def describe_sample(store: SampleStore, sample: Sample) -> str:
     """Describe a sample in one line."""
     marked = ", sensitive" if sample.sensitive else ""
-    name, place = get_name(task, sample.label), PLACES[sample.place]
+    name, place = get_name(store.task, sample.label), PLACES[sample.place]
+    if store.task is not None and (target := store.read_target(sample.number)) is not None:
+        name = store.task.problem.describe_target(target)
     what = f"{name}, {place}{marked}, from {sample.origin}, {sample.size} bytes"
     return escape_controls(f"{sample.number:>8}  {format_time(sample.at)}  {what}")
+
+
+def make_record(store: SampleStore, sample: Sample) -> Any:
+    """Return what is known of a sample as JSON has it, with a target that is more than its class or group."""
+    task = store.task
+    if task is None or task.problem.GROUPED or (target := store.read_target(sample.number)) is None:
+        return sample
+    own = task.problem.restore_targets(target)
+    told = own.tolist() if own.size <= MAX_TOLD else task.problem.describe_target(target)
+    return msgspec.to_builtins(sample) | {"target": told}
 
 
 def encode_picture(task: TaskSpec, x: np.ndarray[Any, Any]) -> bytes:

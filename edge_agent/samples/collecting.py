@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_agent.samples.database import Database
 from edge_agent.samples.places import compute_digests
@@ -85,12 +86,16 @@ def _collect_rows(store: SampleStore, task: TaskSpec, file: Path, found: Collect
         return
     rows = list(read_rows(task, file))
     digests = compute_digests(preprocess(task, np.stack([row.x for row in rows]))) if rows else []
-    keys = [digest + repr(row.label).encode() for digest, row in zip(digests, rows, strict=True)]
+    keys = [digest + _format_target(row.label).encode() for digest, row in zip(digests, rows, strict=True)]
     n = int(count or 0)
     if n > len(rows) or compute_digest(*keys[:n]) != beginning:  # written anew; the store knows what it has
         n = 0
     add_arriving(store, rows[n:], found)
     _save_taken(store.database, {at: f"{version}|{len(rows)}|{compute_digest(*keys)}"})
+
+
+def _format_target(target: int | NDArray[Any] | None) -> str:
+    return repr(None if target is None else np.asarray(target).tolist())
 
 
 def add_arriving(store: SampleStore, rows: Iterable[Arriving], found: Collected) -> None:

@@ -1,7 +1,7 @@
 """The file HOME/samples/samples.db: its tables, and transactions that survive kill -9 and a power cut.
 
-Labels are class numbers, -1 without a label. Everything is kept apart for sensitive samples (1) and all others (0), so
-that sensitive samples shape nothing about the others.
+Labels are class numbers, or numbers of other groups of samples (`Problem.find_group`), -1 without a label. Everything
+is kept apart for sensitive samples (1) and all others (0), so that sensitive samples shape nothing about the others.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ CREATE TABLE IF NOT EXISTS taken (path TEXT PRIMARY KEY, version TEXT NOT NULL) 
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
 PRAGMA user_version = 1;
 """
+TARGETS: Final = (
+    "CREATE TABLE IF NOT EXISTS targets (number INTEGER PRIMARY KEY, dtype TEXT NOT NULL, target BLOB NOT NULL)",
+    "CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON samples BEGIN "
+    "DELETE FROM targets WHERE number = old.number; END",
+)
+"""The targets of samples, by their numbers, of tasks whose targets are more than a class or a mark."""
 """`places`: of the samples in the device's source, the nth of a digest. `decisions`: what the owner deleted or marked,
 so that it does not come back. `taken`: watched files whose samples came already. `facts`: the task, the counters, and
 what the source was when it was read last."""

@@ -54,8 +54,9 @@ class Decision(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def label(home: Path, port: int, *, as_json: bool) -> int:
     """Label a device's inputs on a page of this machine, by keyboard, until Ctrl-C or SIGTERM.
 
-    Inputs without a label are kept only if samples.toml of HOME has `unlabelled`. The keys 1 to 9 and the letters
-    choose the class, the arrow keys go back and forth; space marks a sample as sensitive, Delete deletes it.
+    This is for tasks with classes. Inputs without a label are kept only if samples.toml of HOME has `unlabelled`. The
+    keys 1 to 9 and the letters choose the class, the arrow keys go back and forth; space marks a sample as sensitive,
+    Delete deletes it.
 
     Examples:
       fedge label cam1
@@ -68,7 +69,13 @@ def label(home: Path, port: int, *, as_json: bool) -> int:
         click.echo(json.dumps({"url": url}) if as_json else f"label at {url}")
 
     with open_store(home) as store:
-        store.require_task()
+        task = store.require_task()
+        if not task.classes:
+            raise ConfigError(
+                f"`fedge label` gives samples one of several classes, and task {task.name} has none: its problem is "
+                f"{task.problem.NAME}; send targets to `fedge serve` as feedback, or add an .npz with x and y by "
+                "`fedge samples add`"
+            )
         asyncio.run(_serve(store, port, announce))
     return INTERRUPTED
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images, npz, tables
-from fedge.data.classes import HOW_TO_ADD
 from fedge.data.preprocessing import load_image
-from fedge.data.problems.labels import require_class_numbers, require_whole_numbers
+from fedge.data.problems.labels import require_whole_numbers
+from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.system.text import suggest_nearest
@@ -23,10 +23,10 @@ ARRAYS: Final = ("x", "y", "sensitive")
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A raw sample that arrives, with its class number if it has one, its mark and its origin."""
+    """A raw sample that arrives, with its class number or converted target if it has one, its mark and its origin."""
 
     x: NDArray[Any]
-    label: int | None
+    label: int | NDArray[Any] | None
     sensitive: bool
     origin: str
 
@@ -34,12 +34,16 @@ class Arriving:
 def read_image(task: TaskSpec, folder: Path, name: str, *, label: int | None, marked: bool) -> Arriving:
     """Read an image of a folder; without a `label`, that of its own folder's name, or none if it lies in no folder.
 
+    A task whose samples have a target if nothing is told of them needs no such folders.
+
     Raises:
         ConfigError: it cannot be read, or its folder is no class of the task.
     """
-    if label is None and "/" in name:
-        label = find_class(task, PurePosixPath(name).parent.name)
-    return Arriving(load_image(task, folder / name), label, marked, f"folder:{name}")
+    problem, own, default = task.problem, PurePosixPath(name).parent.name, task.problem.get_default_target()
+    if label is None and own and problem.GROUPED and (default is None or own in problem.name_groups()):
+        label = find_class(task, own)
+    target = default if label is None else label
+    return Arriving(load_image(task, folder / name), target, marked, f"folder:{name}")
 
 
 def find_class(task: TaskSpec, name: str) -> int:
@@ -48,10 +52,13 @@ def find_class(task: TaskSpec, name: str) -> int:
     Raises:
         ConfigError: the task has no class of this name.
     """
-    if name not in task.classes:
-        hint = suggest_nearest(name, task.classes)
-        raise ConfigError(f"{name} is no class of the task ({', '.join(task.classes)}){hint}; {HOW_TO_ADD}")
-    return task.classes.index(name)
+    classes = task.problem.name_groups()
+    if not classes:
+        raise ConfigError(f"{name} is no class, since task {task.name} has none: its problem is {task.problem.NAME}")
+    if name not in classes:
+        hint = suggest_nearest(name, classes)
+        raise ConfigError(f"{name} is no class of the task ({', '.join(classes)}){hint}; {HOW_TO_ADD}")
+    return classes.index(name)
 
 
 def list_images(folder: Path) -> tuple[list[str], frozenset[str]]:
@@ -80,9 +87,9 @@ def read_rows(task: TaskSpec, file: Path, *, label: int | None = None) -> Iterat
     if "x" not in found:
         raise ConfigError(f"{file} has no array x, the samples")
     x, n = found["x"], len(found["x"])
-    labels: list[int | None] = [label] * n
+    labels: list[int | NDArray[Any] | None] = [task.problem.get_default_target() if label is None else label] * n
     if "y" in found:
-        labels = [*require_class_numbers(found["y"], n, task.n_classes, f"{file}: y").tolist()]
+        labels = [*task.problem.convert_targets(found["y"], n, task.input_shape, f"{file}: y")]
     marks = require_whole_numbers(found.get("sensitive", np.zeros(n, np.bool_)), n, 1, f"{file}: sensitive")
     for one, own, marked in zip(x, labels, marks.tolist(), strict=True):
         yield Arriving(one, own, bool(marked), f"file:{file.name}")

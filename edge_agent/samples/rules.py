@@ -25,7 +25,7 @@ from fedge.system.text import suggest_nearest
 
 FILE: Final = "samples.toml"
 Predicate = Callable[[NDArray[Any], "str | None", str], object]
-"""(raw sample, class name or None, origin) -> whether the sample is sensitive."""
+"""(raw sample, name of its class, or of its labels with commas, or None, origin) -> whether the sample is sensitive."""
 
 
 class SampleSettings(Struct, frozen=True, kw_only=True):
@@ -71,21 +71,21 @@ class Rules:
         """Most bytes of labelled samples, and again of sensitive ones."""
         return int(self.settings.max_mb * 1e6)
 
-    def is_sensitive(self, x: NDArray[Any], name: str | None, origin: str) -> bool:
-        """Return whether a raw sample of a class, None without a label, is sensitive by rule.
+    def is_sensitive(self, x: NDArray[Any], names: Sequence[str], origin: str) -> bool:
+        """Return whether a raw sample of some classes or labels, none without a target, is sensitive by rule.
 
         Raises:
             ConfigError: the owner's function fails; the sample must not count as free of marks.
         """
         folder = origin.partition(":")[2]
-        if name in self.classes or any(
+        if not set(self.classes).isdisjoint(names) or any(
             fnmatch(folder, pattern) or fnmatch(folder, f"{pattern}/*") for pattern in self.folders
         ):
             return True
         if self.predicate is None:
             return False
         try:
-            return bool(self.predicate(x, name, origin))
+            return bool(self.predicate(x, ", ".join(names) or None, origin))
         except FAILURES as error:
             raise ConfigError(f"{self.settings.sensitive_when} of {FILE} fails: {describe_error(error)}") from error
 

@@ -4,9 +4,11 @@
         store.add(x, 3, origin="python")
 
 A sample is *raw*, as the runtime takes it for `predict` and before preprocessing, everywhere in this module. What `add`
-has returned from is on the disk. A sample counts once: the same input with the same label is known already.
+has returned from is on the disk. A sample counts once: the same input with the same label is known already. Of
+other targets than classes, such as numbers or masks, a newer one of the same input takes the place of the older one.
 
-What goes first when the store is full: the oldest sample of the class that exceeds its limit, or of the fullest class
+What goes first when the store is full: the oldest sample of the class (or group, `Problem.find_group`) that exceeds its
+limit, or of the fullest class
 if all together are too many bytes. A share of each class (`keep_old`) is exempt: an even choice of all its samples that
 ever came, which guards what was learned before. Sensitive samples have limits of their own, so they shape nothing about
 the others.
@@ -31,11 +33,13 @@ from numpy.typing import NDArray
 
 from edge_agent.samples import answers
 from edge_agent.samples.answers import AnswerCount, Answered
-from edge_agent.samples.database import OVERHEAD, UNLABELLED, Database, get_fact, save_fact
+from edge_agent.samples.database import OVERHEAD, TARGETS, UNLABELLED, Database, get_fact, save_fact
 from edge_agent.samples.places import choose_place, compute_digests, compute_rank
 from edge_agent.samples.rules import read_rules, require_classes
-from fedge.data.classes import HOW_TO_ADD, has_grown
+from fedge.data.classes import has_grown
 from fedge.data.preprocessing import choose_input_precision, preprocess, reshape_samples
+from fedge.data.problems.names import HOW_TO_ADD
+from fedge.data.problems.problem import Problem
 from fedge.data.task import TRAIN, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, DamagedError, raise_as
 
@@ -49,10 +53,10 @@ _COLUMNS: Final = "number, label, sensitive, place, at, origin, size"
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Labelled samples in order of arrival: raw x (n, ...), y (n,) int64, marks, places, times and numbers (n,)."""
+    """Labelled samples in order of arrival: raw x (n, ...), converted targets y (n, ...), and (n,) of all else."""
 
     x: NDArray[Any]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     sensitive: NDArray[np.bool_]
     place: NDArray[np.int64]
     at: NDArray[np.float64]
@@ -60,7 +64,10 @@ class Labelled:
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """What is known of a sample besides its numbers; `label` is None without a label, `size` its bytes on the disk."""
+    """What is known of a sample besides its numbers; `label` is its class or group, None without a target.
+
+    `size` is its bytes on the disk.
+    """
 
     number: int
     label: int | None
@@ -95,11 +102,12 @@ class SampleStore:
         try:
             self.task = self._settle_task(task)
             if self.task is not None:
-                require_classes(self.rules, self.task.classes)
+                require_classes(self.rules, self.task.problem.list_names())
+                self._make_room_for_targets(self.task.problem)
         except BaseException:
             self.database.close()
             raise
-        self._recent: OrderedDict[str, tuple[NDArray[Any], Answered]] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[NDArray[Any], Answered | None]] = OrderedDict()
         self._recent_bytes = 0
         self._remembering = threading.Lock()
 
@@ -114,6 +122,13 @@ class SampleStore:
     def close(self) -> None:
         """Close the store."""
         self.database.close()
+
+    def _make_room_for_targets(self, problem: Problem) -> None:
+        """Make the table of targets if the task needs it."""
+        if not problem.GROUPED:
+            with self.database.write() as db:
+                for statement in TARGETS:
+                    db.execute(statement)
 
     def _settle_task(self, task: TaskSpec | None) -> TaskSpec | None:
         """Return the task with which samples are read, and note one that has more classes than the noted one.
@@ -153,19 +168,41 @@ class SampleStore:
         Raises:
             ConfigError: there is no class of this number.
         """
+        names = self.require_task().problem.name_groups()
+        if label >= len(names):
+            names = self.refresh_task().problem.name_groups()
+        if not 0 <= label < len(names):
+            raise ConfigError(f"the label {label} is not one of the {len(names)} classes; {HOW_TO_ADD}")
+        return names[label]
+
+    def _find_group(self, target: int | NDArray[Any]) -> tuple[int, tuple[str, ...]]:
+        """Return the class or group of a target, and the names of the classes that it has.
+
+        Raises:
+            ConfigError: there is no such class, or the target does not fit the task.
+        """
         task = self.require_task()
-        if label >= task.n_classes:
-            task = self.refresh_task()
-        if not 0 <= label < task.n_classes:
-            raise ConfigError(f"the label {label} is not one of the {task.n_classes} classes; {HOW_TO_ADD}")
-        return task.classes[label]
+        if task.problem.GROUPED:
+            return int(target), (self._find_class(int(target)),)
+        found = np.asarray(target)
+        task.problem.check_targets(found[np.newaxis], 1, task.input_shape)
+        return task.problem.find_group(found), task.problem.find_names(found)
+
+    def convert_target(self, value: Any) -> NDArray[Any]:
+        """Return a target as `add` takes it, of one in its own units: a number, names of labels, a mask, and so on.
+
+        Raises:
+            ConfigError: it does not fit the task; the text says what to give.
+        """
+        task = self.require_task()
+        return task.problem.read_target(value, task.input_shape)
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
     def add(
         self,
         x: NDArray[Any],
-        label: int | None,
+        target: int | NDArray[Any] | None,
         *,
         origin: str,
         sensitive: bool = False,
@@ -176,7 +213,8 @@ class SampleStore:
 
         Args:
             x: one sample in a shape that `predict` takes, without a batch axis.
-            label: its class number; None for an input without a label, which is kept only if the owner says so.
+            target: its class number, or the target that `convert_target` returns; None for an input without one, which
+                is kept only if the owner says so.
             origin: where it came from: a word, or `word:path`.
             sensitive: whether it is marked; the owner's rules may mark it, too.
             answered: what the bundle in service had answered, for the accuracy at work.
@@ -189,20 +227,21 @@ class SampleStore:
             ConfigError: the sample does not fit the task or the limits, or the owner's predicate fails.
             StoreError: it cannot be written.
         """
-        if label is None and not self.keeps_unlabelled:
+        if target is None and not self.keeps_unlabelled:
             return None
-        name = None if label is None else self._find_class(label)
+        group, names = (UNLABELLED, ()) if target is None else self._find_group(target)
         shaped, digest = self._prepare(self.require_task(), x)
-        marked = sensitive or self.rules.is_sensitive(shaped, name, origin)
+        marked = sensitive or self.rules.is_sensitive(shaped, names, origin)
         now = time.time() if at is None else at
         with self.database.write() as db:
             decisions = _find_decisions(db, digest)
             marked = marked or decisions.get(False) == "marked"
             if "deleted" in {decisions.get(False), decisions.get(True) if marked else None}:
                 return None
-            if answered is not None and label is not None:
-                answers.record_answer(db, digest, label, answered, sensitive=marked, at=now)
-            return self._insert(db, shaped, digest, UNLABELLED if label is None else label, marked, now, origin)
+            if answered is not None and target is not None:
+                answers.record_answer(db, digest, group, answered, sensitive=marked, at=now)
+            own = None if target is None or self.require_task().problem.GROUPED else np.asarray(target)
+            return self._insert(db, shaped, digest, group, marked, now, origin, own)
 
     def _insert(
         self,
@@ -213,19 +252,24 @@ class SampleStore:
         sensitive: bool,
         at: float,
         origin: str,
+        target: NDArray[Any] | None,
     ) -> int | None:
-        known = "SELECT 1 FROM samples WHERE digest = ? AND sensitive = ? AND (label = ? OR ? = -1)"
-        if db.execute(known, (digest, sensitive, label, label)).fetchone():
+        known = "SELECT number FROM samples WHERE digest = ? AND sensitive = ? AND (label = ? OR ? = -1)"
+        found = db.execute(known, (digest, sensitive, label, label)).fetchone()
+        if found and (target is None or _read_target(db, found[0]) == (target.dtype.str, target.tobytes())):
             return None
-        unlabelled = "DELETE FROM samples WHERE digest = ? AND sensitive = ? AND label = -1"
-        db.execute(unlabelled, (digest, sensitive))
+        before = "DELETE FROM samples WHERE digest = ? AND sensitive = ?" + " AND label = -1" * (target is None)
+        db.execute(before, (digest, sensitive))
         place = find_place(db, digest, sensitive=sensitive)
-        row = digest, compute_rank(digest), label, sensitive, place, at, origin, x.nbytes + OVERHEAD, x.dtype.str
+        size = x.nbytes + OVERHEAD + (0 if target is None else target.nbytes)
+        row = digest, compute_rank(digest), label, sensitive, place, at, origin, size, x.dtype.str
         columns = "digest, rank, label, sensitive, place, at, origin, size, dtype, x"
         number = db.execute(
             f"INSERT INTO samples ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 - our own names
             (*row, x.tobytes()),
         ).lastrowid
+        if target is not None:
+            db.execute("INSERT INTO targets VALUES (?, ?, ?)", (number, target.dtype.str, target.tobytes()))
         if label != UNLABELLED:
             count_change(db, arrived=1, sensitive=sensitive)
         self._make_room(db, label, sensitive)
@@ -284,8 +328,8 @@ class SampleStore:
 
     # ------------------------------------------------------------------------------------------------ labels that come
 
-    def remember(self, request: str, x: NDArray[Any], answered: Answered) -> None:
-        """Remember a request in this process, so that its label may come later (`add_label`); the oldest go first."""
+    def remember(self, request: str, x: NDArray[Any], answered: Answered | None) -> None:
+        """Remember a request in this process, so that its target may come later (`add_target`); the oldest go first."""
         kept = np.array(x)
         with self._remembering:
             self._forget(request)
@@ -299,8 +343,10 @@ class SampleStore:
         if found is not None:
             self._recent_bytes -= found[0].nbytes + OVERHEAD
 
-    def add_label(self, request: str, label: int, *, origin: str = "feedback", sensitive: bool = False) -> bool:
-        """Add the sample of an earlier request with its label; return False if the request has gone.
+    def add_target(
+        self, request: str, target: int | NDArray[Any], *, origin: str = "feedback", sensitive: bool = False
+    ) -> bool:
+        """Add the sample of an earlier request with its target, as `add` takes it; return False if it has gone.
 
         Raises:
             ConfigError, StoreError: as `add`; the request is still remembered.
@@ -309,7 +355,7 @@ class SampleStore:
             found = self._recent.get(request)
         if found is None:
             return False
-        self.add(found[0], label, origin=origin, sensitive=sensitive, answered=found[1])
+        self.add(found[0], target, origin=origin, sensitive=sensitive, answered=found[1])
         return True
 
     def set_label(self, number: int, label: int) -> None:
@@ -321,7 +367,7 @@ class SampleStore:
         """
         name = self._find_class(label)
         sample, x = self.read_sample(number), self.read_input(number)
-        marked = sample.sensitive or self.rules.is_sensitive(x, name, sample.origin)
+        marked = sample.sensitive or self.rules.is_sensitive(x, (name,), sample.origin)
         with self.database.write() as db:
             for digest, before, sensitive in _iterate_keys(db, [number]):
                 _move(db, digest, before, sensitive=sensitive, to_label=label, to_sensitive=marked)
@@ -402,13 +448,15 @@ class SampleStore:
     def read_rows(self, db: sqlite3.Connection, where: str) -> Labelled:
         """Read the labelled samples of a condition into arrays, one row after the other."""
         shape = () if self.task is None else self.task.input_shape
+        problem = None if self.task is None or self.task.problem.GROUPED else self.task.problem
         source = f"FROM samples AS s WHERE label >= 0 AND {where}"
         kinds = db.execute(f"SELECT dtype, COUNT(*) {source} GROUP BY dtype").fetchall()
         n = sum(count for _, count in kinds)
         x = np.empty((n, *shape), np.result_type(*(kind for kind, _ in kinds)) if kinds else np.float32)
-        y, place, number = (np.empty(n, np.int64) for _ in range(3))
+        labels, place, number = (np.empty(n, np.int64) for _ in range(3))
+        y = labels if problem is None else _read_targets(db, source, problem.make_no_targets(shape))
         found = Labelled(x, y, np.empty(n, np.bool_), place, np.empty(n), number)
-        columns = found.y, found.sensitive, found.place, found.at, found.number
+        columns = labels, found.sensitive, found.place, found.at, found.number
         rows = db.execute(f"SELECT label, sensitive, place, at, number, dtype, x {source} ORDER BY number")
         for i, (*values, dtype, data) in enumerate(rows):
             x[i] = np.frombuffer(data, dtype).reshape(shape)
@@ -495,6 +543,25 @@ class SampleStore:
             raise ConfigError(f"there is no sample {number}: `fedge samples list` shows those that there are")
         return np.frombuffer(row[1], row[0]).reshape(shape)
 
+    def read_target(self, number: int) -> NDArray[Any] | None:
+        """Read a sample's converted target, None without one.
+
+        Raises:
+            ConfigError: there is no such sample.
+            StoreError: it cannot be read.
+        """
+        label, problem = self.read_sample(number).label, self.require_task().problem
+        if label is None or problem.GROUPED:
+            return None if label is None else np.asarray(label)
+        with self.database.read() as db:
+            dtype, data = _read_target(db, number)
+        return np.frombuffer(data, dtype).reshape(problem.get_target_shape(self.require_task().input_shape))
+
+    def _find_names(self, number: int) -> tuple[str, ...]:
+        """Return the names of the classes that a sample has; none without a target."""
+        target = self.read_target(number)
+        return () if target is None else self.require_task().problem.find_names(target)
+
     # ------------------------------------------------------------------------------------------- what the owner decides
 
     def mark(self, numbers: Sequence[int], *, sensitive: bool = True) -> int:
@@ -526,16 +593,14 @@ class SampleStore:
             ConfigError: the owner's predicate fails.
             StoreError: it cannot be written.
         """
-        task, marked, before = self.require_task(), 0, None
+        marked, before = 0, None
         while page := self.list_samples(before=before, limit=200):
             before = page[-1].number
             numbers = [
                 sample.number
                 for sample in page
                 if self.rules.is_sensitive(
-                    self.read_input(sample.number),
-                    None if sample.label is None else task.classes[sample.label],
-                    sample.origin,
+                    self.read_input(sample.number), self._find_names(sample.number), sample.origin
                 )
             ]
             marked += self.mark(numbers)
@@ -580,6 +645,21 @@ def count_change(db: sqlite3.Connection, *, arrived: int = 0, sensitive: bool = 
         save_fact(db, "n_arrived", int(get_fact(db, "n_arrived", 0)) + arrived)
 
 
+def _read_target(db: sqlite3.Connection, number: int) -> tuple[str, bytes]:
+    """Read the type and bytes of a sample's target from the table of targets."""
+    dtype, data = db.execute("SELECT dtype, target FROM targets WHERE number = ?", (number,)).fetchone()
+    return dtype, data
+
+
+def _read_targets(db: sqlite3.Connection, source: str, none: NDArray[Any]) -> NDArray[Any]:
+    """Read the targets of selected samples, (n, ...), in order of their numbers; `none` are those of no samples."""
+    rows = db.execute(
+        "SELECT dtype, target FROM targets WHERE number IN "  # noqa: S608 - our own names
+        f"(SELECT number {source}) ORDER BY number"
+    ).fetchall()
+    return np.stack([np.frombuffer(t, d).reshape(none.shape[1:]) for d, t in rows]) if rows else none
+
+
 def _move(
     db: sqlite3.Connection, digest: bytes, label: int, *, sensitive: bool, to_label: int, to_sensitive: bool
 ) -> None:
@@ -608,6 +688,11 @@ def _count_decision(db: sqlite3.Connection) -> None:
 
 def _require_same_samples(before: TaskSpec, task: TaskSpec) -> None:
     """Refuse a task whose samples are others, in words."""
+    if before.asked != task.asked:
+        raise ConfigError(
+            f"HOME/samples holds samples of {before.problem.NAME} with other targets than those of this task "
+            f"({task.problem.NAME}): give another --home, or move the folder away"
+        )
     n = min(len(before.classes), len(task.classes))
     if before.classes[:n] != task.classes[:n]:
         raise ConfigError(

@@ -56,12 +56,20 @@ def compute_reference(
     conformal prediction). This assumes no shape of the distribution; standard deviations would not work, since the
     graph clips energies. A problem with a surprise has the upper bound alone, at its own share of alarms.
     """
-    free, entropy = compute_strangeness(problem, answers, weights, energies), compute_gate_entropy(weights)
+    return summarise_strangeness(
+        compute_strangeness(problem, answers, weights, energies), weights, problem.get_alarms()
+    )
+
+
+def summarise_strangeness(
+    strange: Floats, weights: Floats, alarms: float | None = None
+) -> tuple[Reference, float] | None:
+    """Return what `compute_reference` does, of strangeness (n,) and weights (n, M)."""
+    free, entropy = np.asarray(strange, np.float64), compute_gate_entropy(weights)
     kept = np.isfinite(free)
     free, entropy = free[kept], entropy[kept]
     if len(free) < 2:
         return None
-    alarms = problem.get_alarms()
     k = max(1, int((OUTLIER_SHARE / 2 if alarms is None else alarms) * (len(free) + 1)))
     ordered = np.sort(free)
     yardstick = Reference(

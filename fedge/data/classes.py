@@ -20,7 +20,6 @@ MAX_ADDED: Final = 50
 """Most classes that can join a federation, so that a message has room for their names."""
 MAX_NAME: Final = 100
 """Longest name of such a class."""
-HOW_TO_ADD: Final = "`fedge campaign run --add-class NAME` at the coordinator lets a further class join"
 ClassName = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=MAX_NAME)]
 
 

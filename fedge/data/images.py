@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data.classes import HOW_TO_ADD
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.preprocessing import load_image
+from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, raise_as
 from fedge.system.files import require_there

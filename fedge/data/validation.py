@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,15 @@ FILE: Final = "validation.npz"
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Model inputs x (n, *input_shape) float32 with class numbers y (n,) int64, or None without labels.
+    """Model inputs x (n, *input_shape) float32 with converted targets y (n, ...), or None without any.
+
+    The targets of classification are class numbers, (n,) int64.
 
     `sensitive` (n,) bool marks samples about which nothing may be reported; None if there are none.
     """
 
     x: NDArray[np.float32]
-    y: NDArray[np.int64] | None
+    y: NDArray[Any] | None
     sensitive: NDArray[np.bool_] | None = None
 
     @property
@@ -62,10 +64,13 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
         raise ConfigError(f"{path} holds no samples")
     x, y, sensitive = np.asarray(arrays["x"], np.float32), arrays.get("y"), arrays.get("sensitive")
-    if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
+    targets = (len(x), *task.problem.get_target_shape(task.input_shape))
+    if x.shape[1:] != task.input_shape or (y is not None and y.shape != targets):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, but the task has {task.input_shape}")
-    if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
+    if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in task.problem.TARGET_KINDS):
         raise ConfigError(f"{path} holds samples that are not finite, or labels that are not class numbers")
+    if y is not None and not np.isfinite(y).all():
+        raise ConfigError(f"{path} holds targets that are not finite")
     if sensitive is not None and (sensitive.shape != x.shape[:1] or sensitive.dtype != np.bool_):
         raise ConfigError(f"{path} holds marks that are not one truth value for each sample")
     return Validation(x, y, sensitive)

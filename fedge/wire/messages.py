@@ -354,7 +354,7 @@ class Quality(Struct, frozen=True, kw_only=True):
     """A bundle's quality on the device's own non-sensitive samples; None where nothing was measured."""
 
     n: Count  # non-sensitive validation samples
-    accuracy: Share | None = None  # on labelled validation samples
+    accuracy: Score | None = None  # the score by the task's problem, on labelled validation samples
     gate_entropy: Share | None = None  # mean over samples; 1 if all shares are equal; None for one candidate
     free_energy: float | None = None  # mean over samples, in deviations from the bundle's reference
     latency_ms: NonNegative | None = None  # median of single samples

@@ -474,7 +474,7 @@ def _read_samples_rules(home: Path) -> None:
     rules.require_classes(found, GREY.classes)
     assert found.max_bytes >= 0
     if found.predicate is None:  # a name in the file is looked up, never called
-        found.is_sensitive(np.zeros(1), "a", "folder:porch/1.png")
+        found.is_sensitive(np.zeros(1), ["a"], "folder:porch/1.png")
 
 
 def introduction(data: bytes) -> None:
@@ -498,7 +498,7 @@ def introduction(data: bytes) -> None:
 def request(data: bytes) -> None:
     """An inference request: the length of its JSON object, and itself."""
     length, payload = int.from_bytes(data[:2], "little"), data[2:]
-    found = protocol.decode(payload, length or None)
+    found = protocol.decode(payload, length or None, ("class", "probabilities"))
     if isinstance(found.x, tuple):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from fedge.data.problems.calibration import Calibration
 from fedge.data.problems.labels import read_labels
 from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
+from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_accuracy, compute_macro_f1
+from fedge.errors import ConfigError
 
 
 class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
@@ -27,6 +30,9 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     SCORE: ClassVar = "accuracy"
     OUTPUTS: ClassVar = ("probabilities",)
     APART: ClassVar = True
+    RIGHT_OR_WRONG: ClassVar = True
+    GROUPED: ClassVar = True
+    SHARED: ClassVar = True
 
     classes: tuple[str, ...]
     first: int = 0  # the number of the first class in files
@@ -113,6 +119,80 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
         found = mixed[0].argmax(axis=1)[:, np.newaxis] == np.arange(len(self.classes))
         f1 = compute_macro_f1(found, targets[:, np.newaxis] == np.arange(len(self.classes)))
         return {} if f1 is None else {"macro_f1": f1}
+
+    def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the number of the class of this name; raise ConfigError if there is none."""
+        if value not in self.classes:
+            known = f"the label {str(value)[:100]!r} is not a class; there are {', '.join(self.classes)}"[:900]
+            raise ConfigError(f"{known}; {HOW_TO_ADD}")
+        return np.asarray(self.classes.index(value), np.int64)
+
+    def check_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...]) -> None:
+        """Check class numbers, (n,); raise ConfigError for others."""
+        if y.shape != (n,) or ((y < 0) | (y >= len(self.classes))).any():
+            raise ConfigError(f"give a class number from 0 to {len(self.classes) - 1} for each of the samples")
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return the name of the class."""
+        return self.classes[int(target)]
+
+    def find_group(self, target: NDArray[Any]) -> int:
+        """Return the class."""
+        return int(target)
+
+    def name_groups(self) -> tuple[str, ...]:
+        """Return the names of the classes."""
+        return self.classes
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return 1 where the most probable class is right, else 0."""
+        return np.asarray(answers[0].argmax(axis=1) == targets, np.float64)
+
+    def get_promise(self, answers: Sequence[Floats]) -> Floats:
+        """Return the largest probabilities."""
+        return np.asarray(answers[0].max(axis=1))
+
+    def get_shares(self, answers: Sequence[Floats]) -> Floats:
+        """Return the probabilities."""
+        return answers[0]
+
+    def find_answered(self, answers: Sequence[Floats], outlier: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """Return the most probable classes."""
+        return np.asarray(answers[0].argmax(axis=1), np.int64)
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return probabilities, and the most probable class by number and by name."""
+        classes = (len(self.classes),)
+        return Result("probabilities", "FP32", classes), Result("class", "INT64", ()), Result("class_name", "BYTES", ())
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        numbers = np.asarray(answers[0].argmax(axis=1), np.int64)
+        return {"probabilities": answers[0], "class": numbers, "class_name": self.name_answers(answers)}
+
+    def make_record(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return the most probable classes by number and name, and their probabilities."""
+        numbers, names = answers[0].argmax(axis=1).tolist(), self.name_answers(answers)
+        return {"predictions": numbers, "class_names": names, "probability": answers[0].max(axis=1).tolist()}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return the most probable classes and their probabilities."""
+        sure = tuple(f"{p:.4f}" for p in answers[0].max(axis=1))
+        names = Column("class", self.name_answers(answers), max(map(len, self.classes)))
+        return names, Column("probability", sure, left=False)
+
+    def make_figures(self, answers: Sequence[Floats], targets: NDArray[Any] | None) -> dict[str, Any]:
+        """Return the accuracy, and that of each class that occurs with its number of samples."""
+        if targets is None:
+            return {"accuracy": None, "by_class": {}}
+        right = answers[0].argmax(axis=1) == targets
+        own = {name: targets == number for number, name in enumerate(self.classes)}
+        by_class = {
+            name: {"n": int(those.sum()), "accuracy": float(right[those].mean())}
+            for name, those in own.items()
+            if those.any()
+        }
+        return {"accuracy": float(right.mean()), "by_class": by_class}
 
 
 def mix_probabilities(components: Sequence[Floats], weights: Floats, unknown: float | None = None) -> Floats:

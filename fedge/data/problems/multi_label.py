@@ -19,6 +19,7 @@ from fedge.data.problems.classification import mix_probabilities
 from fedge.data.problems.maths import Array, Floats, sigmoid, softplus
 from fedge.data.problems.names import Word
 from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_macro_f1, compute_mean_average_precision
 from fedge.errors import ConfigError
 
@@ -103,3 +104,48 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         known = {} if precision is None else {"mean_average_precision": precision}
         exact = ((mixed[0] >= 0.5) == (targets > 0)).all(axis=1)
         return known | ({"exact_match": float(exact.mean())} if len(exact) else {})
+
+    def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return zeros and ones, (C,), of names of labels in a list, or of 0 or 1 for each; raise ConfigError."""
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            if unknown := [name for name in value if name not in self.labels]:
+                text = f"{unknown[0][:100]!r} is not a label; there are {', '.join(self.labels)}"
+                raise ConfigError(text[:900])
+            return np.isin(self.labels, value).astype(np.int64)
+        return super().read_target(value, input_shape)
+
+    def find_names(self, target: NDArray[Any]) -> tuple[str, ...]:
+        """Return the names of the labels that are there."""
+        return tuple(self.labels[c] for c in np.flatnonzero(target))
+
+    def list_names(self) -> tuple[str, ...]:
+        """Return the names of all labels."""
+        return self.labels
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return the names of the labels that are there."""
+        return _join_words(self.find_names(target))
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return the F1 of each sample's labels, 0 to 1; 1 where rightly none was given."""
+        found, wanted = answers[0] >= 0.5, targets > 0
+        both, total = (found & wanted).sum(axis=1), found.sum(axis=1) + wanted.sum(axis=1)
+        return np.where(total > 0, 2 * both / np.maximum(total, 1), 1.0)
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return the probability of each label, whether it is given, and the names of those given."""
+        labels = (len(self.labels),)
+        return Result("probabilities", "FP32", labels), Result("labels", "BOOL", labels), Result("names", "BYTES", ())
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        return {"probabilities": answers[0], "labels": answers[0] >= 0.5, "names": self.name_answers(answers)}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return the labels that are given, each with its probability."""
+        rows = [[(self.labels[c], row[c]) for c in np.flatnonzero(row >= 0.5)] for row in answers[0]]
+        return (Column("labels", tuple(_join_words([f"{name} {p:.4f}" for name, p in row]) for row in rows)),)
+
+
+def _join_words(words: Sequence[str]) -> str:
+    return ", ".join(words) or "none"

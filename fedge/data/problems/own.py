@@ -26,6 +26,7 @@ from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.names import PRINTABLE
 from fedge.data.problems.problem import Answers, Problem, require_targets
+from fedge.data.problems.results import Column, Result
 from fedge.errors import ConfigError
 from fedge.system.loading import FAILURES, describe_error, is_allowed, load_object
 
@@ -34,6 +35,8 @@ RESERVED: Final = -100
 """Whole number that marks padding samples in training, so no target may begin with it."""
 UNKNOWN: Final = -1e30
 """Log-likelihood that counts in place of one that is not finite."""
+SHOWN: Final = 8
+"""Numbers of an output that a table for people shows."""
 
 
 class Own(Problem, frozen=True, kw_only=True, tag="own"):
@@ -163,6 +166,28 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
             return np.asarray(np.eye(len(pooled))[pooled.argmax()])
         sums = [self.sum_likelihood(each, targets) for each in components]
         return np.asarray(np.eye(len(pooled))[np.argmax(sums)])
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return what `score` of the user's class says of each sample alone; None where that code may not run."""
+        if not is_allowed(self.code):
+            return None
+        pairs = zip(np.asarray(answers[0], np.float32)[:, np.newaxis], targets[:, np.newaxis], strict=True)
+        scores = [self.compute_score((outputs,), target) for outputs, target in pairs]
+        return np.array([UNKNOWN if score is None else score for score in scores], np.float64)
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return the outputs as the network gives them."""
+        return (Result("outputs", "FP32", self.outputs),)
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        return {"outputs": answers[0]}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return the first numbers of each output."""
+        rows = [row.ravel() for row in answers[0]]
+        words = [", ".join(f"{v:.4g}" for v in row[:SHOWN]) + ", ..." * (len(row) > SHOWN) for row in rows]
+        return (Column("outputs", tuple(words)),)
 
 
 def call_code(path: str, name: str, *arguments: object) -> Any:

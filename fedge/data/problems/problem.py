@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import PLAIN, Calibration, make_grid
 from fedge.data.problems.maths import Array, Floats, log_softmax
+from fedge.data.problems.results import Column, Result
 from fedge.errors import ConfigError
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
@@ -46,6 +47,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
         LABELLED: whether samples need targets; otherwise `make_targets` makes them.
+        RIGHT_OR_WRONG: whether an answer is right or wrong, so that the share of right ones counts.
+        GROUPED: whether the number of a sample's group says its whole target.
+        SHARED: whether a sample is of one class, whose shares among recent samples may be others than at home.
+        TARGET_KINDS: numpy's letters for the types of converted targets.
     """
 
     NAME: ClassVar[str]
@@ -54,6 +59,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     APART: ClassVar[bool] = False
     MIXED: ClassVar[bool] = True
     LABELLED: ClassVar[bool] = True
+    RIGHT_OR_WRONG: ClassVar[bool] = False
+    GROUPED: ClassVar[bool] = False
+    SHARED: ClassVar[bool] = False
+    TARGET_KINDS: ClassVar[str] = "iu"
 
     @property
     def kind(self) -> str:
@@ -206,6 +215,112 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         answers = self.calibrate(outputs, PLAIN, np.zeros(()))
         usable = np.isfinite(answers.values.reshape(len(outputs), -1)).all(axis=1, keepdims=True)
         return self.compute_score(self.mix([answers], np.asarray(usable, np.float64)), targets)
+
+    # --------------------------------------------------------------------------------- targets of samples, one by one
+
+    def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the converted target of one sample, as a person or a program tells it in JSON.
+
+        Raises:
+            ConfigError: it does not fit; the text says what to give.
+        """
+        try:
+            found = np.asarray(value)
+        except ValueError as error:  # lists of several lengths
+            raise ConfigError(f"the target is no array: {error}") from error
+        return np.asarray(self.convert_targets(found[np.newaxis], 1, input_shape, "the target")[0])
+
+    def get_default_target(self) -> NDArray[Any] | None:
+        """Return the target of a sample of which nothing is told, or None if such a sample has none."""
+        return None
+
+    def check_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...]) -> None:
+        """Check converted targets of n samples.
+
+        Raises:
+            ConfigError: they are none of this problem.
+        """
+        shape = (n, *self.get_target_shape(input_shape))
+        if y.shape != shape or y.dtype.kind not in self.TARGET_KINDS:
+            raise ConfigError(f"the targets must be converted ones {shape}, not {y.dtype}{y.shape}")
+
+    def restore_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        """Return converted targets in their own units, as files have them."""
+        return y
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return a converted target of one sample in words."""
+        return ", ".join(map(str, np.asarray(target).ravel()[:8].tolist()))
+
+    def find_group(self, target: NDArray[Any]) -> int:
+        """Return the group of one sample, of which a store keeps a bounded number; all are in one by default."""
+        return 0
+
+    def find_names(self, target: NDArray[Any]) -> tuple[str, ...]:
+        """Return the names of the classes or labels that one sample has."""
+        names = self.name_groups()
+        return (names[self.find_group(target)],) if names else ()
+
+    def list_names(self) -> tuple[str, ...]:
+        """Return the names that `find_names` may return."""
+        return self.name_groups()
+
+    def name_groups(self) -> tuple[str, ...]:
+        """Return the names of these groups, in order; none if they have none."""
+        return ()
+
+    # ------------------------------------------------------------------------------------------------ answers at work
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return how good each answer is, (n,), larger is better; None if only the user's own code can say.
+
+        Bundles are compared by these figures, sample by sample, so a grade must not depend on other samples.
+        """
+        raise NotImplementedError
+
+    def get_promise(self, answers: Sequence[Floats]) -> Floats:
+        """Return the grade that each answer itself promises, (n,); zeros if it promises none."""
+        return np.zeros(len(answers[0]))
+
+    def get_shares(self, answers: Sequence[Floats]) -> Floats:
+        """Return the probabilities of the classes of one sample, (n, C); by default all are of one class."""
+        return np.ones((len(answers[0]), 1))
+
+    def find_answered(self, answers: Sequence[Floats], outlier: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """Return the group that each answer names, (n,), to count right and wrong ones; None if answers name none."""
+        return None
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return the outputs of a model server, which `make_results` makes."""
+        raise NotImplementedError
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return arrays (n, ...) or n strings by name, in the order of `list_results`.
+
+        `usual` is the lowest and highest strangeness of a usual sample.
+        """
+        raise NotImplementedError
+
+    def make_record(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return the answers as JSON has them, by name."""
+        return {
+            name: each if isinstance(each, tuple) else each.tolist()
+            for name, each in self.make_results(answers, usual).items()
+        }
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return the answers as a table for people has them."""
+        raise NotImplementedError
+
+    def make_figures(self, answers: Sequence[Floats], targets: NDArray[Any] | None) -> dict[str, Any]:
+        """Return the score and further figures of answers as JSON has them; None without targets."""
+        if targets is None:
+            return {self.SCORE: None, "metrics": {}}
+        return {self.SCORE: self.compute_score(answers, targets), "metrics": self.compute_metrics(answers, targets)}
+
+    def draw_masks(self, answers: Sequence[Floats]) -> NDArray[np.uint8] | None:
+        """Return a picture of class numbers for each sample, (n, H, W), if the answers are pictures."""
+        return None
 
     # ------------------------------------------------------------------------- choices that all devices make together
 

@@ -21,10 +21,14 @@ from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.labels import require_whole_numbers
 from fedge.data.problems.maths import Array, Floats, logsumexp
 from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_auroc
+from fedge.errors import ConfigError
 
 SMALLEST: Final = 1e-12
 """Lower bound of a pooled mean error."""
+MARKS: Final = ("usual", "unusual")
+"""Words of the marks 0 and 1."""
 LARGEST: Final = 1e30
 """Bound of the surprise, which says that no candidate's output is finite."""
 
@@ -36,6 +40,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     SCORE: ClassVar = "likelihood"
     OUTPUTS: ClassVar = ("surprise",)
     LABELLED: ClassVar = False
+    GROUPED: ClassVar = True
 
     alarms: Annotated[float, Meta(gt=0, lt=1)] = 0.05
 
@@ -144,3 +149,60 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     ) -> tuple[float, ...]:
         """Return the sum of the errors e; one that is not finite counts as 1."""
         return (float(np.where(np.isfinite(outputs), outputs, 1.0).sum()),)
+
+    def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the mark of one of the words `MARKS`, of 0 or 1, or of false or true; raise ConfigError."""
+        if isinstance(value, str) and value in MARKS:
+            return np.asarray(MARKS.index(value), np.int64)
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ConfigError(f"the target must be {' or '.join(MARKS)}, or 0 or 1, not {str(value)[:100]!r}")
+        return np.asarray(value, np.int64)
+
+    def get_default_target(self) -> NDArray[Any] | None:
+        """Return the mark of a usual sample."""
+        return np.asarray(0, np.int64)
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return the word."""
+        return MARKS[int(target)]
+
+    def find_group(self, target: NDArray[Any]) -> int:
+        """Return the mark."""
+        return int(target)
+
+    def name_groups(self) -> tuple[str, ...]:
+        """Return the words of the marks."""
+        return MARKS
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return the log-likelihood of a usual sample; 0 for a marked one, which tells nothing of two models."""
+        return np.where(targets > 0, 0.0, -np.asarray(answers[0][:, 0], np.float64))
+
+    def find_answered(self, answers: Sequence[Floats], outlier: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """Return 1 for each alarm."""
+        return outlier.astype(np.int64)
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return whether each sample is an anomaly, its surprise, and the threshold above which it is one."""
+        return Result("anomaly", "BOOL", ()), Result("surprise", "FP32", ()), Result("threshold", "FP32", ())
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        surprise = answers[0][:, 0]
+        threshold = np.full(len(surprise), usual[1], np.float32)
+        return {"anomaly": ~(surprise <= usual[1]), "surprise": surprise, "threshold": threshold}
+
+    def make_record(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these, with the threshold once."""
+        return super().make_record(answers, usual) | {"threshold": usual[1]}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return a word for each sample, its surprise, and the threshold."""
+        found = self.make_results(answers, usual)
+        words = tuple(MARKS[int(one)] for one in found["anomaly"])
+        surprise, threshold = (tuple(f"{number:.4g}" for number in found[name]) for name in ("surprise", "threshold"))
+        return (
+            Column("sample", words),
+            Column("surprise", surprise, left=False),
+            Column("threshold", threshold, left=False),
+        )

@@ -22,6 +22,7 @@ from fedge.data.problems.calibration import Calibration
 from fedge.data.problems.maths import Array, Floats, minimise_on_simplex
 from fedge.data.problems.names import Word
 from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_r2
 from fedge.errors import ConfigError
 
@@ -49,6 +50,7 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
     NAME: ClassVar = "regression"
     SCORE: ClassVar = "r2"
     OUTPUTS: ClassVar = ("mean", "spread")
+    TARGET_KINDS: ClassVar = "f"
 
     targets: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1000)]
     mean: tuple[float, ...]
@@ -60,6 +62,8 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
     def __post_init__(self) -> None:
         if not len(self.targets) == len(self.mean) == len(self.std):
             raise ValueError(f"{len(self.targets)} targets have {len(self.mean)} means and {len(self.std)} deviations")
+        if not isinstance(self.units, UnsetType) and len(self.units) != len(self.targets):
+            raise ValueError(f"{len(self.targets)} targets have {len(self.units)} units")
 
     @property
     def width(self) -> int:
@@ -239,6 +243,48 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
         if products is None:
             return pooled
         return minimise_on_simplex(self.sum_products(components, targets) + PULL * products)
+
+    def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return standardised numbers, (D,), of a number or a list of them in their own units; raise ConfigError."""
+        return super().read_target(value if isinstance(value, list) or self.width > 1 else [value], input_shape)
+
+    def restore_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers in their own units."""
+        return self.restore_units(y)
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return each number with its name and unit."""
+        pairs = zip(self.targets, self._format_numbers(self.restore_units(target)), strict=True)
+        return ", ".join(f"{name} {number}" for name, number in pairs)
+
+    def _format_numbers(self, values: Array, spread: Array | None = None) -> list[str]:
+        """Return numbers (D,) in words, with their units and perhaps their spread."""
+        units = [""] * self.width if isinstance(self.units, UnsetType) else [f" {unit}" for unit in self.units]
+        errors = [""] * self.width if spread is None else [f" ± {number:.3g}" for number in spread]
+        return [f"{v:.6g}{error}{unit}" for v, error, unit in zip(values, errors, units, strict=True)]
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return minus the mean squared error of each sample, in squared deviations of the task."""
+        return np.asarray(-((np.asarray(answers[0], np.float64) - targets) ** 2).mean(axis=1))
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return values and spread in the targets' own units."""
+        return Result("values", "FP64", (self.width,)), Result("spread", "FP64", (self.width,))
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        return {"values": self.restore_units(answers[0]), "spread": self.restore_units(answers[1], spread=True)}
+
+    def make_record(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return the names of the targets, their units if known, and values and spread."""
+        units = {} if isinstance(self.units, UnsetType) else {"units": self.units}
+        return {"targets": self.targets, **units, **super().make_record(answers, usual)}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return each target's values with their spread and unit."""
+        found = self.make_results(answers, usual)
+        rows = [self._format_numbers(*row) for row in zip(found["values"], found["spread"], strict=True)]
+        return tuple(Column(name, tuple(row[d] for row in rows), left=False) for d, name in enumerate(self.targets))
 
 
 def _get_deviations(answers: Answers) -> Floats:

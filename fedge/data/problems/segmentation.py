@@ -19,6 +19,7 @@ from fedge.data.problems.classification import mix_probabilities
 from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.data.problems.names import Word
 from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_mean_iou
 from fedge.errors import ConfigError
 
@@ -111,3 +112,48 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
         counted = targets != IGNORED
         right = (mixed[0].argmax(axis=1) == targets)[counted]
         return {"pixel_accuracy": float(right.mean())} if right.size else {}
+
+    def describe_target(self, target: NDArray[Any]) -> str:
+        """Return the classes of the mask with their shares of the counted pixels."""
+        counts = np.bincount(target[target != IGNORED].ravel(), minlength=len(self.classes))
+        shares = zip(self.classes, counts / max(int(counts.sum()), 1), strict=True)
+        return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares if share > 0) or "no pixel counts"
+
+    def find_names(self, target: NDArray[Any]) -> tuple[str, ...]:
+        """Return the names of all classes in the mask."""
+        return tuple(self.classes[c] for c in np.unique(target[target != IGNORED]))
+
+    def find_group(self, target: NDArray[Any]) -> int:
+        """Return the most frequent class but the background."""
+        return int(self.group_targets(target[np.newaxis])[0])
+
+    def name_groups(self) -> tuple[str, ...]:
+        """Return the names of the classes."""
+        return self.classes
+
+    def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
+        """Return the mean IoU of each sample, over the classes of its mask; 0 where no pixel counts."""
+        found, n_classes = answers[0].argmax(axis=1), len(self.classes)
+        grades = [compute_mean_iou(f[None], y[None], n_classes, IGNORED) for f, y in zip(found, targets, strict=True)]
+        return np.array([0.0 if grade is None else grade for grade in grades], np.float64)
+
+    def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
+        """Return the mask of class numbers, and the probabilities of the classes for each pixel."""
+        shape = self.get_output_shape(input_shape)
+        return Result("mask", "UINT8", shape[1:]), Result("probabilities", "FP32", shape)
+
+    def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return these."""
+        return {"mask": self.draw_masks(answers), "probabilities": answers[0]}
+
+    def make_record(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
+        """Return the names of the classes and the masks, without probabilities, which are many."""
+        return {"classes": self.classes, "mask": self.draw_masks(answers).tolist()}
+
+    def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
+        """Return the shares of the classes in each mask."""
+        return (Column("mask", tuple(self.describe_target(mask) for mask in self.draw_masks(answers))),)
+
+    def draw_masks(self, answers: Sequence[Floats]) -> NDArray[np.uint8]:
+        """Return the most probable class of each pixel."""
+        return answers[0].argmax(axis=1).astype(np.uint8)

@@ -12,7 +12,6 @@ from PIL import Image
 from deploy.inference.prediction import Prediction
 from deploy.inference.runtime import load
 from deploy.serving import protocol
-from fedge.data.problems.classification import Classification
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN
@@ -21,6 +20,11 @@ from ..served import binary, body, golden, outputs
 pytestmark = pytest.mark.torch_free
 
 X = golden()["x"]
+NAMES = ("probabilities", "class", "class_name", "weights", "energies", "outlier")
+
+
+def decode(data, header_bytes=None):
+    return protocol.decode(data, header_bytes, NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +40,10 @@ def request_of(**changes):
 def test_every_datatype_in_json_and_in_binary(datatype):
     x = (X[:3] % 2).astype(protocol.DATATYPES[datatype])
 
-    in_json = protocol.decode(body(x, datatype))
-    nested = protocol.decode(body(x, datatype).replace(b'"data": [', b'"unused": [', 1)[:-3] +
+    in_json = decode(body(x, datatype))
+    nested = decode(body(x, datatype).replace(b'"data": [', b'"unused": [', 1)[:-3] +
                              f', "data": {json.dumps(x.tolist())}}}]}}'.encode())  # fmt: skip
-    in_binary = protocol.decode(*binary(x, datatype))
+    in_binary = decode(*binary(x, datatype))
 
     for found in (in_json, nested, in_binary):
         assert found.x.dtype in (np.float32, np.float64)
@@ -48,17 +52,17 @@ def test_every_datatype_in_json_and_in_binary(datatype):
 
 def test_numbers_are_not_rounded_before_they_are_scaled():
     for value, datatype in ((101349.0123, "FP64"), (2**24 + 1, "INT32"), (2**32 - 1, "UINT32")):
-        assert protocol.decode(body([[value]], datatype)).x.tolist() == [[value]]
+        assert decode(body([[value]], datatype)).x.tolist() == [[value]]
 
 
 def test_bf16_is_the_upper_half_of_fp32_and_comes_in_binary_alone():
     x = X[:3].astype(np.float32) - 7.5  # 8 bits of fraction are enough for these
     upper = (x.view(np.uint32) >> 16).astype(np.uint16)
-    np.testing.assert_array_equal(protocol.decode(*binary(upper, "BF16")).x, x)
+    np.testing.assert_array_equal(decode(*binary(upper, "BF16")).x, x)
     with pytest.raises(ConfigError, match="not a finite"):
-        protocol.decode(*binary(np.full((1, 2), 0x7F80, np.uint16), "BF16"))
+        decode(*binary(np.full((1, 2), 0x7F80, np.uint16), "BF16"))
     with pytest.raises(ConfigError, match="BF16, which JSON has not"):
-        protocol.decode(body(x, "BF16"))
+        decode(body(x, "BF16"))
 
 
 @pytest.mark.parametrize(
@@ -106,33 +110,33 @@ def test_bf16_is_the_upper_half_of_fp32_and_comes_in_binary_alone():
 )
 def test_malformed_requests_are_refused_with_what_to_change(data, says):
     with pytest.raises(ConfigError, match=says):
-        protocol.decode(data if isinstance(data, bytes) else data.encode())
+        decode(data if isinstance(data, bytes) else data.encode())
 
 
 def test_a_shape_without_elements_is_refused_in_binary_too():
     head = request_of(shape=[1, 0, *[2**31 - 1] * 6], parameters={"binary_data_size": 0}).encode()
     with pytest.raises(ConfigError, match="holds no numbers"):
-        protocol.decode(head, len(head))
+        decode(head, len(head))
 
 
 @pytest.mark.parametrize("header_bytes", [0, 10**9])
 def test_a_wrong_length_of_the_json_object(header_bytes):
     with pytest.raises(ConfigError, match="Inference-Header-Content-Length"):
-        protocol.decode(body(X[:1]), header_bytes)
+        decode(body(X[:1]), header_bytes)
 
 
 def test_every_prefix_of_a_binary_request_is_refused():
     data, header_bytes = binary(X[:1])
     for n in range(len(data)):
         with pytest.raises(ConfigError):
-            protocol.decode(data[:n], min(header_bytes, n))
+            decode(data[:n], min(header_bytes, n))
     with pytest.raises(ConfigError, match="binary_data_size"):
-        protocol.decode(data + b"\0", header_bytes)
+        decode(data + b"\0", header_bytes)
 
 
 def test_not_a_number_in_binary_is_refused():
     with pytest.raises(ConfigError, match="not a finite"):
-        protocol.decode(*binary(np.full((1, 8, 8), np.nan, np.float32), "FP32"))
+        decode(*binary(np.full((1, 8, 8), np.nan, np.float32), "FP32"))
 
 
 def png(image):
@@ -144,11 +148,11 @@ def png(image):
 def test_pictures_in_json_and_in_binary_are_those_samples(runtime):
     pictures = [png(image) for image in X[:2]]
     texts = [base64.b64encode(picture).decode() for picture in pictures]
-    in_json = protocol.decode(request_of(datatype="BYTES", shape=[2], data=texts).encode())
+    in_json = decode(request_of(datatype="BYTES", shape=[2], data=texts).encode())
     tail = b"".join(len(picture).to_bytes(4, "little") + picture for picture in pictures)
     head = {"name": "x", "shape": [2], "datatype": "BYTES", "parameters": {"binary_data_size": len(tail)}}
     head = json.dumps({"inputs": [head]}).encode()
-    in_binary = protocol.decode(head + tail, len(head))
+    in_binary = decode(head + tail, len(head))
 
     assert in_json.x == in_binary.x == tuple(pictures)
     np.testing.assert_array_equal(protocol.load_images(runtime.task, in_json.x), X[:2])
@@ -156,7 +160,7 @@ def test_pictures_in_json_and_in_binary_are_those_samples(runtime):
     for cut in (1, 3, 5, len(tail) - 1):
         short = head.replace(str(len(tail)).encode(), str(cut).encode())
         with pytest.raises(ConfigError, match=r"4 little-endian bytes|pictures"):
-            protocol.decode(short + tail[:cut], len(short))
+            decode(short + tail[:cut], len(short))
 
 
 def test_what_is_no_picture_is_refused(runtime):
@@ -173,8 +177,8 @@ def test_a_picture_that_takes_too_much_memory_is_not_unpacked(runtime):
 
 def test_a_response_in_json_and_in_binary_says_the_same(runtime):
     prediction = runtime.predict(X)
-    in_json = protocol.encode("m", runtime.manifest, protocol.decode(body(X, id="7")), prediction, {"release": 3})
-    wanted = protocol.decode(body(X, parameters={"binary_data_output": True}))
+    in_json = protocol.encode("m", runtime.manifest, decode(body(X, id="7")), prediction, {"release": 3})
+    wanted = decode(body(X, parameters={"binary_data_output": True}))
     in_binary = protocol.encode("m", runtime.manifest, wanted, prediction, {})
 
     head = json.loads(in_json.body)
@@ -197,9 +201,9 @@ def test_a_response_in_json_and_in_binary_says_the_same(runtime):
 def test_what_is_not_a_number_is_null_in_json():
     energies = np.array([[np.nan, 1.5]], np.float32)
     weights = np.array([[0, 1]], np.float32)
-    sure = (np.ones((1, 1), np.float32),)
-    prediction = Prediction(Classification(classes=("a",)), sure, weights, energies, 0.1)
-    request = protocol.decode(body(X[:1], outputs=[{"name": "energies"}, {"name": "outlier"}]))
+    problem = load(GOLDEN).task.problem
+    prediction = Prediction(problem, (np.ones((1, 1), np.float32),), weights, energies, 0.1)
+    request = decode(body(X[:1], outputs=[{"name": "energies"}, {"name": "outlier"}]))
 
     found = outputs(protocol.encode("m", load(GOLDEN).manifest, request, prediction, {}))
 
@@ -210,7 +214,7 @@ def test_what_is_not_a_number_is_null_in_json():
 def test_metadata_and_configuration_describe_what_comes(runtime):
     described = protocol.make_metadata("m", runtime.manifest)
     prediction = runtime.predict(X)
-    found = outputs(protocol.encode("m", runtime.manifest, protocol.decode(body(X)), prediction, {}))
+    found = outputs(protocol.encode("m", runtime.manifest, decode(body(X)), prediction, {}))
 
     datatypes = ",".join((*protocol.DATATYPES, "BYTES"))
     assert described["inputs"] == [

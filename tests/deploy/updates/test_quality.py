@@ -32,7 +32,7 @@ def test_a_bundle_is_measured_by_what_it_predicts(samples):
     n = len(y)
     assert found.quality.n == n
     assert found.quality.accuracy == pytest.approx(1 - 1 / n)
-    assert list(found.correct) == [False] + [True] * (n - 1)
+    assert list(found.grades) == [False] + [True] * (n - 1)
     assert found.quality.free_energy is None  # the golden bundle has no reference to compare with
     assert found.quality.gate_entropy == pytest.approx(compute_gate_entropy(wanted.weights).mean() / math.log(5))
     assert found.quality.latency_ms > 0
@@ -54,8 +54,8 @@ def test_what_is_told_is_of_samples_that_are_not_marked_and_what_decides_of_all(
         return msgspec.structs.replace(measured.quality, latency_ms=None)
 
     assert untimed(found) == untimed(unmarked)
-    assert len(found.correct) == len(y)
-    assert list(found.correct[~marks]) == [True] * int((~marks).sum())
+    assert len(found.grades) == len(y)
+    assert list(found.grades[~marks]) == [True] * int((~marks).sum())
     none = measure_quality(runtime, Validation(inputs, y, np.ones(len(y), bool))).quality
     assert (none.n, none.accuracy, none.gate_entropy, none.free_energy) == (0, None, None, None)
 
@@ -93,7 +93,7 @@ def test_without_labels_there_is_no_accuracy(samples):
 
     found = measure_quality(runtime, Validation(inputs_of(runtime, samples), None))
 
-    assert found.correct is None
+    assert found.grades is None
     assert found.quality.accuracy is None
 
 

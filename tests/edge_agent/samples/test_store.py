@@ -233,9 +233,9 @@ def test_the_label_of_an_earlier_request_makes_a_sample_of_it(tmp_path: Path) ->
     with SampleStore(tmp_path, TASK) as samples:
         samples.remember("r1", x(5), Answered(2, 7))
         assert samples.list_samples() == []
-        assert samples.add_label("r1", 1)
-        assert samples.add_label("r1", 1), "the sender did not hear that it was added"
-        assert not samples.add_label("r2", 1)
+        assert samples.add_target("r1", 1)
+        assert samples.add_target("r1", 1), "the sender did not hear that it was added"
+        assert not samples.add_target("r2", 1)
         assert samples.read_labelled().x.tolist() == [[5, 0]]
         assert samples.count_recent_answers(10) == (0, 1)
 
@@ -246,7 +246,7 @@ def test_the_oldest_requests_are_forgotten(tmp_path: Path, monkeypatch: pytest.M
         for k in range(5):
             samples.remember(f"r{k}", x(k), Answered(0, 1))
         samples.remember("r4", x(4), Answered(0, 1))
-        assert [samples.add_label(f"r{k}", 0) for k in range(5)] == [False, False, True, True, True]
+        assert [samples.add_target(f"r{k}", 0) for k in range(5)] == [False, False, True, True, True]
 
 
 # ----------------------------------------------------------------------------------------------------- the examination
