@@ -58,6 +58,8 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "deploy/updates/decision.py": "tests/deploy/updates/test_link.py",
     "export/mixture.py": "tests/export/test_graph.py",
     "export/graph_nodes.py": "tests/export/test_graph.py",
+    "fedge/tasks/problems.py": "tests/fedge/tasks/test_arrays.py",
+    "fedge/data/problems/results.py": "tests/deploy/commands/test_infer.py",
     "deploy/inference/prediction.py": "tests/deploy/inference/test_runtime.py",
     "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
     "fedge/wire/connection/refusals.py": "tests/fedge/wire/connection/test_connector.py",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.prediction import Prediction, join_predictions
+from deploy.inference.prediction import Floats, Prediction, join_predictions
 from deploy.inference.runtime import Runtime
 from deploy.updates.drift import POOR, HomeReference, compute_deviations, compute_home_reference
 from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_strangeness
@@ -29,6 +30,8 @@ TIMED: Final = 30
 """Number of single samples that are timed."""
 MAX_COMPARED: Final = 1000
 """Labelled samples after which the comparison with the previous bundle ends."""
+LARGEST_SCORE: Final = 1e9
+"""Bound of a score in a message (`fedge.wire.messages.Score`)."""
 ERROR: Final = 0.01
 """Highest probability that a bundle as good as the previous one is ever judged worse."""
 
@@ -104,7 +107,7 @@ def measure_quality(runtime: Runtime, validation: Validation) -> Measurement:
     grades = grade_answers(whole, validation.y)
     score = None
     if validation.y is not None and grades is not None and reportable.any():
-        score = problem.compute_score(told, validation.y[reportable])
+        score = _compute_score(problem, told, validation.y[reportable])
     return Measurement(
         Quality(
             n=int(reportable.sum()),
@@ -166,8 +169,14 @@ def grade_labelled(runtime: Runtime, samples: Validation) -> Graded | None:
     grades, told = grade_answers(whole, samples.y), samples.reportable
     if grades is None:
         return None
-    score = runtime.task.problem.compute_score([each[told] for each in whole.answers], samples.y[told])
+    score = _compute_score(runtime.task.problem, [each[told] for each in whole.answers], samples.y[told])
     return Graded(grades, int(told.sum()), score)
+
+
+def _compute_score(problem: Problem, answers: Sequence[Floats], y: NDArray[Any]) -> float | None:
+    """Return the score as messages take it."""
+    score = problem.compute_score(answers, y)
+    return None if score is None else min(LARGEST_SCORE, max(-LARGEST_SCORE, score))
 
 
 def _compute_shift(free: NDArray[np.floating], runtime: Runtime) -> float | None:

@@ -156,4 +156,4 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
 
     def draw_masks(self, answers: Sequence[Floats]) -> NDArray[np.uint8]:
         """Return the most probable class of each pixel."""
-        return answers[0].argmax(axis=1).astype(np.uint8)
+        return np.asarray(answers[0].argmax(axis=1), np.uint8)
