@@ -9,8 +9,8 @@ _VERBS = """
     connect convert copy count create cut decide declare decode decorate delete deliver denoise derive describe diagnose
     die disconnect distribute divide do draw drop dump embed emit encode end enlist enrol enter equip erase escape
     estimate evaluate examine exclude execute executemany expand expire explain export fail favour federate feed fetch
-    fill filter find fine finish fit fix flatten flock flush follow forget format freeze fuse get give grant greet group
-    grow guard halve hand handle hold identify ignore import infer inherit init insert inspect install interpolate
+    fill filter find fine finish fit fix flatten flock flush follow forget format freeze fuse get give grade grant greet
+    group grow guard halve hand handle hold identify ignore import infer inherit init insert inspect install interpolate
     introduce invoke issue iterate join kill learn limit list listen load lock log main make map mark mask measure merge
     migrate minimise mix move name narrow normalise notify number observe offer open overlay pack pad parse partition
     paste pause perform personalise place plan plot point pool predict prepare preprocess present preserve pretrain
