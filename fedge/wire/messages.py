@@ -48,7 +48,7 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Score = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Score = float
 """A score by the task's problem (`fedge.data.problems`): accuracy, macro F1, R^2 and so on; larger is better."""
 Text = Annotated[str, Meta(max_length=1000)]
 

@@ -15,6 +15,7 @@ only the owner of a machine says what code runs there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
@@ -47,6 +48,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
 
     NAME: ClassVar = "a problem of the user's own"
     SCORE: ClassVar = "score"
+    SCORES: ClassVar = (-math.inf, math.inf)
     OUTPUTS: ClassVar = ("outputs",)
     MIXED: ClassVar = False
 

@@ -43,6 +43,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     Attributes:
         NAME: the kind in plain words.
         SCORE: the name of the figure that people read; larger is better.
+        SCORES: the least and the largest value that it can have.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
         APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
@@ -55,6 +56,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
 
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
+    SCORES: ClassVar[tuple[float, float]] = (0.0, 1.0)
     OUTPUTS: ClassVar[tuple[str, ...]]
     APART: ClassVar[bool] = False
     MIXED: ClassVar[bool] = True

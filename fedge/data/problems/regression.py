@@ -49,6 +49,7 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
 
     NAME: ClassVar = "regression"
     SCORE: ClassVar = "r2"
+    SCORES: ClassVar = (-math.inf, 1.0)
     OUTPUTS: ClassVar = ("mean", "spread")
     TARGET_KINDS: ClassVar = "f"
 

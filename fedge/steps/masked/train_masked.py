@@ -12,7 +12,7 @@ from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.steps.masked.mask_keys import Signature
 from fedge.steps.masked.mask_shares import Position, Sealed
-from fedge.steps.training.train import Train
+from fedge.steps.training.train import Train, require_score
 from fedge.system.files import compute_digest
 from fedge.tensors.layout import Codec, Layout
 from fedge.wire.messages import BlobRef, Id, NonNegative, Score
@@ -83,9 +83,10 @@ class TrainMasked(Action, frozen=True, kw_only=True):
         return spared if super().without(withheld) else None
 
     def check(self, result: TrainedMasked, task: TaskSpec) -> None:
-        """Require losses if they were asked for."""
+        """Require losses if they were asked for, and a score that the problem can give."""
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.train.measure or None not in measured, "no losses, which were asked for")
+        require_score(result.val_score, task)
 
     def uploads(self, result: TrainedMasked, layout: Layout) -> Mapping[BlobRef, Layout | None]:
         """Return the masked update as plain bytes; only their size, that of a summand, can be checked."""

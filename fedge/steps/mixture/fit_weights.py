@@ -66,8 +66,18 @@ class FitWeights(OfPooled, frozen=True, kw_only=True):
     RESULT: ClassVar = WeightsFitted
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
-        """Require one set of weights per variant, for its candidates, with sum 1."""
+        """Require one set of weights per variant, for its candidates, with sum 1, and products of all pairs."""
         require(len(result.weights) == len(self.pooled), "the number of weights is not that of pooled means")
         for weights, pooled in zip(result.weights, self.pooled, strict=True):
             require(set(weights) <= set(pooled), "the report has weights of candidates that are not in the pool")
             require(math.isclose(sum(weights.values()), 1, abs_tol=1e-6), "the weights do not sum to 1")
+        if not isinstance(result.products, UnsetType):
+            _require_products(result.products, self.pooled[-1])
+
+
+def _require_products(products: Products, pooled: Weights) -> None:
+    require(set(products) <= set(pooled), "the report has products of candidates that are not in the pool")
+    require(all(set(row) == set(products) for row in products.values()), "products of some pairs are missing")
+    require(all(row[a] >= 0 for a, row in products.items()), "a product of residuals with themselves is negative")
+    pairs = ((row[b], products[b][a]) for a, row in products.items() for b in row)
+    require(all(there == back for there, back in pairs), "the products of two candidates differ by their order")

@@ -59,6 +59,12 @@ class Trained(Result, frozen=True, kw_only=True):
     val_score: Score | None = field(name="val_accuracy", default=None)  # of the start model on validation samples
 
 
+def require_score(score: float | None, task: TaskSpec) -> None:
+    """Require a score to be one that the task's problem can give."""
+    least, largest = task.problem.SCORES
+    require(score is None or least <= score <= largest, f"a score of {score} is not within {least} to {largest}")
+
+
 @alias_members(kept="select_kept")
 class Train(Action, frozen=True, kw_only=True):
     """A request to train on D_L from the best of `starts` (by `choose`; a single start is not evaluated).
@@ -100,6 +106,7 @@ class Train(Action, frozen=True, kw_only=True):
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.measure or None not in measured, "no losses, which were asked for")
         require(measured == (None,) * 3 or None not in measured, "only some of losses and gradient norm")
+        require_score(result.val_score, task)
 
     def uploads(self, result: Trained, layout: Layout) -> Mapping[BlobRef, Layout]:
         """Return the update, with the layout of all layers that are not personal."""

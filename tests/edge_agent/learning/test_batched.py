@@ -175,7 +175,7 @@ def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alo
             assert outcome == own
             assert isinstance(own.result, Declined)
             continue
-        assert (outcome.result.val_accuracy is None) == (job.worker.id == "d2")
+        assert (outcome.result.val_score is None) == (job.worker.id == "d2")
         for field in set(Trained.__struct_fields__) - {"update"}:
             expected = getattr(own.result, field)
             assert getattr(outcome.result, field) == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5))
@@ -191,7 +191,7 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, alone):
     for k in range(6):
         measured = (found[k].result.loss_before, found[k].result.loss_after, found[k].result.gradient_norm)
         assert (None in measured) == (k % 2 == 1)
-        assert found[k].result.val_accuracy == asked[k].result.val_accuracy
+        assert found[k].result.val_score == asked[k].result.val_score
         assert here.update(found[k]) == pytest.approx(here.update(asked[k]), rel=1e-3, abs=1e-6)
 
 

@@ -9,22 +9,34 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edge_agent.learning import mixture as mx
-from fedge.bundle.formula import calibrate_logits, compute_log_mixture, compute_raw_energies, standardise
+from fedge.bundle.formula import standardise
 from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.problem import Answers, fit_em_weights
 from fedge.wire.messages import Role
+from tests.support.tables import calibrated, energies_of, log_mixture, problem_of
 
-FLAT = mx.compute_log_prior(np.zeros(3, np.int64))
+PROBLEM = problem_of(3)
+FLAT = PROBLEM.fit_offset(np.zeros(0, np.int64), lambda: np.zeros((0, 3)))
 
 
 def cal(temperature=1.0, kappa=0.0):
     return Calibration(temperature=temperature, kappa=kappa)
 
 
+def prior_of(*counts):
+    """The offset of a device with so many samples of each class."""
+    return PROBLEM.fit_offset(np.repeat(np.arange(3), counts), lambda: np.zeros((sum(counts), 3)))
+
+
+def loss_of(logits, y, prior, how):
+    return -PROBLEM.sum_likelihood(PROBLEM.calibrate(logits, how, prior), y)
+
+
 # -------------------------------------------------------------------------------------------- prior, temperature
 
 
 def test_prior_worked_numbers():
-    prior = mx.compute_log_prior(np.array([8, 2, 0]))
+    prior = prior_of(8, 2, 0)
     assert np.exp(prior) == pytest.approx([0.739130, 0.217391, 0.043478], abs=1e-6)
     logits = np.array([[1.0, 2.0, 2.5]])
     for (temperature, kappa), expected in {
@@ -32,38 +44,39 @@ def test_prior_worked_numbers():
         (1, 1): (0.484702, 0.387517, 0.127781),
         (2, 1): (0.621331, 0.301295, 0.077374),
     }.items():
-        p = np.exp(calibrate_logits(logits, prior, cal(temperature, kappa)))[0]
+        p = np.exp(calibrated(logits, prior, cal(temperature, kappa)))[0]
         assert p == pytest.approx(expected, abs=1e-6)
 
 
 @given(arrays(np.float64, (4, 3), elements=st.floats(-20, 20)), st.floats(0.5, 3), st.floats(0, 2), st.floats(-50, 50))
 def test_equal_counts_mean_no_prior_and_a_common_offset_changes_no_q(logits, temperature, kappa, offset):
-    even = mx.compute_log_prior(np.array([7, 7, 7]))
-    without = calibrate_logits(logits, even, cal(temperature))
-    assert calibrate_logits(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
-    assert calibrate_logits(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
-    one, other = compute_raw_energies(logits[None]), compute_raw_energies(logits[None] + offset)
+    even = prior_of(7, 7, 7)
+    without = calibrated(logits, even, cal(temperature))
+    assert calibrated(logits, even, cal(temperature, kappa)) == pytest.approx(without, abs=1e-9)
+    assert calibrated(logits + offset, even, cal(temperature)) == pytest.approx(without, abs=1e-9)
+    one, other = energies_of(logits[None]), energies_of(logits[None] + offset)
     standard = standardise(one, *mx.compute_energy_statistics(one))
     assert standardise(other, *mx.compute_energy_statistics(other)) == pytest.approx(standard, abs=1e-6)
 
 
 def test_grid_has_temperature_outermost_and_kappas_by_role():
     rng = np.random.default_rng(0)
-    logits, y, prior = rng.normal(size=(5, 3)), np.array([0, 1, 2, 0, 0]), mx.compute_log_prior(np.array([3, 1, 1]))
+    logits, y, prior = rng.normal(size=(5, 3)), np.array([0, 1, 2, 0, 0]), prior_of(3, 1, 1)
     for role, kappas in {Role.GLOBAL: (0, 0.5, 1, 1.5), Role.LOCAL: (0, 0.3, 0.6, 1)}.items():
-        losses = mx.compute_grid_losses(logits, y, prior, role)
-        assert len(losses) == 16
-        assert losses[4 + 2] == pytest.approx(mx.compute_total_loss(logits, y, prior, cal(1.4, kappas[2])))
-        assert losses[3] == pytest.approx(mx.compute_total_loss(logits, y, prior, cal(1.0, kappas[3])))
+        losses = PROBLEM.compute_statistics(logits, y, prior, own=not role.is_shared)
+        assert len(losses) == PROBLEM.count_statistics(own=not role.is_shared) == 16
+        assert losses[4 + 2] == pytest.approx(loss_of(logits, y, prior, cal(1.4, kappas[2])))
+        assert losses[3] == pytest.approx(loss_of(logits, y, prior, cal(1.0, kappas[3])))
 
 
 def test_no_validation_samples_cost_nothing():
-    assert mx.compute_grid_losses(np.zeros((0, 3)), np.zeros(0, np.int64), FLAT, Role.GLOBAL) == (0.0,) * 16
+    losses = PROBLEM.compute_statistics(np.zeros((0, 3)), np.zeros(0, np.int64), FLAT, own=False)
+    assert losses == (0.0,) * 16
 
 
 def test_a_candidate_that_is_not_finite_costs_what_guessing_costs():
     logits = np.array([[np.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert mx.compute_total_loss(logits, np.array([1, 1]), FLAT, cal()) == pytest.approx(2 * np.log(3))
+    assert loss_of(logits, np.array([1, 1]), FLAT, cal()) == pytest.approx(2 * np.log(3))
 
 
 # ------------------------------------------------------------------------------------------------------- weights
@@ -75,16 +88,16 @@ HALF = np.array([0.5, 0.5])
 
 @pytest.mark.parametrize(("a", "expected"), [(0.001, 0.631400), (5, 0.508261), (20, 0.502163)])
 def test_weights_worked_numbers(a, expected):
-    assert mx.fit_em_weights(FIRST, HALF, a)[0] == pytest.approx(expected, abs=1e-6)
+    assert fit_em_weights(FIRST, HALF, a)[0] == pytest.approx(expected, abs=1e-6)
 
 
 def test_pooled_weights_worked_numbers():
     u = HALF
     for _ in range(2):
-        u = (3 * mx.fit_em_weights(FIRST, u, 10.0) + 2 * mx.fit_em_weights(SECOND, u, 10.0)) / 5
+        u = (3 * fit_em_weights(FIRST, u, 10.0) + 2 * fit_em_weights(SECOND, u, 10.0)) / 5
     assert u == pytest.approx([0.464488, 0.535512], abs=1e-6)
-    assert mx.fit_em_weights(FIRST, u, 20.0)[0] == pytest.approx(0.467192, abs=1e-6)
-    assert mx.fit_em_weights(SECOND, u, 20.0)[0] == pytest.approx(0.438917, abs=1e-6)
+    assert fit_em_weights(FIRST, u, 20.0)[0] == pytest.approx(0.467192, abs=1e-6)
+    assert fit_em_weights(SECOND, u, 20.0)[0] == pytest.approx(0.438917, abs=1e-6)
 
 
 losses = arrays(np.float64, st.tuples(st.integers(1, 6), st.just(3)), elements=st.floats(-800, 0))
@@ -97,17 +110,17 @@ def objective(log_p, weights, u, a):
 
 @given(losses, shares, st.floats(0.1, 100))
 def test_weights_sum_to_one_keep_their_floor_and_improve_the_objective(log_p, u, a):
-    weights = mx.fit_em_weights(log_p, u, a)
+    weights = fit_em_weights(log_p, u, a)
     assert weights.sum() == pytest.approx(1)
     assert (weights >= a * u / (len(log_p) + a) - 1e-12).all()
     assert objective(log_p, weights, u, a) >= objective(log_p, u, u, a) - 1e-6
-    assert mx.fit_em_weights(log_p, u, 1e12) == pytest.approx(u, abs=1e-6)
+    assert fit_em_weights(log_p, u, 1e12) == pytest.approx(u, abs=1e-6)
     order = [2, 0, 1]
-    assert mx.fit_em_weights(log_p[:, order], u[order], a) == pytest.approx(weights[order], abs=1e-9)
+    assert fit_em_weights(log_p[:, order], u[order], a) == pytest.approx(weights[order], abs=1e-9)
 
 
 def test_no_validation_samples_give_the_pooled_weights():
-    assert mx.fit_em_weights(np.zeros((0, 2)), np.array([0.3, 0.7]), 20.0) == pytest.approx([0.3, 0.7])
+    assert fit_em_weights(np.zeros((0, 2)), np.array([0.3, 0.7]), 20.0) == pytest.approx([0.3, 0.7])
 
 
 def test_a_missing_candidates_share_is_spread_in_proportion():
@@ -122,27 +135,27 @@ def test_a_missing_candidates_share_is_spread_in_proportion():
 
 
 def q_of(logits, temperature=1.0, kappa=0.0, prior=FLAT):
-    return np.stack([calibrate_logits(row, prior, cal(temperature, kappa)) for row in logits])
+    return np.stack([calibrated(row, prior, cal(temperature, kappa)) for row in logits])
 
 
 def test_fusion_worked_numbers():
     by_sample = np.array([[[2, 0, 0], [0, 3, 0]], [[0.5, 0.4, 0], [0, 0, 6]]])
     logits = by_sample.transpose(1, 0, 2)
-    raw = compute_raw_energies(logits)
+    raw = energies_of(logits)
     mean, std = mx.compute_energy_statistics(raw)
     assert mean == pytest.approx([1.830186, 4.549934], abs=1e-6)
     assert std == pytest.approx([0.409359, 1.455011], abs=1e-6)
     energies = standardise(raw, mean, std)
     assert np.abs(energies) == pytest.approx(np.ones((2, 2)))
     for beta, expected in {0: (0.443606, 0.421183, 0.135211), 1: (0.627915, 0.215625, 0.156460)}.items():
-        log_p = compute_log_mixture(q_of(logits, 1.4), np.log([0.6, 0.4]) + beta * energies)
+        log_p = log_mixture(q_of(logits, 1.4), np.log([0.6, 0.4]) + beta * energies)
         assert np.exp(log_p[0]) == pytest.approx(expected, abs=1e-6)
 
 
 @given(arrays(np.float64, (3, 2, 3), elements=st.floats(-30, 30)), shares, st.integers(0, 2))
 def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
     log_q = q_of(logits)
-    log_p = compute_log_mixture(log_q, np.tile(np.log(weights), (2, 1)))
+    log_p = log_mixture(log_q, np.tile(np.log(weights), (2, 1)))
     assert np.exp(log_p).sum(axis=1) == pytest.approx(1)
     for k in range(3):
         assert (-log_p[:, label] <= -log_q[k, :, label] - np.log(weights[k]) + 1e-9).all()
@@ -155,7 +168,7 @@ def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
 )
 def test_equal_candidates_predict_as_one(logits, weights, scores):
     log_q = q_of(np.stack([logits] * 3))
-    assert compute_log_mixture(log_q, np.log(weights) + scores) == pytest.approx(log_q[0], abs=1e-9)
+    assert log_mixture(log_q, np.log(weights) + scores) == pytest.approx(log_q[0], abs=1e-9)
 
 
 # -------------------------------------------------------------------------------------------------- steps, guard

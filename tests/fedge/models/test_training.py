@@ -20,11 +20,11 @@ from fedge.models.training import (
     Stack,
     Trainer,
     can_stack,
-    compute_accuracies,
     compute_loss_and_gradient_norm,
     compute_losses_and_gradient_norms,
     compute_mean_loss,
     compute_mean_losses,
+    compute_scores,
     count_flops,
     draw_batches,
     draw_stacked_batches,
@@ -206,7 +206,7 @@ def test_batches_side_by_side_are_those_of_each_client_filled_up_with_the_sample
 def test_looks_at_ragged_samples_are_those_of_each_model():
     ragged, starts, stack = stacked()
     losses, norms = compute_losses_and_gradient_norms(stack, *pad_samples(ragged))
-    means, right = compute_mean_losses(stack, *pad_samples(ragged)), compute_accuracies(stack, *pad_samples(ragged))
+    means, right = compute_mean_losses(stack, *pad_samples(ragged)), compute_scores(stack, *pad_samples(ragged))
     for k, ((x, y), start) in enumerate(zip(ragged, starts, strict=True)):
         net = network()
         net.load(start)
@@ -218,8 +218,8 @@ def test_looks_at_ragged_samples_are_those_of_each_model():
 def test_a_model_without_samples_has_no_accuracy():
     _, _, stack = stacked()
     some = pad_samples([(X[:0], Y[:0]), (X[:4], Y[:4]), (X[:0], Y[:0]), (X[:1], Y[:1])])
-    assert np.isnan(compute_accuracies(stack, *some)).tolist() == [True, False, True, False]
-    assert np.isnan(compute_accuracies(stack, *pad_samples([(X[:0], Y[:0])] * 4))).all()
+    assert [score is None for score in compute_scores(stack, *some)] == [True, False, True, False]
+    assert compute_scores(stack, *pad_samples([(X[:0], Y[:0])] * 4)) == [None] * 4
 
 
 def test_parts_are_not_trained_side_by_side():

@@ -132,7 +132,8 @@ def profiled(**changes: Any) -> Profiled:
 
 GOOD: list[tuple[Action, Result]] = [
     (TRAIN, trained()),
-    (TRAIN, trained(val_accuracy=1.0)),
+    (TRAIN, trained(val_score=1.0)),
+    (TRAIN, trained(val_score=0.0)),
     (UNMEASURED, trained(loss_before=None, loss_after=None, gradient_norm=None)),
     (UNMEASURED, trained()),
     (DITTO, trained()),
@@ -175,11 +176,13 @@ BAD: list[tuple[Action, Result, str]] = [
     (UNMEASURED, trained(loss_after=None), "wrong-result"),
     (UNMEASURED, trained(gradient_norm=None), "wrong-result"),
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
+    *((TRAIN, trained(val_score=score), "wrong-result") for score in (1.01, -0.01)),
+    *((MASKED, masked(val_score=score), "wrong-result") for score in (1.01, -0.01)),
     *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE)),
     (DP, trained_dp(n_samples=0), "no-samples"),
     *(
         (DP, trained_dp(**{figure: 0.5}), "wrong-result")
-        for figure in ("loss_before", "loss_after", "gradient_norm", "val_accuracy")
+        for figure in ("loss_before", "loss_after", "gradient_norm", "val_score")
     ),
     (PROFILE, profiled(extractor="1" * 64), "wrong-result"),
     (NOISY, profiled(halves=0.1), "wrong-result"),
@@ -187,9 +190,22 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_CANDIDATES, fitted(Role.GLOBAL, cluster=7), "wrong-result"),
     (FIT_CANDIDATES, fitted(Role.PRIVATE, cluster=1), "wrong-result"),
     (NO_EXPERTS, fitted(Role.GLOBAL, Role.EXPERT), "wrong-result"),
+    *(
+        (FIT_CANDIDATES, CandidatesFitted(losses={Role.GLOBAL: (0.5,) * n}, n_validation=3), "wrong-result")
+        for n in (1, 15, 17)
+    ),
     (FIT_WEIGHTS, weighed(POOLED), "wrong-result"),
     (FIT_WEIGHTS, weighed(POOLED, {Role.LOCAL: 1.0}), "wrong-result"),
     (FIT_WEIGHTS, weighed(POOLED, {Role.PRIVATE: 0.9}), "wrong-result"),
+    *(
+        (FIT_WEIGHTS, msgspec.structs.replace(weighed(POOLED, {Role.GLOBAL: 1.0}), products=products), "wrong-result")
+        for products in (
+            {Role.LOCAL: {Role.LOCAL: 1.0}},
+            {Role.GLOBAL: {Role.GLOBAL: 1.0, Role.PRIVATE: 0.5}},
+            {Role.GLOBAL: {Role.GLOBAL: -1.0}},
+            {Role.GLOBAL: {Role.GLOBAL: 1.0, Role.PRIVATE: 0.5}, Role.PRIVATE: {Role.GLOBAL: 0.4, Role.PRIVATE: 1.0}},
+        )
+    ),
     (FIT_ENERGY, energies(1, 2), "wrong-result"),
     (FIT_ENERGY, energies(2, 1), "wrong-result"),
     (INSTALL_BUNDLE, installed(2), "wrong-result"),
@@ -209,7 +225,7 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (TRAIN, {"personal": [""]}),
     (TRAIN, {"codec": "pickle"}),
     (trained(), {"n_samples": -1}),
-    (trained(), {"val_accuracy": 1.01}),
+    (trained(), {"val_accuracy": "good"}),
     (trained(), {"update": {"digest": "AB" * 32, "size_bytes": 1}}),
     (trained(), {"update": {"digest": "0" * 64, "size_bytes": 0}}),
     (DITTO, {"proximal_lambda": -1.0}),
@@ -221,7 +237,8 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (profiled(), {"profile": ()}),
     (DescribeLabels(), {"epsilon": 0.0}),
     (LabelsDescribed(feature=0, n_samples=0), {"feature": -2}),
-    (fitted(Role.GLOBAL), {"losses": {"private": [0.5] * 15}}),
+    (fitted(Role.GLOBAL), {"losses": {"private": []}}),
+    (fitted(Role.GLOBAL), {"losses": {"private": ["a"] * 16}}),
     (fitted(Role.GLOBAL), {"losses": {"king": LOSSES}}),
     (FIT_WEIGHTS, {"pooled": ()}),
     (FIT_WEIGHTS, {"shrinkage": 0.0}),

@@ -54,7 +54,7 @@ def test_it_learns_what_train_learns_and_tells_as_much(cohort: Cohort) -> None:
     np.testing.assert_array_equal(total.params, expected.params * np.uint32(6), "all have the same samples and seed")
     masked = cohort.result(0, action)
     assert isinstance(masked, TrainedMasked)
-    for name in ("loss_before", "loss_after", "gradient_norm", "val_accuracy"):
+    for name in ("loss_before", "loss_after", "gradient_norm", "val_score"):
         assert getattr(masked, name) == getattr(plain.result, name)
 
 

@@ -16,9 +16,9 @@ from deploy import load as load_bundle
 from edge_agent.device.device import Device
 from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import evaluation
-from edge_agent.learning.mixture import PLAIN, calibrate_logits
 from edge_agent.steps.training import train as half
 from edge_agent.steps.training.train import learn
+from fedge.data.problems.calibration import PLAIN
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models.training import Network, Trainer, compute_mean_loss
@@ -211,8 +211,8 @@ def test_the_recipe_reaches_what_is_sent_and_what_is_kept(tmp_path: Path, blobs:
 def probabilities(own: Worker, model: Model) -> np.ndarray:
     """What the device would say of its validation samples with a model."""
     here = own.make_device(order(Train(starts=(Start(model=Blobs().model(0)),), sgd=SGD)), Blobs())
-    found = evaluation.compute_logits(here, model, own.data.x_val)
-    return np.exp(calibrate_logits(found, evaluation.compute_prior(here), PLAIN))
+    found = here.network.compute_logits(model, own.data.x_val)
+    return np.exp(TASK.problem.calibrate(found, PLAIN, evaluation.fit_own_offset(here, model)).values)
 
 
 @every
@@ -274,10 +274,10 @@ def test_numbers_of_the_report_are_those_of_the_model_in_use(tmp_path: Path, blo
     look = evaluation.evaluate_model(own.make_device(second, blobs), own.make_personal_model(served))
     result = own.execute(second, blobs).result
     assert isinstance(result, Trained)
-    assert (result.loss_before, result.gradient_norm, result.val_accuracy) == (
+    assert (result.loss_before, result.gradient_norm, result.val_score) == (
         look.loss,
         look.gradient_norm,
-        look.accuracy,
+        look.score,
     )
     assert result.loss_before is not None
     assert result.loss_after is not None
@@ -512,10 +512,10 @@ def test_training_lowers_the_loss_and_the_update_is_the_change(
     assert result.loss_before is not None
     assert result.loss_after is not None
     assert result.gradient_norm is not None
-    assert result.val_accuracy is not None
+    assert result.val_score is not None
     assert result.loss_after < result.loss_before
     assert result.gradient_norm > 0
-    assert 0 <= result.val_accuracy <= 1
+    assert 0 <= result.val_score <= 1
     _, start = build.make_initial_model(TASK, 1)
     change = update_of(finished, codec_=update_codec)
     assert result.update.size_bytes == len(finished.blobs[result.update.digest])
