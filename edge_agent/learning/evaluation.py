@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edge_agent.device.device import Device
 from edge_agent.learning import mixture
 from edge_agent.learning.private_model import Samples
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.maths import Array
-from fedge.data.problems.problem import Answers
+from fedge.data.problems.problem import Answers, find_usable
 from fedge.models.training import compute_loss_and_gradient_norm
 from fedge.steps.training.train import Choice, Start
 from fedge.tensors.layout import Model
@@ -138,8 +137,3 @@ def measure_model(device: Device, model: Model, how: Calibration, offset: Array)
     usable = find_usable(answers)
     likelihoods = np.where(usable & np.isfinite(found), found, problem.compute_unknown(y))
     return measure_answers(device, [answers], usable[:, np.newaxis].astype(np.float64), likelihoods)
-
-
-def find_usable(answers: Answers) -> NDArray[np.bool_]:
-    """Return for which samples all that a candidate says is finite, (n,)."""
-    return np.asarray(np.isfinite(answers.values.reshape(len(answers.values), -1)).all(axis=1))

@@ -138,6 +138,6 @@ def choose_alternative(mixture: tuple[float, float], alternatives: Sequence[tupl
     clear = [
         i
         for i, (log_likelihood, correct) in enumerate(alternatives)
-        if log_likelihood > mixture[0] + GUARD_MARGIN_NATS + TIE and correct >= mixture[1] + GUARD_MARGIN_SAMPLES
+        if log_likelihood > mixture[0] + GUARD_MARGIN_NATS + TIE and correct >= mixture[1] + GUARD_MARGIN_SAMPLES - TIE
     ]
     return clear[find_best([alternatives[i][0] for i in clear])] if clear else None

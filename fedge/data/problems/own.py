@@ -88,7 +88,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
         if y.dtype.kind == "f" and (y != np.rint(y)).any():
             raise ConfigError(f"{what} must be whole numbers, as those that describe the task")
         found = y.astype(np.int64)
-        if (found.reshape(n, -1)[:, :1] == RESERVED).any():
+        if (found.reshape(n, math.prod(self.targets))[:, :1] == RESERVED).any():
             raise ConfigError(f"{what} begins with {RESERVED} in a sample, which marks padding: take another number")
         return found
 
@@ -98,7 +98,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
 
     def reduce_outputs(self, outputs: Floats, inputs: Floats) -> Floats:
         """Return a loss, 0 until torch computes it (`fedge.models.problems`), and the outputs, (n, 1 + numbers)."""
-        flat = np.asarray(outputs, np.float64).reshape(len(outputs), -1)
+        flat = np.asarray(outputs, np.float64).reshape(len(outputs), math.prod(self.outputs))
         return np.concatenate([np.zeros((len(flat), 1)), flat], axis=1)
 
     def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:

@@ -215,8 +215,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def score_alone(self, outputs: Floats, targets: NDArray[Any]) -> float | None:
         """Return the score of a single model by its outputs (n, ...), without calibration."""
         answers = self.calibrate(outputs, PLAIN, np.zeros(()))
-        usable = np.isfinite(answers.values.reshape(len(outputs), -1)).all(axis=1, keepdims=True)
-        return self.compute_score(self.mix([answers], np.asarray(usable, np.float64)), targets)
+        shares = find_usable(answers)[:, np.newaxis].astype(np.float64)
+        return self.compute_score(self.mix([answers], shares), targets)
 
     # --------------------------------------------------------------------------------- targets of samples, one by one
 
@@ -385,6 +385,12 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         found = np.stack([self.compute_log_likelihood(each, targets) for each in components], axis=1)
         unknown = self.compute_unknown(targets)[:, np.newaxis]
         return fit_em_weights(np.where(np.isfinite(found), found, unknown), pooled, shrinkage)
+
+
+def find_usable(answers: Answers) -> NDArray[np.bool_]:
+    """Return for which samples all values that a candidate says are finite, (n,)."""
+    found = np.isfinite(answers.values)
+    return np.asarray(found.all(axis=tuple(range(1, found.ndim))))
 
 
 def fit_em_weights(log_p: Array, pooled: Array, shrinkage: float) -> Array:

@@ -77,7 +77,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         """Return the mean squared error e of each sample, (n, 1)."""
         with np.errstate(over="ignore", invalid="ignore"):
             errors = (np.asarray(outputs, np.float64) - inputs) ** 2
-        return np.asarray(errors.reshape(len(inputs), -1).mean(axis=1, keepdims=True))
+        return np.asarray(errors.reshape(len(errors), math.prod(errors.shape[1:])).mean(axis=1, keepdims=True))
 
     def fit_offset(self, targets: NDArray[Any], predict: Callable[[], Floats]) -> Array:
         """Return zero: a device's own samples say nothing beside the model."""

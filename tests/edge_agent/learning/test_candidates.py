@@ -42,7 +42,7 @@ def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_pat
     here = kept(tmp_path, (Role.PRIVATE, Role.GLOBAL, Role.LOCAL))
     found = candidates.make_pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     assert found.roles == (Role.PRIVATE, Role.GLOBAL, Role.LOCAL)
-    assert found.log_q.shape == (3, 15, 3)
+    assert [says.values.shape for says in found.answers] == [(15, 3)] * 3
     assert found.log_p.shape == found.energies.shape == (15, 3)
     assert candidates.make_pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)
     only = {Role.GLOBAL: CALIBRATION[Role.GLOBAL]}
@@ -54,10 +54,14 @@ def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_pat
 def test_the_log_probabilities_are_calibrated_ones(tmp_path: Path) -> None:
     here = kept(tmp_path)
     found = candidates.make_pooled_candidates(here, CALIBRATION, WITH_LOCAL)
-    np.testing.assert_allclose(np.exp(found.log_q).sum(axis=2), 1)
-    y = here.data.y_val
-    for k in range(4):
-        np.testing.assert_array_equal(found.log_p[:, k], found.log_q[k, np.arange(15), y])
+    x, y = here.data.validation
+    counts = np.bincount(here.data.shared[1], minlength=3) + 0.5
+    for k, (model, says) in enumerate(zip(found.models, found.answers, strict=True)):
+        np.testing.assert_allclose(np.exp(says.values).sum(axis=1), 1)
+        np.testing.assert_array_equal(found.log_p[:, k], says.values[np.arange(15), y])
+        scores = here.network.compute_logits(model, x) / 1.4 + 0.5 * np.log(counts / counts.sum())
+        wanted = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+        np.testing.assert_allclose(says.values, wanted, atol=1e-9)
     np.testing.assert_allclose(found.energies.mean(axis=0), 0, atol=1e-9)
 
 

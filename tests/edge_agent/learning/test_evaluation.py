@@ -8,6 +8,7 @@ import pytest
 
 from edge_agent.device.device import Device
 from edge_agent.learning import evaluation
+from fedge.data.problems.calibration import PLAIN
 from fedge.models.training import compute_loss_and_gradient_norm
 from fedge.steps.descriptions.mean_features import MeanFeatures
 from fedge.steps.training.train import Start
@@ -34,8 +35,17 @@ def by_hand(here: Device, index: int, x: np.ndarray, y: np.ndarray) -> tuple[int
 def test_the_prior_while_choosing_does_not_see_the_validation_labels() -> None:
     data = device_data()
     first, second = looking(data), looking(replace(data, y_val=np.zeros_like(data.y_val)))
-    assert (evaluation.compute_prior(first) == evaluation.compute_prior(second)).all()
-    assert (evaluation.compute_final_prior(first) != evaluation.compute_final_prior(second)).any()
+    shared, own, final = (
+        [fit(here, here.fetch_model(MODELS[0])) for here in (first, second)]
+        for fit in (evaluation.fit_shared_offset, evaluation.fit_own_offset, evaluation.fit_final_offset)
+    )
+    assert (shared[0] == shared[1]).all()
+    assert (own[0] == own[1]).all()
+    assert (final[0] != final[1]).any()
+    counts = np.bincount(data.y_train, minlength=3) + 0.5
+    assert own[0] == pytest.approx(np.log(counts / counts.sum()))
+    counts = np.bincount(data.shared[1], minlength=3) + 0.5
+    assert shared[0] == pytest.approx(np.log(counts / counts.sum()))
 
 
 @pytest.mark.parametrize("m", [15, 0])
@@ -46,11 +56,11 @@ def test_a_look_is_at_the_model_as_it_comes(m: int) -> None:
     here.network.load(model)
     assert (found.loss, found.gradient_norm) == compute_loss_and_gradient_norm(here.network, *here.data.shared)
     if m:
-        assert found.accuracy == by_hand(here, 1, *here.data.validation)[0] / m
+        assert found.score == by_hand(here, 1, *here.data.validation)[0] / m
     else:
-        assert found.accuracy is None
+        assert found.score is None
     spared = evaluation.evaluate_model(here, model, measure=False)
-    assert (spared.accuracy, spared.loss, spared.gradient_norm) == (found.accuracy, None, None)
+    assert (spared.score, spared.loss, spared.gradient_norm) == (found.score, None, None)
 
 
 @pytest.mark.parametrize("m", [15, 0])
@@ -83,19 +93,21 @@ def test_the_loss_has_the_prior_and_the_score_is_of_the_true_classes() -> None:
     x, y = here.data.validation
     correct, loss = by_hand(here, 3, x, y)
     assert evaluation.compute_loss(here, here.fetch_model(MODELS[3]), (x, y)) == pytest.approx(loss, rel=1e-5)
-    logits = evaluation.compute_logits(here, here.fetch_model(MODELS[3]), x)
+    model = here.fetch_model(MODELS[3])
+    logits = here.network.compute_logits(model, x)
     log_p = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    likelihood, right = evaluation.score_predictions(here, log_p)
-    assert right == correct
-    assert likelihood == pytest.approx(log_p[np.arange(15), y].sum())
-    assert evaluation.compute_metrics(here, log_p) == {
+    found = evaluation.measure_model(here, model, PLAIN, evaluation.fit_own_offset(here, model))
+    assert found.total_score == correct
+    assert found.log_likelihood == pytest.approx(log_p[np.arange(15), y].sum())
+    assert found.metrics == {
         "validation_accuracy": correct / 15,
-        "validation_loss": pytest.approx(-likelihood / 15),
+        "validation_loss": pytest.approx(-found.log_likelihood / 15),
     }
 
 
 def test_without_validation_samples_there_are_no_figures() -> None:
     here = looking(device_data(m=0))
-    assert evaluation.compute_logits(here, here.fetch_model(MODELS[0]), here.data.x_val).shape == (0, 3)
-    assert evaluation.compute_metrics(here, np.zeros((0, 3))) == {}
-    assert evaluation.compute_accuracy(here, here.fetch_model(MODELS[0])) is None
+    model = here.fetch_model(MODELS[0])
+    assert here.network.compute_logits(model, here.data.x_val).shape == (0, 3)
+    assert evaluation.measure_model(here, model, PLAIN, evaluation.fit_own_offset(here, model)) == (0, 0, {})
+    assert evaluation.compute_score(here, model) is None

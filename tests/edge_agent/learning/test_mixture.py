@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from edge_agent.learning import mixture as mx
 from fedge.bundle.formula import standardise
 from fedge.data.problems.calibration import Calibration
-from fedge.data.problems.problem import Answers, fit_em_weights
+from fedge.data.problems.problem import fit_em_weights
 from fedge.wire.messages import Role
 from tests.support.tables import calibrated, energies_of, log_mixture, problem_of
 
@@ -211,6 +211,14 @@ def test_guard_worked_numbers():
     assert mx.choose_alternative((-20, 8), [(-40, 3), (-16, 11), (-12, 9)]) is None
     assert mx.choose_alternative((-20, 8), [(-15, 20)]) is None  # 5 nats are not more than 5 nats
     assert mx.choose_alternative((-20, 8), [(-14.9, 10)]) == 0
+
+
+def test_two_samples_more_are_two_however_a_share_of_samples_is_rounded():
+    for m in range(2, 100):
+        for correct in range(m - 1):
+            two, one = (-14.0, m * ((correct + 2) / m)), (-14.0, m * ((correct + 1) / m))
+            assert mx.choose_alternative((-20.0, m * (correct / m)), [one]) is None
+            assert mx.choose_alternative((-20.0, m * (correct / m)), [one, two]) == 1
 
 
 def test_ties_go_to_the_first():

@@ -68,7 +68,7 @@ def logits_of_candidates(own, tmp_path, x):
     """(M, n, C) by torch from the parts of the bundle."""
     folder = tmp_path / "bundles" / "1"
     parts = [from_bytes((folder / c.part.file_name).read_bytes()) for c in read_bundle(folder).manifest.candidates]
-    return np.stack([evaluation.compute_logits(own, flatten(part, own.layout), x) for part in parts])
+    return np.stack([own.network.compute_logits(flatten(part, own.layout), x) for part in parts])
 
 
 def gate_scores(tmp_path, x):
@@ -175,7 +175,7 @@ def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model
     own, result, runtime = ablated(tmp_path, blobs, experts=2, alone="average")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
     mean = private_model.average_models([own.fetch_model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
-    logits = evaluation.compute_logits(own, mean, own.data.x_val)
+    logits = own.network.compute_logits(mean, own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 
@@ -187,7 +187,7 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
     models = [own.fetch_model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
     ranks = [evaluation.rank_model(own, model, "accuracy") for model in models]
     assert ranks[0] != max(ranks), "the first one is not the best by chance"
-    logits = evaluation.compute_logits(own, models[ranks.index(max(ranks))], own.data.x_val)
+    logits = own.network.compute_logits(models[ranks.index(max(ranks))], own.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, expected, atol=1e-5)
 

@@ -14,7 +14,6 @@ from hypothesis.extra.numpy import arrays
 from torch import nn
 
 from deploy import load
-from edge_agent.learning import evaluation
 from edge_agent.steps.mixture import fit_pool as stage2
 from edge_agent.steps.mixture.fit_pool import compute_confidences, denoise_pool, make_gate_network, select_weights
 from export.pool import compute_gate_logits, select_top_weights
@@ -242,9 +241,8 @@ def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> No
     same = device.blobs.put(device.kept().get_tensors())
     assert isinstance(device.fit([same, same, same], own=2), Installed)
     here = device.worker.make_device(order(device.action([same]), 2), device.blobs)
-    logits = evaluation.compute_logits(
-        here, device.worker.make_personal_model(here.fetch_model(device.initial)), device.worker.data.x_val
-    )
+    model = device.worker.make_personal_model(here.fetch_model(device.initial))
+    logits = here.network.compute_logits(model, device.worker.data.x_val)
     expected = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     np.testing.assert_allclose(device.predict(device.worker.data.x_val).probabilities, expected, atol=1e-5)
 
