@@ -19,6 +19,7 @@ from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.options import parse_method, require_method_options
 from coordinator.simulation.federation import partition_samples
+from coordinator.simulation.own_metric import load_metric
 from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost
 from coordinator.simulation.run import LOOK_S, Watch, examine_network, require_wanted, simulate
@@ -70,9 +71,11 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     if baseline not in methods:
         raise ConfigError(f"the baseline {baseline} is not among the methods {', '.join(methods)}")
     scenario = make_scenario(settings)
+    load_metric(scenario.metric)
     _require_same_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    ours = any(map(is_registered, (scenario.task, scenario.model, *methods)))  # no other process has them, now or later
+    code = (scenario.task, scenario.model, scenario.metric, *methods)
+    ours = any(map(is_registered, code))  # no other process has them, now or later
     found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_get_file(out, run))) is not None}
     for number, outcome in enumerate(found.values(), 1):
         watch(_format_progress(number, len(wanted), outcome))
@@ -272,6 +275,7 @@ def compare_runs(
         reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
         cold = [run.cold_start for run in own if run.cold_start is not None]
         common = set.intersection(*(set(run.details) for run in own))
+        further = [name for name in own[0].metrics if all(name in run.metrics for run in own)]
         outcomes.append(
             MethodOutcome(
                 method=method,
@@ -283,6 +287,7 @@ def compare_runs(
                 cost=_average_costs([compute_cost(run.curve, goal) for run in own]),
                 cold_start=compute_spread(cold) if cold else None,
                 details={name: compute_spread([run.details[name] for run in own]) for name in sorted(common)},
+                metrics={name: compute_spread([run.metrics[name] for run in own]) for name in further},
                 **{name: compute_spread([getattr(run, name) for run in own]) for name in FIGURES},
             )
         )

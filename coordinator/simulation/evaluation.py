@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,11 +22,14 @@ from coordinator.aggregation.protection import Protection
 from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.simulation.federation import Federation, Samples
-from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, compute_score
+from coordinator.simulation.own_metric import Metric, compute_own
+from coordinator.simulation.reports.outcome import MOST_COUNTED, SPENT, DeviceOutcome, Score, compute_score
 from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.data import preprocessing
 from fedge.data.problems.calibration import PLAIN
+from fedge.data.problems.scores import Counts
+from fedge.errors import ConfigError
 from fedge.models.training import CPU, Network
 from fedge.tasks.shares import convert_targets
 from fedge.tensors.layout import Model
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from coordinator.fleet.simulated.fleet import SimulatedFleet
+    from deploy.inference.prediction import Prediction
 
 
 def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
@@ -55,12 +60,18 @@ def predict_classes(bundle: Path, x: NDArray[Any]) -> NDArray[np.integer]:
     return deploy.load(bundle).predict(x).class_index
 
 
+def predict_samples(bundle: Path, x: NDArray[Any]) -> Prediction:
+    """Return what a bundle in ONNX Runtime answers for raw samples (n, ...)."""
+    return deploy.load(bundle).predict(x)
+
+
 class Evaluation:
     """An evaluation, with the devices' test samples and the network. `seconds`: time spent on it so far.
 
     `max_abs_diff`: the largest difference of a probability between torch and ONNX Runtime, after `evaluate_finally`.
-    `ids`: the measured devices. `on_validation`: whether to use validation samples in place of test samples; devices
-    without any are then left out.
+    `counts`: the bundles' confusion matrix, and `failure`: why the user's own `metric` gave no figures, both after
+    `evaluate_finally`. `ids`: the measured devices. `on_validation`: whether to use validation samples in place of test
+    samples; devices without any are then left out.
     """
 
     def __init__(
@@ -71,8 +82,12 @@ class Evaluation:
         processor: torch.device = CPU,
         *,
         on_validation: bool = False,
+        metric: Metric | None = None,
     ) -> None:
         self.seconds = self.max_abs_diff = 0.0
+        self.counts: Counts | None = None
+        self.failure = ""
+        self._metric = metric
         self._federation = federation
         self._workers = {i: workers[i] for i in ids if not on_validation or len(workers[i].data.y_val)}
         self._network = Network(federation.task, processor)
@@ -117,7 +132,7 @@ class Evaluation:
             for i in self._shares.keys() & state.installed.keys():
                 runtime = deploy.load(self._workers[i].home / "bundles" / str(state.installed[i].release))
                 said = runtime.predict(self._shares[i].x_test)
-                scores[i] = compute_score(self._federation.task.problem, said.answers, self._read_test(i))
+                scores[i] = self._score_bundle(i, said)
                 own = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
                 if any(own):
                     private[i] = float(said.weights[:, own].mean())
@@ -154,7 +169,23 @@ class Evaluation:
     def _score(self, model: Model, samples: Samples) -> Score:
         (x, y), problem = samples, self._federation.task.problem
         answers = problem.calibrate(self._network.predict(model, x, y), PLAIN, np.zeros(()))
-        return compute_score(problem, problem.mix([answers], np.ones((len(x), 1))), y)
+        return compute_score(problem, problem.mix([answers], np.ones((len(x), 1))), y, thorough=False)
+
+    def _score_bundle(self, i: str, said: Prediction) -> Score:
+        """Score a device's bundle, count its answers, and add the figures of the user's own metric."""
+        problem, y = self._federation.task.problem, self._read_test(i)
+        found = compute_score(problem, said.answers, y)
+        more = problem.count_answers(said.answers, y)
+        if more is not None and len(more.rows) <= MOST_COUNTED:
+            self.counts = more if self.counts is None else self.counts.add(more)
+        if self._metric is None or self.failure:
+            return found
+        try:
+            own = compute_own(self._metric, said, self._shares[i].y_test)
+        except ConfigError as error:  # the run is worth more than this figure
+            self.failure = str(error)
+            return found
+        return msgspec.structs.replace(found, metrics=found.metrics | own)
 
     def _read_test(self, i: str) -> NDArray[Any]:
         """Return the targets of a device's test samples in the type that training takes."""

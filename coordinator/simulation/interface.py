@@ -25,6 +25,7 @@ from coordinator.methods.settings import Option
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import make_scenario
+from coordinator.simulation.measured import MeasuredDevice, add_tests, drop_training
 from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.markup import render_table
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost
@@ -45,7 +46,7 @@ from fedge.errors import ConfigError
 from fedge.settings import describe_settings, resolve_given
 from fedge.system.loading import is_registered, load_role, register_object
 from fedge.system.moved import alias_members
-from fedge.tasks import Task
+from fedge.tasks import Share, Task
 from fedge.tasks.own import get_network_name
 from fedge.tasks.shares import check_partitioning
 
@@ -65,8 +66,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
     """The result of `simulate`.
 
-    `home` holds the devices' folders; without `out`, only while this object lives.
+    `home` holds the devices' folders; without `out`, only while this object lives. Each of `devices` has its test
+    samples and its predictions for them.
     """
+
+    devices: tuple[MeasuredDevice, ...]
 
     scenario: Scenario
     home: Path
@@ -137,13 +141,14 @@ def simulate(
         result = fedge.simulate(method="fedavg+ft", task="digits", devices=20, rounds=30, alpha=0.3)
         result.accuracy, result.devices[0].score.macro_f1
         fedge.load(result.get_bundle("device-00")).predict(x)
+        result.devices[0].predictions.class_index == result.devices[0].y_test
 
     Args:
         options: of the method, like `--option` of the command; `selection` and `clustering` may be your own function.
         progress: called with lines of progress; silent if None.
         **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, `method` a subclass
-            of `coordinator.methods.method.Method`, and `model` a class, a function or a module, as in
-            `Task.from_arrays`.
+            of `coordinator.methods.method.Method`, `model` a class, a function or a module, as in `Task.from_arrays`,
+            and `metric` a function (`coordinator.simulation.own_metric`).
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or the method does not exist.
@@ -168,6 +173,7 @@ def run_simulation(
     check_partitioning(settings)
     scenario, out = make_scenario(settings), settings.out
     label = load_method_class(method).name if is_registered(method) else settings.method
+    shares: list[Mapping[str, Share]] = []
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else runs.make_new_folder(out, "simulate")
     try:
         with (
@@ -178,6 +184,7 @@ def run_simulation(
             outcome = running.simulate(
                 *(scenario, method, options, settings.seed, home, progress, label, settings),
                 track=lambda point: track(point.round, point.figures),
+                keep=lambda federation: shares.append(drop_training(federation.shares)),
             )
     except BaseException:
         if out is None:
@@ -185,8 +192,10 @@ def run_simulation(
         raise
     if out is not None or json_file is not None:
         write_results(out, make_run_report(outcome, scenario, settings.target), json_file)
+    figures = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__ if name != "devices"}
     result = Simulation(
-        **{name: getattr(outcome, name) for name in RunOutcome.__struct_fields__},
+        **figures,
+        devices=tuple(add_tests(device, shares[0], home) for device in outcome.devices),
         scenario=scenario,
         home=home,
         target=settings.target,
@@ -209,7 +218,7 @@ def compare(*, progress: Watch | None = print_progress, **settings: Any) -> Comp
     Args:
         progress: called with each finished run; silent if None.
         **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, a method a
-            class, `task` a `fedge.Task`, `model` a class, a function or a module.
+            class, `task` a `fedge.Task`, `model` a class, a function or a module, `metric` a function.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or a method does not exist.
@@ -284,6 +293,8 @@ def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
                 "partition, which mixes the samples of all"
             )
         named["task"] = register_object(task)
+    if callable(metric := named.get("metric")):
+        named["metric"] = register_object(metric)
     if (model := named.get("model")) is not None:
         named["model"] = get_network_name(model)
     return resolve_given(kind, named)

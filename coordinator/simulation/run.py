@@ -29,6 +29,7 @@ from coordinator.service.samples import count_by_class, find_missing_classes
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, compute_epsilon_spent
 from coordinator.simulation.federation import Federation, make_fleet, partition_samples
+from coordinator.simulation.own_metric import load_metric
 from coordinator.simulation.reports.outcome import (
     DeviceOutcome,
     Point,
@@ -66,6 +67,7 @@ def simulate(
     label: str,
     on: EngineScenario | None = None,
     track: Callable[[Point], None] | None = None,
+    keep: Callable[[Federation], None] | None = None,
 ) -> RunOutcome:
     """Run a method to its end and measure it; equal arguments give equal figures, except for times.
 
@@ -79,6 +81,7 @@ def simulate(
         label: the run's name for the method.
         on: the engine that carries out the orders; this process if None.
         track: called with each point of the curve.
+        keep: called with the devices' data, before the run.
 
     Raises:
         ConfigError: the data, the partition, the method, its options or Ray is not available as requested, or the
@@ -87,8 +90,11 @@ def simulate(
         FedgeError: Ray fails.
     """
     began = time.perf_counter()
+    load_metric(scenario.metric)
     watch("sharing out the samples, and checking the network")
     federation = partition_samples(scenario, seed)
+    if keep is not None:
+        keep(federation)
     made = make_method(
         method, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
     )
@@ -120,7 +126,9 @@ def run_on(
             scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
         fleet, first, workers = make_fleet(federation, scenario, seed, home, execute)
         measured = federation.draw_measured(scenario.measured, seed)
-        evaluation = Evaluation(federation, workers, measured, get_torch_device(scenario.train_on))
+        evaluation = Evaluation(
+            *(federation, workers, measured, get_torch_device(scenario.train_on)), metric=load_metric(scenario.metric)
+        )
         curve: list[Point] = []
 
         def measure(state: State, number: int, accuracy: float) -> None:
@@ -167,6 +175,8 @@ def run_on(
         state = run_to_end(rounds.run_rounds(made, begun, fleet, on_round))
         final = evaluation.evaluate_finally(made, state, fleet)
         watch(describe_bundles(final))
+        if evaluation.failure:
+            watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
         measure(
             state,
@@ -193,6 +203,7 @@ def run_on(
         details={name: value for name, value in summary.items() if isinstance(value, float)} | spent,
         draws=federation.milder.draws,
         moved=federation.milder.moved,
+        counts=evaluation.counts,
     )
 
 

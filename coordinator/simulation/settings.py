@@ -110,6 +110,13 @@ class Scenario(Setup, frozen=True, kw_only=True):
         Heading.EVALUATION,
         "This many devices, drawn by lot, install bundles and are measured; by default all do.",
     ] = None
+    metric: Annotated[
+        str | None,
+        CODE,
+        Heading.EVALUATION,
+        "Your function package.module:function adds figures about each device's answers to the results "
+        "(docs/simulation.md).",
+    ] = None
 
     @property
     def spacing(self) -> int:

@@ -214,6 +214,8 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         KeyboardInterrupt: Ctrl-C; finished trials are kept.
     """
     scenario = make_scenario(settings)
+    if scenario.metric is not None:
+        raise ConfigError("--metric changes nothing in a search, which goes by the accuracy: leave it out")
     name, fixed = parse_method(settings.method)
     ranges = parse_ranges(name, search, scenario.optimizer)
     require_importable(scenario.task, scenario.model, settings.method)

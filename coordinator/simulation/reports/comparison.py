@@ -27,6 +27,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     `to_baseline`: difference to the baseline. `to_best_other`: difference to the other method with the best mean. The
     choice in hindsight flatters that method. `cost`: mean cost of reaching the target; None unless every seed reached
     it. `cold_start`: accuracy of the late joiners. `details`: the method's own numbers that exist for every seed.
+    `metrics`: the further figures that do.
     """
 
     method: str
@@ -46,6 +47,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     cost: Cost | None
     cold_start: Spread | None = None
     details: dict[str, Spread] = {}
+    metrics: dict[str, Spread] = {}
 
 
 @alias_members(rows="to_rows")
@@ -65,8 +67,11 @@ class Comparison(Struct, frozen=True, kw_only=True):
             *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
             *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
         )
+        further = dict.fromkeys(name for run in self.runs for name in run.metrics)
         return [
-            {"method": run.method, "seed": run.seed} | {name: getattr(run, name) for name in figures}
+            {"method": run.method, "seed": run.seed}
+            | {name: getattr(run, name) for name in figures}
+            | {name: run.metrics.get(name) for name in further}
             for run in self.runs
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -39,17 +39,17 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll{" wide" * (len(head) > NARROW)}" tabindex="0">{whole}</div>'
 
 
-def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render rows of a CSV file as a table, with shares in percent."""
+def render_rows(rows: Sequence[Mapping[str, Any]], plain: Collection[str] = ()) -> str:
+    """Render rows of a CSV file as a table, with shares in percent; numbers in the columns `plain` stay as they are."""
     words = {True: "yes", False: "no"}
 
-    def format_cell(cell: object) -> str:
+    def format_cell(name: str, cell: object) -> str:
         if isinstance(cell, float):
-            return f"{100 * cell:.1f}"
+            return f"{cell:.4g}" if name in plain else f"{100 * cell:.1f}"
         return words[cell] if isinstance(cell, bool) else str(cell)
 
     head = [name.removeprefix("n_").replace("_", " ") for name in rows[0]]
-    return render_table(head, ([format_cell(cell) for cell in row.values()] for row in rows))
+    return render_table(head, ([format_cell(*each) for each in row.items()] for row in rows))
 
 
 def render_tiles(figures: Iterable[tuple[str, str]]) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from fedge.data.problems.classification import Classification
 from fedge.data.problems.problem import Problem
+from fedge.data.problems.scores import Counts
 from fedge.errors import ConfigError
 from fedge.system.moved import alias_members
 from fedge.system.text import escape_controls
@@ -93,7 +94,9 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
     such as the silhouette of its clusters. `validation`: accuracy by round of the received model on validation samples,
     as devices reported it. `evaluation_s`: the part of `wall_s` spent on measuring. `draws`: draws of the partition;
-    `moved`: samples moved after the last draw, until each device had enough; both None if unknown.
+    `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `metrics`: further
+    figures, means over the devices that have them. `counts`: the confusion matrix of all devices' bundles, if there is
+    one of at most `MOST_COUNTED` classes.
     """
 
     method: str
@@ -124,9 +127,12 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     cold_start: float | None = None
     draws: int | None = None
     moved: int | None = None
+    metrics: dict[str, float] = {}
+    counts: Counts | None = None
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one row per device with its data and scores, for the CSV file and `to_pandas`."""
+        """Return one row per device with its data, scores and further figures, for the CSV file and `to_pandas`."""
+        further = dict.fromkeys(name for device in self.devices for name in device.score.metrics)
         return [
             {
                 "device": device.id,
@@ -139,6 +145,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
                 "accuracy": device.score.accuracy,
                 "macro_f1": device.score.macro_f1,
                 "weighted_f1": device.score.weighted_f1,
+                **{name: device.score.metrics.get(name) for name in further},
             }
             for device in self.devices
         ]
@@ -165,6 +172,8 @@ def find_without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
 
 SPENT: Final = "epsilon spent"
 """Prefix of the name of a detail: the largest epsilon that differential privacy has spent on a device's samples."""
+MOST_COUNTED: Final = 100
+"""Most classes of a confusion matrix in the results."""
 COMPUTED: Final = ("=", "+", "-", "@")
 """First characters of cells that spreadsheets take for formulas."""
 
@@ -201,12 +210,19 @@ def _escape_cell(cell: object) -> object:
     return ("'" if cell.startswith(COMPUTED) else "") + escape_controls(cell)
 
 
-def compute_score(problem: Problem, answers: Sequence[NDArray[np.floating]], y: NDArray[Any]) -> Score:
-    """Compute the scores of a problem's answers for targets (n, ...), n >= 1."""
+def compute_score(
+    problem: Problem, answers: Sequence[NDArray[np.floating]], y: NDArray[Any], *, thorough: bool = True
+) -> Score:
+    """Compute the scores of a problem's answers for targets (n, ...), n >= 1.
+
+    `thorough`: whether to compute also what a learning curve does not need.
+    """
+    details = problem.compute_details(answers, y) if thorough else problem.compute_metrics(answers, y)
     if isinstance(problem, Classification):
-        return compute_class_score(answers[0].argmax(axis=1), y)
+        found = compute_class_score(answers[0].argmax(axis=1), y)
+        return structs.replace(found, metrics={k: v for k, v in details.items() if k not in found.__struct_fields__})
     score = problem.compute_score(answers, y)
-    return Score(n=len(y), accuracy=math.nan if score is None else score, metrics=problem.compute_metrics(answers, y))
+    return Score(n=len(y), accuracy=math.nan if score is None else score, metrics=details)
 
 
 def compute_class_score(predicted: Ints, y: Ints) -> Score:
@@ -247,11 +263,18 @@ def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome
         sample_accuracy=compute_sample_accuracy([device.score for device in devices]),
         macro_f1=_average([device.score.macro_f1 for device in devices]),
         weighted_f1=_average([device.score.weighted_f1 for device in devices]),
+        metrics=average_metrics([device.score for device in devices]),
         bundles=sum(device.bundle for device in everybody),
         devices=tuple(everybody),
         cold_start=float(np.mean(cold)) if cold else None,
         **known,
     )
+
+
+def average_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the means of the further figures by name, each over the devices that have it."""
+    names = dict.fromkeys(name for score in scores for name in score.metrics)
+    return {name: float(np.mean([s.metrics[name] for s in scores if name in s.metrics])) for name in names}
 
 
 def _average(values: Sequence[float | None]) -> float | None:

@@ -105,6 +105,11 @@ def make_comparison_report(comparison: Comparison) -> Report:
         )
         if (numbers := list_own_rows(comparison))
         else "",
+        render_section(
+            "Further figures", "Means over the devices.", render_table(("Method", "Figure", "Mean"), further)
+        )
+        if (further := list_further_rows(comparison))
+        else "",
     )
     return Report(shown, comparison, comparison.to_rows(), plots.draw_curves(comparison.runs))
 
@@ -180,6 +185,15 @@ def list_own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     ]
 
 
+def list_further_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """List the figures beside accuracy and F1, such as the AUROC: method, name, mean over the seeds."""
+    return [
+        (method.method, name, f"{figure.mean:.4g} ±{figure.std:.2g}" if len(figure.seeds) > 1 else f"{figure.mean:.4g}")
+        for method in comparison.methods
+        for name, figure in method.metrics.items()
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------- a run
 
 
@@ -190,9 +204,24 @@ def make_run_report(outcome: RunOutcome, scenario: Scenario, target: float | Non
         describe_run(outcome, scenario),
         render_section("In short", "", render_table(("", ""), list_figures(outcome, target))),
         render_curves([outcome]),
-        render_section("Device by device", "Percent. Trained: in so many rounds.", render_rows(outcome.to_rows())),
+        render_counts(outcome),
+        render_section(
+            "Device by device",
+            "Percent; after weighted F1, figures in their own units. Trained: in so many rounds.",
+            render_rows(outcome.to_rows(), outcome.metrics),
+        ),
     )
     return Report(shown, outcome, outcome.to_rows(), plots.draw_curves([outcome]))
+
+
+def render_counts(outcome: RunOutcome) -> str:
+    """Render the confusion matrix, if there is one."""
+    found = outcome.counts
+    if found is None:
+        return ""
+    rows = [(name, *map(str, row)) for name, row in zip(found.rows, found.counts, strict=True)]
+    text = f"Test {found.unit} of all devices by what they are (rows) and what the bundles say (columns)."
+    return render_section("Right and wrong answers", text, render_table(("", *found.columns), rows))
 
 
 # ------------------------------------------------------------------------------------------------------------ a demo

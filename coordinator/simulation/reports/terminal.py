@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from coordinator.simulation.reports.comparison import Comparison
 
 
+UNPRINTED: Final = frozenset({"auroc"})
+"""Figures of classification that reports and files have, but no terminal."""
 GLOBAL: Final = "global: the models that devices are served, each on samples from all devices' distributions"
 
 
@@ -102,6 +104,11 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
         ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
         ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
         *([] if outcome.macro_f1 is None else [("macro F1", f"{100 * outcome.macro_f1:.1f} %")]),
+        *(
+            (name, f"{value:.4g}")
+            for name, value in outcome.metrics.items()
+            if outcome.macro_f1 is None or name not in UNPRINTED
+        ),
         ("global accuracy", overall),
         ("experts", experts),
         ("traffic", f"{format_megabytes(outcome.bytes_up)} up, {format_megabytes(outcome.bytes_down)} down"),

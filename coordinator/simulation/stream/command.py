@@ -32,7 +32,17 @@ from fedge.errors import ConfigError
 from fedge.tasks import load_task
 from fedge.tasks.shares import check_partitioning
 
-USELESS = ("late_joiners", "measured", "evaluate_every", "target", "tensorboard", "mlflow", "engine", "ray_address")
+USELESS = (
+    "late_joiners",
+    "measured",
+    "metric",
+    "evaluate_every",
+    "target",
+    "tensorboard",
+    "mlflow",
+    "engine",
+    "ray_address",
+)
 """Settings of a simulation that a stream does not heed."""
 
 

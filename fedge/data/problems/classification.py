@@ -19,7 +19,13 @@ from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.data.problems.names import HOW_TO_ADD
 from fedge.data.problems.problem import Answers, Problem
 from fedge.data.problems.results import Column, Result
-from fedge.data.problems.scores import compute_accuracy, compute_macro_f1
+from fedge.data.problems.scores import (
+    Counts,
+    compute_accuracy,
+    compute_confusion,
+    compute_macro_auroc,
+    compute_macro_f1,
+)
 from fedge.errors import ConfigError
 
 
@@ -193,6 +199,16 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
             if those.any()
         }
         return {"accuracy": float(right.mean()), "by_class": by_class}
+
+    def compute_details(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the mean AUROC of each class against all others, beside macro F1."""
+        found = compute_macro_auroc(mixed[0], targets[:, np.newaxis] == np.arange(len(self.classes)))
+        return self.compute_metrics(mixed, targets) | ({} if found is None else {"auroc": found})
+
+    def count_answers(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> Counts:
+        """Return the confusion matrix: a row for each class, a column for each answer."""
+        table = compute_confusion(mixed[0].argmax(axis=1), targets, len(self.classes))
+        return Counts.from_table("samples", self.classes, self.classes, table)
 
 
 def mix_probabilities(components: Sequence[Floats], weights: Floats, unknown: float | None = None) -> Floats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -20,8 +20,17 @@ from fedge.data.problems.maths import Array, Floats, sigmoid, softplus
 from fedge.data.problems.names import Word
 from fedge.data.problems.problem import Answers, Problem
 from fedge.data.problems.results import Column, Result
-from fedge.data.problems.scores import compute_macro_f1, compute_mean_average_precision
+from fedge.data.problems.scores import (
+    Counts,
+    compute_macro_auroc,
+    compute_macro_f1,
+    compute_mean_average_precision,
+    count_marks,
+)
 from fedge.errors import ConfigError
+
+KINDS: Final = ("found", "missed", "wrongly named", "rightly left out")
+"""What may become of a label of a sample: true positive, false negative, false positive, true negative."""
 
 
 class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
@@ -145,6 +154,15 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         """Return the labels that are given, each with its probability."""
         rows = [[(self.labels[c], row[c]) for c in np.flatnonzero(row >= 0.5)] for row in answers[0]]
         return (Column("labels", tuple(_join_words([f"{name} {p:.4f}" for name, p in row]) for row in rows)),)
+
+    def compute_details(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the mean AUROC of the labels beside them."""
+        found = compute_macro_auroc(mixed[0], targets > 0)
+        return self.compute_metrics(mixed, targets) | ({} if found is None else {"auroc": found})
+
+    def count_answers(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> Counts:
+        """Return for each label how many samples had it and had not, rightly and wrongly."""
+        return Counts.from_table("samples", self.labels, KINDS, count_marks(mixed[0] >= 0.5, targets > 0))
 
 
 def _join_words(words: Sequence[str]) -> str:

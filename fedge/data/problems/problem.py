@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedge.data.problems.calibration import PLAIN, Calibration, make_grid
 from fedge.data.problems.maths import Array, Floats, log_softmax
 from fedge.data.problems.results import Column, Result
+from fedge.data.problems.scores import Counts
 from fedge.errors import ConfigError
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
@@ -191,6 +192,14 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
         """Return further figures for people, by name."""
         raise NotImplementedError
+
+    def compute_details(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
+        """Return the figures of `compute_metrics`, and those that only reports on test samples have, by name."""
+        return self.compute_metrics(mixed, targets)
+
+    def count_answers(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> Counts | None:
+        """Count the samples by target and answer, as in a confusion matrix; None if there are no kinds to count."""
+        return None
 
     def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:
         """Count the samples of each class or label that has a name."""

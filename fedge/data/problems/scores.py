@@ -5,14 +5,36 @@ Each is a pure function on arrays, and None where the targets do not define it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.data.problems.maths import Array, Floats
 
 Marks = NDArray[np.bool_]
+
+
+class Counts(Struct, frozen=True, kw_only=True):
+    """How often each answer was given to each kind of target: `counts` has a row for each of `rows`.
+
+    `unit`: what is counted.
+    """
+
+    unit: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_table(cls, unit: str, rows: tuple[str, ...], columns: tuple[str, ...], table: NDArray[np.int64]) -> Self:
+        """Make them from a table, (rows, columns)."""
+        return cls(unit=unit, rows=rows, columns=columns, counts=tuple(map(tuple, table.tolist())))
+
+    def add(self, more: Counts) -> Counts:
+        """Return the sum of both, which are of one problem."""
+        return Counts.from_table(self.unit, self.rows, self.columns, np.add(self.counts, more.counts))
 
 
 def compute_accuracy(found: NDArray[np.integer], targets: NDArray[np.integer]) -> float | None:
@@ -79,6 +101,13 @@ def compute_auroc(scores: Floats, wanted: Marks) -> float | None:
     return float((ranks[wanted].sum() - n_wanted * (n_wanted + 1) / 2) / (n_wanted * n_others))
 
 
+def compute_macro_auroc(scores: Floats, wanted: Marks) -> float | None:
+    """Return the mean AUROC over the labels that some targets have and others have not; arrays are (n, C)."""
+    found = [compute_auroc(s, w) for s, w in zip(scores.T, wanted.T, strict=True)]
+    known = [value for value in found if value is not None]
+    return float(np.mean(known)) if known else None
+
+
 def compute_r2(found: Floats, targets: Floats) -> float | None:
     """Return R^2 = 1 - sum of squared errors / sum of squared deviations, the mean over targets that vary.
 
@@ -105,6 +134,15 @@ def compute_mean_iou(found: NDArray[Any], targets: NDArray[Any], n_classes: int,
     union = wanted + table.sum(axis=0) - both
     present = wanted > 0
     return float((both[present] / union[present]).mean()) if present.any() else None
+
+
+def count_marks(found: Marks, wanted: Marks) -> NDArray[np.int64]:
+    """Count, for each of C labels, samples with it that were found and missed, and others named and left alone, (C, 4).
+
+    These are true positives, false negatives, false positives and true negatives; arrays are (n, C).
+    """
+    kinds = (found & wanted, ~found & wanted, found & ~wanted, ~found & ~wanted)
+    return np.stack([kind.sum(axis=0) for kind in kinds], axis=1).astype(np.int64)
 
 
 def compute_confusion(found: NDArray[np.integer], targets: NDArray[np.integer], n_classes: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.data.problems.names import Word
 from fedge.data.problems.problem import Answers, Problem
 from fedge.data.problems.results import Column, Result
-from fedge.data.problems.scores import compute_mean_iou
+from fedge.data.problems.scores import Counts, compute_confusion, compute_mean_iou
 from fedge.errors import ConfigError
 
 IGNORED: Final = 255
@@ -157,3 +157,9 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
     def draw_masks(self, answers: Sequence[Floats]) -> NDArray[np.uint8]:
         """Return the most probable class of each pixel."""
         return np.asarray(answers[0].argmax(axis=1), np.uint8)
+
+    def count_answers(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> Counts:
+        """Return the confusion matrix of the counted pixels."""
+        counted = targets != IGNORED
+        table = compute_confusion(mixed[0].argmax(axis=1)[counted], targets[counted], len(self.classes))
+        return Counts.from_table("pixels", self.classes, self.classes, table)

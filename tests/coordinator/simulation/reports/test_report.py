@@ -3,12 +3,16 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
+import numpy as np
+
 from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.reports import plots
 from coordinator.simulation.reports.outcome import Cost
 from coordinator.simulation.reports.report import (
     format_row,
     format_seed_row,
+    list_further_rows,
     list_headings,
     list_own_rows,
     make_comparison_report,
@@ -19,6 +23,7 @@ from coordinator.simulation.reports.report import (
 from coordinator.simulation.reports.terminal import describe_columns, list_figures, make_table
 from coordinator.simulation.reports.words import format_cost
 from coordinator.simulation.settings import Scenario
+from fedge.data.problems.scores import Counts
 from tests.support.comparison import a_comparison, a_run
 from tests.support.demo import a_demonstration
 
@@ -42,6 +47,20 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
     assert "0.60 ±0.14" in make_comparison_report(found).page
     assert list_own_rows(a_comparison()) == []
     assert "own numbers" not in make_comparison_report(a_comparison()).page
+
+
+def test_further_figures_and_right_and_wrong_answers_are_on_the_page() -> None:
+    plain = make_run_report(a_run(), Scenario()).page
+    assert "Right and wrong answers" not in plain
+    counts = Counts.from_table("samples", ("cat", "<dog>"), ("cat", "<dog>"), np.array([[7, 1], [2, 30]]))
+    score = msgspec.structs.replace(a_run().devices[0].score, metrics={"rmse": 12.345678})
+    devices = [msgspec.structs.replace(device, score=score) for device in a_run().devices]
+    shown = make_run_report(a_run(counts=counts, devices=tuple(devices), metrics={"rmse": 12.345678}), Scenario())
+    assert "<td>&lt;dog&gt;</td><td>2</td><td>30</td>" in shown.page
+    assert "<td>12.35</td>" in shown.page, "in its own units, not in percent"
+    assert shown.rows[0]["rmse"] == 12.345678
+    runs = [a_run("m", seed, metrics={"rmse": 2.0 + seed}) for seed in (0, 1)]
+    assert list_further_rows(compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)) == [("m", "rmse", "2.5 ±0.71")]
 
 
 def test_late_joiners_have_a_column_where_there_are_any() -> None:

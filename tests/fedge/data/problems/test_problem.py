@@ -17,6 +17,7 @@ from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.problems.answers import add_answers
 from fedge.bundle.formula import compute_log_weights, softmax
 from fedge.bundle.runtime import onnxruntime
+from fedge.data.problems import scores
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.multi_label import MultiLabel
@@ -277,7 +278,29 @@ def test_a_score_is_better_for_the_true_answers(case: Case) -> None:
     assert best is not None
     assert best > score
     assert problem.kind == "reconstruction" or best == pytest.approx(1)
-    assert all(np.isfinite(v) for v in problem.compute_metrics(mixed, y).values())
+    metrics, details = problem.compute_metrics(mixed, y), problem.compute_details(mixed, y)
+    assert all(np.isfinite(v) for v in details.values())
+    assert metrics.items() <= details.items()
+
+
+def test_answers_are_counted_by_what_is_true(case: Case) -> None:
+    problem, y = case.problem, case.convert()
+    mixed = problem.mix([problem.calibrate(case.reduce(0), PLAIN, np.zeros_like(case.fit_offset(0)))], np.ones((N, 1)))
+    found = problem.count_answers(mixed, y)
+    assert (found is not None) == (problem.kind in {"classification", "multi-label", "segmentation"})
+    if found is not None:
+        assert np.shape(found.counts) == (len(found.rows), len(found.columns))
+        counted = {"classification": N, "multi-label": N * 3, "segmentation": int((y != IGNORED).sum())}
+        assert np.sum(found.counts) == counted[problem.kind]
+        assert np.array_equal(found.add(found).counts, 2 * np.array(found.counts))
+
+
+def test_worked_counts_and_areas() -> None:
+    found, wanted = np.array([[1, 0], [1, 0], [0, 1], [0, 0]]) > 0, np.array([[1, 0], [0, 1], [1, 1], [0, 0]]) > 0
+    assert scores.count_marks(found, wanted).tolist() == [[1, 1, 1, 1], [1, 1, 0, 2]]
+    chances = np.array([[0.9, 0.1], [0.8, 0.3], [0.2, 0.6], [0.1, 0.2]])
+    assert scores.compute_macro_auroc(chances, wanted) == pytest.approx((3 / 4 + 1) / 2)
+    assert scores.compute_macro_auroc(chances, wanted | True) is None
 
 
 REFUSED: dict[str, tuple[str, NDArray[Any], str]] = {
