@@ -90,6 +90,9 @@ class Method(Generic[S]):
     """What the method lacks although users may ask for it, each with the reason or what replaces it. Keys are an option
     (NAME) or a value of it (NAME=VALUE), a part of the recipe (a setting such as optimizer or class_weights), a guard
     (such as dp; `coordinator.aggregation.protection`), or +ft."""
+    CLASSES: ClassVar[str] = ""
+    """What the method does with the class of each sample, if it needs one, as a predicate. It then refuses all problems
+    but single-label classification."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
@@ -106,6 +109,8 @@ class Method(Generic[S]):
             why := UNACCOUNTED.get(self.selection or "", explain_no_privacy(self.selection))
         ):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
+        if not self.problem.CLASSED and (why := self.explain_classes()):
+            raise ConfigError(f"{self.name} is for classification, not for {self.problem.NAME}, since it {why}")
         self.set_up()
 
     @property
@@ -119,6 +124,18 @@ class Method(Generic[S]):
         Raises:
             ConfigError: some settings or options do not combine, or something is missing.
         """
+
+    def explain_classes(self) -> str:
+        """Explain what the method, with its options, does with the class of each sample, and what to take instead.
+
+        Empty if it needs no classes.
+        """
+        if getattr(self.options, "clustering", "") == "labels":
+            return (
+                "clusters devices by the class that most of their samples have (clustering=labels): take another "
+                "clustering, such as mctc"
+            )
+        return self.CLASSES and f"{self.CLASSES}: take another method, such as fedge"
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - no method does by default

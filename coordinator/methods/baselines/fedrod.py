@@ -19,6 +19,7 @@ class FedRod(PersonalLayers[PersonalState]):
 
     name = "fedrod"
     needs_head = True
+    CLASSES = "weighs the classes by a balanced softmax"
     REFUSED = NO_CLUSTERS | {
         "class_weights": "its balanced softmax weighs the classes already",
         "dp": explain_no_noise((TrainRod, "update")),

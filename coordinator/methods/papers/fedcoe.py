@@ -114,6 +114,7 @@ class FedCoE(Method[FedCoEState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
+    CLASSES = "makes its experts from the classes of the server's samples"
     REFUSED = NO_CLUSTERS | {
         "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",

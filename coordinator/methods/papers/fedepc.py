@@ -164,6 +164,12 @@ class FedEpc(Method[FedEpcState]):
         self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=PROXIMAL_MU)
         self._bandit = self.make_bandit_settings()
 
+    def explain_classes(self) -> str:
+        """Explain the need of classes: the server's extractor has a profile for each."""
+        if self.options.extractor == "server":
+            return "measures profiles by the classes of the server's samples (extractor=server): take extractor=shared"
+        return super().explain_classes()
+
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:
         """Return whether the extractor is trained on the server's samples."""

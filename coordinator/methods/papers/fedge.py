@@ -149,6 +149,12 @@ class Fedge(Mixtures):
             return super().without_profile(options)
         return "all form one group when it is chosen who trains; experts come from their updates, as always"
 
+    def explain_classes(self) -> str:
+        """Explain the need of classes, if training is to keep features near their means."""
+        if self.options.class_means:
+            return "draws features to the means of their classes (class_means): leave the option out"
+        return super().explain_classes()
+
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: an asynchronous run takes answers one by one."""
         return super().explain_no_relays() or (ONE_BY_ONE if self.options.buffer else "")
@@ -300,8 +306,8 @@ class Fedge(Mixtures):
         if r <= 1 or all(info.layer != "head" for info in layout.tensors):
             return 0.0
         asked: float | None = self.options.class_means
-        if asked is not None:
-            return asked
+        if asked is not None or not self.problem.CLASSED:
+            return asked or 0.0
         convolutions = any(len(info.shape) > 2 for info in layout.select_kind("param"))
         return CLASS_MEANS if convolutions and not layout.select_kind("buffer") else 0.0
 

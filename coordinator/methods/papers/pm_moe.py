@@ -62,6 +62,7 @@ class PmMoe(Method[PersonalState]):
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     REVEALS = frozenset({Reveals.PRIVATE})
+    CLASSES = "mixes the confidences of many modules in each class"
     REFUSED = {
         **NO_CLUSTERS,
         **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),

@@ -19,7 +19,8 @@ from edge_agent.device.device import Device
 from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
 from fedge.models.optimizer import make_optimizer
-from fedge.models.problems.cross_entropy import Loss, cross_entropy, make_loss_of
+from fedge.models.problems.cross_entropy import Loss, cross_entropy
+from fedge.models.problems.losses import make_loss_of
 from fedge.models.training import Trainer, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_dbe import TrainDbe
@@ -31,9 +32,9 @@ from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo
 def make_regularised_loss(
     head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float, entropy: Loss = cross_entropy
 ) -> Loss:
-    """Return the loss CE(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], with r the mean of f.
+    """Return the loss L(Hd(f + P)) + kappa mean_d[(r_d - g_d)^2 / 2], with r the mean of f.
 
-    `offset`: P. `goal`: g. `entropy`: CE of a module's outputs.
+    `offset`: P. `goal`: g. `entropy`: L of a module's outputs, such as cross-entropy.
     """
 
     def compute_loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def train_models(device: Device, action: TrainDbe, start: Model, mine: Layers | 
     offset.requires_grad_().register_post_accumulate_grad_hook(update_offset)  # type: ignore[no-untyped-call]
     g = to_tensor(goal, network.processor)
     head = models.get_head(network.module, network.layout)
-    entropy = make_loss_of(sgd, device.data.shared[1], device.task.n_classes, network.processor)
+    entropy = make_loss_of(device.task.problem, sgd, device.data.shared[1], network.processor)
     trainer = Trainer(
         network,
         *device.data.shared,

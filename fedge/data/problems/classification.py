@@ -35,6 +35,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     NAME: ClassVar = "classification"
     SCORE: ClassVar = "accuracy"
     OUTPUTS: ClassVar = ("probabilities",)
+    CLASSED: ClassVar = True
     APART: ClassVar = True
     RIGHT_OR_WRONG: ClassVar = True
     GROUPED: ClassVar = True

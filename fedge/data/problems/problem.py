@@ -46,6 +46,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         SCORE: the name of the figure that people read; larger is better.
         SCORES: the least and the largest value that it can have.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
+        CLASSED: whether each sample is of one class, on which some methods rely.
         APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
         LABELLED: whether samples need targets; otherwise `make_targets` makes them.
@@ -59,6 +60,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     SCORE: ClassVar[str]
     SCORES: ClassVar[tuple[float, float]] = (0.0, 1.0)
     OUTPUTS: ClassVar[tuple[str, ...]]
+    CLASSED: ClassVar[bool] = False
     APART: ClassVar[bool] = False
     MIXED: ClassVar[bool] = True
     LABELLED: ClassVar[bool] = True

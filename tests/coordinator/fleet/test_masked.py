@@ -104,7 +104,7 @@ async def test_the_sum_is_the_plain_one_up_to_the_stated_rounding(tmp_path, mode
     for name in ("params", "buffers", "counters"):
         rows = np.stack([getattr(fleet.get(u.update, layout), name) for u in plain.values()])
         np.testing.assert_allclose(getattr(fleet.get(mean, layout), name), n @ rows / n.sum(), atol=bound(fleet, ids))
-    assert {i: u.val_accuracy for i, u in found.items()} == {i: u.val_accuracy for i, u in plain.items()}
+    assert {i: u.val_score for i, u in found.items()} == {i: u.val_score for i, u in plain.items()}
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.STEP)

@@ -17,9 +17,7 @@ from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state, encode_state
 from coordinator.simulation.rounds import run_rounds
-from edge_agent.learning.evaluation import compute_logits, compute_prior
-from edge_agent.learning.mixture import PLAIN
-from fedge.bundle.formula import calibrate_logits
+from edge_agent.learning.evaluation import fit_own_offset
 from fedge.errors import ConfigError
 from fedge.models.build import make_initial_model
 from fedge.steps.contract import Declined, Failed
@@ -31,6 +29,7 @@ from fedge.tasks import load_task
 from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo
 from fedge.wire.messages import BlobRef, Role, iterate_blobs
 from tests.support.simulation import Fleet, digits, predicted, roles, rounds
+from tests.support.tables import calibrated
 
 NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
 every = pytest.mark.parametrize("name", NAMES)
@@ -58,10 +57,11 @@ async def test_runs_to_bundles_that_predict_what_torch_does(tmp_path: Path, name
         assert roles(fleet, state)[i] == (Role.PRIVATE,)
         device = fleet.workers[i]
         served = fleet.get(method.get_model(state, i), layout)
-        found = compute_logits(device, device.make_personal_model(served), device.data.x_val)
-        expected = np.exp(calibrate_logits(found, compute_prior(device), PLAIN))
+        found = device.network.compute_logits(device.make_personal_model(served), device.data.x_val)
+        expected = np.exp(calibrated(found, fit_own_offset(device, served)))
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
-        assert np.abs(found - compute_logits(device, served, device.data.x_val)).max() > 1e-3  # what it kept matters
+        alone = device.network.compute_logits(served, device.data.x_val)
+        assert np.abs(found - alone).max() > 1e-3  # what it kept matters
     assert [(r.asked, r.answered) for r in state.history] == [(5, 5)] * 3
     assert method.summarise(state)["method"] == name
 
@@ -160,9 +160,8 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
         served = fleet.get(method.get_model(state, i), layout)
         mine = device.make_personal_model(served)
         assert (mine is served) == (i == "d04")  # it kept nothing: the initial model stands in
-        expected = np.exp(
-            calibrate_logits(compute_logits(device, mine, device.data.x_val), compute_prior(device), PLAIN)
-        )
+        found = device.network.compute_logits(mine, device.data.x_val)
+        expected = np.exp(calibrated(found, fit_own_offset(device, mine)))
         np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
@@ -193,7 +192,8 @@ async def test_without_rounds_the_initial_model_is_installed(tmp_path: Path, nam
     state = await run_rounds(method, state, fleet)
     device = fleet.workers["d00"]
     first = fleet.get(state.initial, layout)
-    expected = np.exp(calibrate_logits(compute_logits(device, first, device.data.x_val), compute_prior(device), PLAIN))
+    found = device.network.compute_logits(first, device.data.x_val)
+    expected = np.exp(calibrated(found, fit_own_offset(device, first)))
     np.testing.assert_allclose(predicted(device, device.data.x_val), expected, atol=1e-4)
 
 
@@ -206,8 +206,9 @@ async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name
     losses = {}
     for i, device in fleet.workers.items():
         x, y = device.data.x_val, device.data.y_val
-        mine = compute_logits(device, device.make_personal_model(fleet.get(method.get_model(state, i), layout)), x)
-        before = -calibrate_logits(mine, compute_prior(device), PLAIN)[np.arange(len(y)), y].mean()
+        mine = device.make_personal_model(fleet.get(method.get_model(state, i), layout))
+        found = calibrated(device.network.compute_logits(mine, x), fit_own_offset(device, mine))
+        before = -found[np.arange(len(y)), y].mean()
         losses[i] = -np.log(predicted(device, x)[np.arange(len(y)), y]).mean() - before
     assert max(losses.values()) < 1e-4  # 0 steps compete: it never gets worse on the validation samples
     assert min(losses.values()) < -0.01

@@ -30,9 +30,8 @@ from coordinator.simulation.settings import Scenario
 from coordinator.store.records import Device
 from edge_agent.device.worker import Worker
 from edge_agent.learning.candidates import FittedModels
-from edge_agent.learning.evaluation import compute_final_prior
+from edge_agent.learning.evaluation import fit_final_offset
 from edge_agent.steps.descriptions.describe_labels import compute_label_feature
-from fedge.bundle.formula import calibrate_logits
 from fedge.bundle.manifest import read_bundle
 from fedge.errors import ConfigError
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
@@ -42,6 +41,7 @@ from fedge.tensors.layout import Codec, Layout, Model, TensorInfo, flatten, from
 from fedge.wire.messages import Role
 from tests.support.simulation import Fleet, digits, manifests, predicted, rounds
 from tests.support.simulation import roles as roles_of
+from tests.support.tables import calibrated
 
 BOUND = 11
 """Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
@@ -708,9 +708,8 @@ async def test_one_model_alone_is_its_own_prediction_with_prior_and_temperature(
     for i, worker in fleet.workers.items():
         x = worker.data.x_val
         model = flatten(from_bytes(fitted_on(worker).models[role]), layout)
-        q = calibrate_logits(
-            worker.network.compute_logits(model, x), compute_final_prior(worker), state.pool.calibration[role]
-        )
+        logits, prior = worker.network.compute_logits(model, x), fit_final_offset(worker, model)
+        q = calibrated(logits, prior, state.pool.calibration[role])
         np.testing.assert_allclose(predicted(worker, x), np.exp(q), atol=1e-4)
         assert manifests(fleet, state)[i].fusion.guard is None
 
