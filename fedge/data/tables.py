@@ -30,6 +30,8 @@ SUFFIXES: Final = (".csv", ".parquet")
 NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
 """Words of cells that count as missing, in upper or lower case."""
 MARKS: Final = {"0": 0, "1": 1, "false": 0, "true": 1}
+SEPARATOR: Final = ";"
+"""Sign between the labels of a row that are in one cell."""
 BATCH: Final = 4096
 """Number of rows that are read together."""
 
@@ -46,9 +48,9 @@ def read_schema(file: Path) -> Schema:
     with raise_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
         schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
     names = [c.name for c in schema.columns]
-    names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
+    names += [*schema.target_columns, *filter(None, (schema.sensitive, schema.user)), *schema.ignore]
     faults = [f"{name} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    faults += ["a class stands twice"] * (len(set(schema.classes)) < len(schema.classes))
+    faults += [*_find_faults_of_targets(schema)]
     for column in schema.columns:
         if not column.categories:
             if isinstance(column.missing, str):
@@ -64,6 +66,22 @@ def read_schema(file: Path) -> Schema:
     if faults:
         raise ConfigError(f"{file}: {'; '.join(faults)}")
     return schema
+
+
+def _find_faults_of_targets(schema: Schema) -> Iterator[str]:
+    """Yield what contradicts itself in what a schema asks."""
+    asked = {"classes": schema.classes, "targets": schema.targets, "labels": schema.labels}
+    if len(there := [name for name, value in asked.items() if value]) > 1:
+        yield f"{' and '.join(there)} are two questions: keep one"
+    if schema.classes and not schema.target:
+        yield "classes need the column that holds them: name it (target)"
+    if schema.targets and schema.target:
+        yield "targets are columns themselves: leave target out"
+    for what, names in (("class", schema.classes), ("label", schema.labels)):
+        if len(set(names or ())) < len(names or ()):
+            yield f"a {what} stands twice"
+    if schema.target and (odd := [label for label in schema.labels or () if SEPARATOR in label]):
+        yield f"the label {odd[0]} holds {SEPARATOR!r}, which stands between labels"
 
 
 def get_schema(task: TaskSpec) -> Schema:
@@ -87,13 +105,15 @@ def get_scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]
 def read_table(
     schema: Schema, file: Path, *, labelled: bool = True, only_known: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Read a table's rows into arrays like those of an .npz; unless `labelled`, the class column may be missing.
+    """Read a table's rows into arrays like those of an .npz; unless `labelled`, columns of targets may be missing.
 
     If `only_known`, the caller leaves out rows of classes that the schema does not have; they get higher numbers.
 
     Returns:
-        x (n, width), unscaled, in float32, or in float64 if a mean is large compared with its std; y (n,) int64; and if
-        the schema names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of appearance.
+        x (n, width), unscaled, in float32, or in float64 if a mean is large compared with its std; y unless there are
+        no targets, class numbers or marks (n,) int64, numbers (n, targets) float64, or zeros and ones (n, labels)
+        int64; and if the schema names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of
+        appearance.
 
     Raises:
         ConfigError: the file cannot be read, is too large for the memory, has other columns than the schema, or has an
@@ -109,15 +129,10 @@ def read_table(
     ):
         reader = _Reader(file, n + 1)
         part = {"x": np.concatenate([reader.read_inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
-        if schema.target in cells:
-            numbers = {name: number for number, name in enumerate(schema.classes)}
-            for word in map(_format_cell, cells[schema.target]) if only_known else ():
-                if word.lower() not in NO_VALUE:
-                    numbers.setdefault(word, len(numbers))
-            part["y"] = reader.number_cells(schema.target, cells[schema.target], numbers)
+        if schema.target_columns and all(name in cells for name in schema.target_columns):
+            part["y"] = reader.read_targets(schema, cells, only_known=only_known)
         if schema.sensitive:
-            marks = [str(cell).lower() for cell in cells[schema.sensitive]]
-            part["sensitive"] = reader.number_cells(schema.sensitive, marks, MARKS).astype(np.bool_)
+            part["sensitive"] = reader.read_marks(schema.sensitive, cells[schema.sensitive]).astype(np.bool_)
         if schema.user:
             part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
         parts.append(part)
@@ -134,13 +149,48 @@ class _Reader:
     def __init__(self, file: Path, first: int) -> None:
         self._file, self._first = file, first
 
-    def read_inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
-        """Return a column's network inputs, (n, width)."""
+    def read_inputs(
+        self, column: Column, cells: Sequence[object], empty: str = "give the column a `missing` in the schema"
+    ) -> NDArray[np.floating]:
+        """Return a column's network inputs, (n, width); `empty` advises what to do about an empty cell."""
         if column.categories:
             known = {name: number for number, name in enumerate(column.categories)}
             return np.eye(len(known), dtype=np.float32)[self.number_cells(column.name, cells, known, column.missing)]
-        found = np.array([self._read_number(i, column, cell) for i, cell in enumerate(cells)], np.float64)
+        found = np.array([self._read_number(i, column, cell, empty) for i, cell in enumerate(cells)], np.float64)
         return found[:, np.newaxis]
+
+    def read_targets(self, schema: Schema, cells: Cells, *, only_known: bool) -> NDArray[Any]:
+        """Return what is to be predicted, (n, ...), as `read_table` does."""
+        if schema.targets:
+            columns = [Column(name=target.name, mean=target.mean, std=target.std) for target in schema.targets]
+            return np.concatenate([self.read_inputs(c, cells[c.name], "leave the row out") for c in columns], axis=1)
+        if schema.labels and not schema.target:
+            return np.stack([self.read_marks(name, cells[name]) for name in schema.labels], axis=1)
+        assert schema.target
+        if schema.labels:
+            return self._read_sets(schema.target, cells[schema.target], schema.labels)
+        if not schema.classes:
+            return self.read_marks(schema.target, cells[schema.target])
+        numbers = {name: number for number, name in enumerate(schema.classes)}
+        for word in map(_format_cell, cells[schema.target]) if only_known else ():
+            if word.lower() not in NO_VALUE:
+                numbers.setdefault(word, len(numbers))
+        return self.number_cells(schema.target, cells[schema.target], numbers)
+
+    def read_marks(self, name: str, cells: Sequence[object]) -> NDArray[np.int64]:
+        """Return 0 or 1 for each cell, (n,)."""
+        return self.number_cells(name, [_format_cell(cell).lower() for cell in cells], MARKS)
+
+    def _read_sets(self, name: str, cells: Sequence[object], labels: Sequence[str]) -> NDArray[np.int64]:
+        """Return which labels each cell holds, (n, labels); an empty cell holds none."""
+        place, found = {label: k for k, label in enumerate(labels)}, np.zeros((len(cells), len(labels)), np.int64)
+        for i, cell in enumerate(cells):
+            words = [word.strip() for word in _format_cell(cell).split(SEPARATOR)]
+            for word in (word for word in words if word.lower() not in NO_VALUE):
+                if word not in place:
+                    raise self._make_error(i, name, f"holds a label that is not one of {', '.join(labels[:20])}")
+                found[i, place[word]] = 1
+        return found
 
     def number_cells(
         self, name: str, cells: Sequence[object], known: Mapping[str, int], missing: object = None
@@ -157,13 +207,11 @@ class _Reader:
             found[i] = known[word]
         return found
 
-    def _read_number(self, i: int, column: Column, cell: object) -> float:
+    def _read_number(self, i: int, column: Column, cell: object, empty: str) -> float:
         word = _format_cell(cell)
         if word.lower() in NO_VALUE:
             if column.missing is None:
-                raise self._make_error(
-                    i, column.name, "is missing: give the column a `missing` in the schema, or fill it in"
-                )
+                raise self._make_error(i, column.name, f"is missing: {empty}, or fill it in")
             return float(column.missing)
         try:
             value = float(word)
@@ -239,7 +287,7 @@ def _select_columns(schema: Schema, file: Path, there: Iterable[str], labelled: 
     """Return the columns to read, each once."""
     there = list(there)
     needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]
-    needed += [schema.target] * (labelled or schema.target in there)
+    needed += [name for name in schema.target_columns if labelled or name in there]
     faults = [f"lacks {name}{suggest_nearest(name, there)}" for name in needed if name not in there]
     faults += [f"has {name} twice" for name in needed if there.count(name) > 1]
     faults += [f"has {name}, which the schema does not name" for name in there if name not in {*needed, *schema.ignore}]

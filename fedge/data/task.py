@@ -46,24 +46,50 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return len(self.categories) or 1
 
 
+class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A column of numbers to predict, with the mean and the deviation by which all machines scale it."""
+
+    name: Word
+    mean: float = 0.0
+    std: Annotated[float, Meta(gt=0)] = 1.0
+    unit: str | UnsetType = UNSET
+
+
 class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The meaning of a table's columns (`fedge.data.tables`).
 
-    `target` is the column of the class, one of `classes`; `sensitive` the column of marks, 0 or 1; `user` the column of
-    the person behind a row, for `--partition natural`. `ignore` lists columns that are allowed but unused.
+    What is asked follows from what the schema names:
+
+    - `target` and `classes`: classification; the column `target` holds one of the classes.
+    - `targets`: regression; each of these columns holds numbers.
+    - `labels`: several labels; each label is a column of 0 and 1 or, with `target`, this one column holds the labels of
+      a row, with semicolons between them.
+    - nothing of these: reconstruction, perhaps with a column `target` of marks, 1 for a known anomaly.
+
+    `sensitive` is the column of marks, 0 or 1; `user` the column of the person behind a row, for `--partition natural`.
+    `ignore` lists columns that are allowed but unused.
     """
 
-    target: Word
-    classes: Annotated[tuple[Word, ...], Meta(min_length=2)]
+    target: Word | UnsetType = UNSET
+    classes: Annotated[tuple[Word, ...], Meta(min_length=2)] | UnsetType = UNSET
     columns: Annotated[tuple[Column, ...], Meta(min_length=1)]
     sensitive: Word | None = None
     user: Word | None = None
     ignore: tuple[Word, ...] = ()
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1)] | UnsetType = UNSET
+    labels: Annotated[tuple[Word, ...], Meta(min_length=1)] | UnsetType = UNSET
 
     @property
     def width(self) -> int:
         """The number of network inputs."""
         return sum(column.width for column in self.columns)
+
+    @property
+    def target_columns(self) -> tuple[str, ...]:
+        """The names of the columns that say what is to be predicted; none if there is nothing but the inputs."""
+        if self.target:
+            return (self.target,)
+        return tuple(target.name for target in self.targets or ()) or tuple(self.labels or ())
 
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -150,7 +150,7 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
         x = preprocessing.preprocess(task, images.load_images(task, source, names))
         return _Read(x, y, images.read_split_numbers(source, names), images.read_sensitive_flags(source, names))
     if source.suffix.lower() in tables.SUFFIXES:
-        found = tables.read_table(tables.get_schema(task), source, labelled=labelled, only_known=only_known)
+        found = tables.read_table(tables.get_schema(task), source, labelled=needed, only_known=only_known)
     else:
         found = arrays.read_arrays(source, labelled=labelled and task.problem.LABELLED)
     n, asked = len(found["x"]), task.problem.allow_unknown() if only_known else task.problem

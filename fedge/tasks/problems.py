@@ -16,7 +16,7 @@ from fedge.data.problems.own import state_own
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import IGNORED, Segmentation
-from fedge.data.task import Asked, TaskSpec
+from fedge.data.task import Asked, Schema, TaskSpec
 from fedge.errors import ConfigError
 from fedge.settings import CODE
 from fedge.system.loading import allow_code, is_code_path, is_registered
@@ -104,6 +104,21 @@ def require_problem(task: TaskSpec, kind: str | None) -> TaskSpec:
             "for arrays alone"
         )
     return task
+
+
+def state_table(schema: Schema) -> Asked | UnsetType:
+    """Return the problem that the schema of a table states; UNSET for classification."""
+    if schema.targets:
+        units = tuple(target.unit or "" for target in schema.targets)
+        return Regression(
+            targets=schema.target_columns,
+            mean=tuple(target.mean for target in schema.targets),
+            std=tuple(target.std for target in schema.targets),
+            units=units if any(units) else UNSET,
+        )
+    if schema.labels:
+        return MultiLabel(labels=schema.labels)
+    return UNSET if schema.classes else Reconstruction()
 
 
 def _state_classes(table: Mapping[str, NDArray[Any]], where: str) -> Stated:

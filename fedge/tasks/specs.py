@@ -23,7 +23,7 @@ from fedge.system.loading import FAILURES, describe_error, require_allowed
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 from fedge.tasks.data import load_user_task
-from fedge.tasks.problems import Stated, require_problem, state_problem
+from fedge.tasks.problems import Stated, require_problem, state_problem, state_table
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -143,8 +143,15 @@ def _load_class_task(path: str, data: Path | None) -> TaskSpec:
 
 def _read_table_task(file: Path) -> TaskSpec:
     schema = read_schema(file)
-    how = Preprocessing(table=schema)
-    return TaskSpec(name="table", classes=schema.classes, input_shape=(schema.width,), model="mlp", preprocessing=how)
+    shape, asked = (schema.width,), state_table(schema)
+    return TaskSpec(
+        name="table",
+        classes=schema.classes or (),
+        asked=asked,
+        input_shape=shape,
+        model=choose_network(shape, asked),
+        preprocessing=Preprocessing(table=schema),
+    )
 
 
 def _read_image_task(data: Path) -> TaskSpec:

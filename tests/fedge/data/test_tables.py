@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from fedge.data import tables
 from fedge.data.preprocessing import preprocess
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
 from fedge.data.task import Column, Preprocessing, Schema, TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks import load_pool, load_task, read_device_data, read_device_inputs, write_task
+from fedge.tasks import load_pool, load_task, read_device_data, read_device_inputs, read_parts, write_task
 
 TOML = """
 target = "state"
@@ -265,3 +268,76 @@ def test_any_bytes_are_a_table_or_refused(
     except ConfigError:
         return
     assert np.isfinite(found["x"]).all()
+
+
+COLUMNS = '[[columns]]\nname = "a"\n'
+FORMS = {
+    "numbers": (
+        '[[targets]]\nname = "late"\nmean = 5.0\nstd = 2.0\nunit = "min"\n[[targets]]\nname = "cost"\n' + COLUMNS,
+        "a,late,cost\n1,7,0.5\n2,3,-1\n",
+        Regression(targets=("late", "cost"), mean=(5.0, 0.0), std=(2.0, 1.0), units=("min", "")),
+        [[1, 0.5], [-1, -1]],
+    ),
+    "columns of labels": (
+        'labels = ["wet", "hot"]\n' + COLUMNS,
+        "a,hot,wet\n1,1,0\n2,TRUE,1\n",
+        MultiLabel(labels=("wet", "hot")),
+        [[0, 1], [1, 1]],
+    ),
+    "labels in one column": (
+        'target = "tags"\nlabels = ["wet", "hot"]\n' + COLUMNS,
+        "a,tags\n1,\n2,hot; wet\n3,wet\n",
+        MultiLabel(labels=("wet", "hot")),
+        [[0, 0], [1, 1], [1, 0]],
+    ),
+    "no targets": (COLUMNS, "a\n1\n2\n", Reconstruction(), [0, 0]),
+    "marks of known anomalies": ('target = "broken"\n' + COLUMNS, "a,broken\n1,0\n2,1\n", Reconstruction(), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schema_says_what_is_asked(form: str, tmp_path: Path) -> None:
+    toml, rows, problem, y = FORMS[form]
+    (tmp_path / "schema.toml").write_text(toml)
+    task = load_task(str(tmp_path / "schema.toml"))
+    assert task.problem == problem
+    write_task(task, tmp_path / "task.json")
+    assert load_task(str(tmp_path / "task.json")) == task
+    found = read_parts(task, written(tmp_path, rows), seed=0)
+    assert found.y.tolist() == y
+    assert len(load_pool(str(tmp_path / "schema.toml"), written(tmp_path, rows)).y) == len(y)
+    alone = written(tmp_path, "".join(f"{row.split(',')[0]}\n" for row in rows.splitlines()))
+    assert len(read_device_inputs(task, alone)) == len(y), "a device that only predicts has no targets"
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ('classes = ["0", "1"]\n', r"classes need the column that holds them: name it \(target\)"),
+        ('target = "y"\nclasses = ["0", "1"]\nlabels = ["b"]\n', "classes and labels are two questions: keep one"),
+        ('target = "y"\n[[targets]]\nname = "b"\n', "targets are columns themselves: leave target out"),
+        ('labels = ["b", "b"]\n', "b stands twice; a label stands twice"),
+        ('labels = ["a"]\n', "a stands twice"),
+        ('target = "y"\nlabels = ["b;c"]\n', "the label b;c holds ';'"),
+    ],
+)
+def test_a_schema_that_asks_two_things_is_refused(toml: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text(toml + COLUMNS)
+    with pytest.raises(ConfigError, match=says):
+        tables.read_schema(tmp_path / "schema.toml")
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "says"),
+    [
+        ("numbers", "a,late,cost\n1,,0\n", "row 1: late is missing: leave the row out, or fill it in"),
+        ("numbers", "a,late\n1,2\n", "lacks cost"),
+        ("columns of labels", "a,hot,wet\n1,2,0\n", "row 1: hot is not one of 0, 1, false, true"),
+        ("labels in one column", "a,tags\n1,hot;cold\n", "row 1: tags holds a label that is not one of wet, hot"),
+    ],
+)
+def test_targets_that_are_none_are_refused_by_row(form: str, rows: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text(FORMS[form][0])
+    task = load_task(str(tmp_path / "schema.toml"))
+    with pytest.raises(ConfigError, match=says):
+        read_device_data(task, written(tmp_path, rows), seed=0)

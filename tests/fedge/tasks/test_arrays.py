@@ -4,8 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.own import Own
+from fedge.data.problems.problem import Problem
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.tasks import arrays
+from fedge.tasks import Task, arrays, load_task, read_device_data, read_parts
+from tests.support.own_problem import NEAREST
 
 
 def file_of(folder: Path, **content: Any) -> Path:
@@ -19,7 +26,7 @@ X, Y = np.zeros((4, 3), np.float32), np.array([0, 1, 1, 0], np.uint8)
 def test_reads_and_converts(tmp_path: Path) -> None:
     table = arrays.read_arrays(file_of(tmp_path, x=X, y=Y, split=[0, 0, 1, 2], sensitive=[True, False, 1, 0]))
     assert set(table) == {"x", "y", "split", "sensitive"}
-    assert (table["y"].dtype, table["split"].dtype, table["sensitive"].dtype) == (np.int64, np.int64, np.bool_)
+    assert (table["y"].dtype, table["split"].dtype, table["sensitive"].dtype) == (np.uint8, np.int64, np.bool_)
     assert table["sensitive"].tolist() == [True, False, True, False]
 
 
@@ -39,18 +46,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"x": X.astype(str), "y": Y}, "samples of numbers"),
     "NaN": ({"x": np.full_like(X, np.nan), "y": Y}, r"sample 0, column 0 .* is not a finite"),
     "too large": ({"x": np.eye(4, 3, k=-1) * 1e39, "y": Y}, r"sample 1, column 0 .* is more than single"),
-    "float labels": ({"x": X, "y": Y.astype(float)}, r"y must be .*, not float64.*: `y.astype\(int\)` makes them"),
-    "negative label": ({"x": X, "y": [1, 1, -1, 1]}, r"y holds -1\.\.1, and class numbers begin with 0.*np\.unique"),
-    "text labels": (
-        {"x": X, "y": ["cat", "dog", "dog", "cat"]},
-        r"not <U3\(4,\): .*np\.unique.* give the classes, too",
-    ),
-    "one-hot rows": (
-        {"x": X, "y": np.eye(4, 2)[[0, 1, 1, 0]]},
-        r"`y\.argmax\(axis=1\)` makes class numbers of one-hot",
-    ),
-    "labels in a column": ({"x": X, "y": Y[:, None]}, r"`y\[:, 0\]` is such an array"),
-    "too few labels": ({"x": X, "y": Y[:3]}, "y must be"),
     "mask too short": ({"x": X, "y": Y, "sensitive": [True, False, True]}, "sensitive must be"),
     "mask with gaps": ({"x": X, "y": Y, "sensitive": [1.0, 0.0, np.nan, 0.0]}, "sensitive must be"),
     "people that are no numbers": ({"x": X, "y": Y, "user": [0, 1, -1, 0]}, "user must be"),
@@ -73,6 +68,75 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_content_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arrays.read_arrays(file_of(tmp_path, **content))
+
+
+LABELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "numbers": (Y, ("0", "1")),
+    "whole floats": (Y.astype(float), ("0", "1")),
+    "truth values": (Y.astype(bool), ("0", "1")),
+    "from 3 on": (Y + 3, ("3", "4")),
+    "text": (["cat", "dog", "dog", "cat"], ("cat", "dog")),
+    "one-hot rows": (np.eye(2)[Y], ("0", "1")),
+    "a column": (Y[:, np.newaxis], ("0", "1")),
+}
+
+
+@pytest.mark.parametrize(("y", "classes"), LABELS.values(), ids=LABELS)
+def test_labels_of_any_form_are_the_same_classes_from_every_source(
+    y: Any, classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The file that describes the task, a device's own file, and arrays in memory."""
+    file = file_of(tmp_path, x=X + Y[:, np.newaxis], y=y)
+    task = load_task("arrays", file)
+    assert task.classes == classes
+    assert read_parts(task, file, seed=0).y.tolist() == Y.tolist()
+    only = np.asarray(y)[1:3]
+    assert read_parts(task, file_of(tmp_path, x=X[:2], y=only), seed=0).y.tolist() == [1, 1], "one class of two"
+    own = Task.from_arrays(X + Y[:, np.newaxis], y)
+    assert own.spec.classes == classes
+    assert own.spec.problem.convert_targets(own.pool.y, 4, (3,), "y").tolist() == Y.tolist()
+
+
+def test_names_of_classes_are_kept_whatever_the_labels_are(tmp_path: Path) -> None:
+    names = np.array(["cat", "dog"])
+    for y in (Y, np.eye(2)[Y], names[Y]):
+        assert load_task("arrays", file_of(tmp_path, x=X + Y[:, np.newaxis], y=y, classes=names)).classes == (*names,)
+
+
+@pytest.mark.parametrize(
+    ("y", "says"),
+    [
+        ([1, 1, -1, 1], r"y holds -1\.\.1, and class numbers begin with 0.*np\.unique"),
+        ([0.5, 1, 0, 0], r"y must be one whole number per sample \(4,\), not float64"),
+        (Y[:3], r"y must be one whole number per sample \(4,\), not uint8\(3,\)"),
+        (np.eye(4)[:, :3], "y must be one whole number per sample"),
+    ],
+)
+def test_labels_that_are_none_are_refused(y: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_task("arrays", file_of(tmp_path, x=X, y=y))
+
+
+PROBLEMS: dict[str, tuple[Problem, Any]] = {
+    "multi-label": (MultiLabel(labels=("a", "b")), [[0, 1], [1, 1], [0, 0], [1, 0]]),
+    "regression": (Regression(targets=("a",), mean=(2.0,), std=(4.0,)), [2.0, 6.0, -2.0, 4.0]),
+    "own": (Own(code=NEAREST, outputs=(1, 2), targets=(2,)), np.eye(4, 2)),
+    "reconstruction": (Reconstruction(), None),
+}
+
+
+@pytest.mark.parametrize(("problem", "y"), PROBLEMS.values(), ids=PROBLEMS)
+def test_a_device_reads_its_own_file_by_the_tasks_problem_and_converts_it_once(
+    problem: Any, y: Any, tmp_path: Path
+) -> None:
+    task = TaskSpec(name="t", asked=problem, input_shape=(3,), model="mlp")
+    found = read_device_data(task, file_of(tmp_path, x=X, **({} if y is None else {"y": y})), seed=0)
+    assert found.to_task_types(task) is found
+    wanted = np.zeros(4, np.int64) if y is None else problem.convert_targets(np.asarray(y), 4, (3,), "y")
+    (x, targets), order = found.labelled, np.lexsort(wanted.reshape(4, -1).T)
+    assert len(x) == 4
+    assert targets.dtype == wanted.dtype
+    assert targets[np.lexsort(targets.reshape(4, -1).T)].tolist() == wanted[order].tolist()
 
 
 def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
