@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 import msgspec
 import numpy as np
@@ -114,12 +114,23 @@ def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[
         ConfigError: an image cannot be read (the text names it), or all images take more than a quarter of the memory.
     """
     require_room(source, INPUT_BYTES * len(images) * math.prod(task.input_shape))
+    return read_each(source, images, lambda file, name: load_image(task, file, name))
+
+
+def read_each(
+    source: Path, images: Sequence[str], load: Callable[[Path | IO[bytes], str], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Load the named files of a folder or .zip with `load`, of a path or an open file and its name, as one array.
+
+    Raises:
+        ConfigError: files cannot be read; the text names them.
+    """
     with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
         found: list[NDArray[np.uint8]] = []
         broken: dict[str, ConfigError] = {}
         for image in images:
             try:
-                found.append(_read_from_archive(task, archive, image) if archive else load_image(task, source / image))
+                found.append(_read_from_archive(archive, image, load) if archive else load(source / image, ""))
             except ConfigError as error:
                 broken[image] = error
     if broken:
@@ -132,15 +143,15 @@ def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[
     return np.stack(found)
 
 
-def require_known(folder: Path) -> None:
+def require_known(folder: Path, more: Sequence[str] = ()) -> None:
     """Refuse unknown files beside the images, since a typo in a file's name must not lose the marks.
 
-    Hidden files are allowed anywhere.
+    Hidden files are allowed anywhere, and files named `more` at the top of the folder.
 
     Raises:
         ConfigError: a file is neither an image nor, at the top of the folder, `sensitive.txt` or `split.json`.
     """
-    known = (SENSITIVE_FILE, SPLIT_FILE)
+    known = (SENSITIVE_FILE, SPLIT_FILE, *more)
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts) or path.name in LEFT_BY_DESKTOPS
@@ -196,6 +207,8 @@ def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
         return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
 
 
-def _read_from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:
+def _read_from_archive(
+    archive: zipfile.ZipFile, image: str, load: Callable[[Path | IO[bytes], str], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
     with archive.open(image) as file:
-        return load_image(task, file, image)
+        return load(file, image)

@@ -94,6 +94,30 @@ def load_image(
     return np.asarray(upright)
 
 
+def load_mask(source: Path | IO[bytes], name: str = "", size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """Read a mask, a grey or palette PNG whose pixels are class numbers, (height, width) uint8.
+
+    Args:
+        source: the path of the file, or the open file.
+        name: name of an open file for error messages.
+        size: width and height; each pixel is then the nearest one of the file. None for those of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is in colours.
+    """
+    from PIL import Image
+
+    with (
+        raise_as(ConfigError, f"cannot read the mask {name or source}", on=Exception),
+        Image.open(  # as in load_image
+            source, formats=("PNG",)
+        ) as mask,
+    ):
+        if mask.mode not in {"1", "L", "P"}:
+            raise ValueError(f"its pixels are {mask.mode}, not class numbers: save it as a grey or palette PNG")
+        return np.asarray(mask if size is None else mask.resize(size, Image.Resampling.NEAREST), np.uint8)
+
+
 def _load_upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
     """Return the image upright and in these colours, copied only if needed, since memory is short."""
     from PIL import Image, ImageOps

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data import images, preprocessing, tables
+from fedge.data import folders, images, preprocessing, tables
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.system.files import require_there
@@ -23,10 +23,10 @@ def read_device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 
     Args:
         task: the task; a user-defined task reads its own data.
-        source: an .npz with x (n, ...) and y (n,), a .csv or .parquet for a task with a schema, or a folder of images
-            `<class>/*.jpg`. Optional: `split` (0 train, 1 validation, 2 test) or split.json, and `sensitive` or
-            sensitive.txt. Without a split, a fifth of each class is held out for validation, or of the recordings if
-            an .npz says them (`block`); without marks, nothing is sensitive.
+        source: an .npz with x (n, ...) and y (n, ...), a .csv or .parquet for a task with a schema, or a folder of
+            images `<class>/*.jpg`, or with masks (`fedge.data.masks`). Optional: `split` (0 train, 1 validation, 2
+            test) or split.json, and `sensitive` or sensitive.txt. Without a split, a fifth of each class is held out
+            for validation, or of the recordings if an .npz says them (`block`); without marks, nothing is sensitive.
         seed: seed of the hold-out.
 
     Raises:
@@ -143,16 +143,16 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True, only_known: bo
     If `only_known`, the caller leaves out samples whose class the task does not have; they have higher labels.
     """
     if source.is_dir():
-        images.require_known(source)
-        names = images.list_images(source, labelled=labelled)
-        classes = images.list_classes(names, task.classes) if only_known else task.classes
-        y = images.get_labels(names, classes) if labelled else np.zeros(0, np.int64)
+        folders.require_known(task.problem, source)
+        names = folders.list_samples(task.problem, source, labelled=labelled)
+        y = folders.read_targets(task, source, names, only_known=only_known) if labelled else _make_targets(task, 0)
         x = preprocessing.preprocess(task, images.load_images(task, source, names))
         return _Read(x, y, images.read_split_numbers(source, names), images.read_sensitive_flags(source, names))
+    needed = labelled and task.problem.LABELLED
     if source.suffix.lower() in tables.SUFFIXES:
         found = tables.read_table(tables.get_schema(task), source, labelled=needed, only_known=only_known)
     else:
-        found = arrays.read_arrays(source, labelled=labelled and task.problem.LABELLED)
+        found = arrays.read_arrays(source, labelled=needed)
     n, asked = len(found["x"]), task.problem.allow_unknown() if only_known else task.problem
     given = found["y"] if "y" in found else task.problem.make_targets(n, task.input_shape)
     y = asked.convert_targets(given, n, task.input_shape, f"{source}: y") if labelled else _make_targets(task, 0)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -26,9 +26,11 @@ from fedge.system.loading import FAILURES, register_object
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
 from fedge.tasks.pool import load_pool as read_pool
-from fedge.tasks.problems import Kind, state_problem
+from fedge.tasks.problems import FolderKind, Kind, state_problem
 from fedge.tasks.specs import make_array_spec
 
+ONE_SHAPE: Final = "pad shorter ones, with a mask as a further channel; concatenate several inputs of a sample"
+"""What to do about samples of several shapes."""
 _CHANNELS = (1, 3)  # numbers of channels of grey and colour images
 
 
@@ -118,12 +120,19 @@ class Task:
 
     @classmethod
     def from_dataset(
-        cls, dataset: Any, *, model: object = None, classes: Sequence[str] | None = None, name: str | None = None
+        cls,
+        dataset: Any,
+        *,
+        problem: Kind | str | type = "classification",
+        model: object = None,
+        classes: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> Self:
-        """Read a whole `torch.utils.data.Dataset` of pairs (input, class number).
+        """Read a whole `torch.utils.data.Dataset` of pairs (input, target).
 
-        Inputs are tensors, arrays or PIL images of one size. They are standardised again, which is harmless. Class
-        names come from the dataset's attribute `classes`, if present. Other arguments are as for `from_arrays`.
+        Inputs are tensors, arrays or PIL images of one size. They are standardised again, which is harmless. Targets
+        are as for `from_arrays`, one of each sample: a class, a number, a vector, a mask. Class names come from the
+        dataset's attribute `classes`, if present. Other arguments are as for `from_arrays`.
 
         Raises:
             ConfigError: a sample is not such a pair, or shapes differ.
@@ -140,25 +149,33 @@ class Task:
             keys = ", ".join(map(repr, first))
             raise ConfigError(
                 f"the samples of {name} are dictionaries of {keys}: give pairs, such as "
-                "[(sample[...], sample[...]) for sample in dataset], the input first, then the class number"
+                "[(sample[...], sample[...]) for sample in dataset], the input first, then the target"
+            )
+        if isinstance(first, Sequence) and len(first) == 2 and any(isinstance(part, Mapping) for part in first):
+            raise ConfigError(
+                f"{name} gives {' and '.join(type(part).__name__ for part in first)}: make an array of what is in the "
+                "dictionary; targets of several parts go into one vector, for a problem of your own"
             )
         samples = chain([first], samples)
         try:
-            inputs, labels = zip(*((np.asarray(x), np.asarray(y)) for x, y in samples), strict=True)
-            x, y = np.stack(inputs), np.stack(labels)
+            inputs, targets = zip(*((np.asarray(x), np.asarray(y)) for x, y in samples), strict=True)
+            x, y = np.stack(inputs), np.stack(targets)
         except FAILURES as error:
-            raise ConfigError(f"{name} must give pairs (input, class number) of one shape: {error}") from error
+            raise ConfigError(f"{name} must give pairs (input, target) of one shape: {ONE_SHAPE} ({error})") from error
         found = classes if classes is not None else getattr(dataset, "classes", None)
-        return cls.from_arrays(x, y, model=model, classes=found, name=name)
+        return cls.from_arrays(x, y, problem=problem, model=model, classes=found, name=name)
 
     @classmethod
-    def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:
-        """Make a task from images in one folder per class, scaled to 32 x 32; `model` is as for `from_arrays`.
+    def from_folder(cls, folder: Path | str, *, problem: FolderKind = "classification", model: object = None) -> Self:
+        """Make a task from a folder or .zip of images, scaled to 32 x 32; `model` is as for `from_arrays`.
+
+        For classification, images are in one folder per class. For segmentation, `NAME.mask.png` is beside `NAME.jpg`
+        or `NAME.png` (`fedge.data.masks`). For reconstruction, images alone are enough.
 
         Raises:
             ConfigError: the folder holds no such images.
         """
-        return cls._make(read_pool("image-folder", Path(folder)), model)
+        return cls._make(read_pool("image-folder", Path(folder), problem=problem), model)
 
     @classmethod
     def _make(cls, pool: Pool, model: object, asked: object = None) -> Self:
@@ -229,7 +246,7 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except FAILURES as error:
-        do = "give all samples one shape"
+        do = f"give all samples one shape: {ONE_SHAPE}"
         if hasattr(values, "detach"):
             do = f"give {what.rpartition(' ')[2]}.detach().cpu()"
         raise ConfigError(f"{what} cannot be made an array: {do} ({error})") from error

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.data import images, tables
+from fedge.data import folders, images, tables
 from fedge.data.npz import INPUT_BYTES, require_room
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, raise_as
@@ -154,9 +154,9 @@ def _read_images(data: Path, problem: str | None, rng: np.random.Generator, limi
     """Choose images at random, and decode only those."""
     spec = load_task("image-folder", data, problem=problem)
     images.warn_of_unread(data)
-    names = images.list_images(data)
+    names = folders.list_samples(spec.problem, data)
     chosen = [names[i] for i in _draw_positions(len(names), rng, limit)]
-    return Pool(images.load_images(spec, data, chosen), images.get_labels(chosen, spec.classes), spec)
+    return Pool(images.load_images(spec, data, chosen), folders.read_targets(spec, data, chosen), spec)
 
 
 def _read_idx_parts(task_name: str, data: Path | None) -> arrays.Arrays:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from fedge.data import images, masks
 from fedge.data.problems.labels import is_one_hot, read_labels, require_class_numbers
 from fedge.data.problems.multi_label import MultiLabel
 from fedge.data.problems.own import state_own
@@ -27,6 +29,8 @@ log = logging.getLogger("fedge.tasks")
 
 Kind = Literal["classification", "multi-label", "regression", "segmentation", "reconstruction"]
 """The problems that can be told from samples; another one is a class of the user's, package.module:Class."""
+FolderKind = Literal["classification", "segmentation", "reconstruction"]
+"""The problems that can be told from a folder of images."""
 KINDS: Final[tuple[Kind, ...]] = ("classification", "multi-label", "regression", "segmentation", "reconstruction")
 
 
@@ -34,7 +38,7 @@ ProblemName = Annotated[
     str | None,
     CODE,
     Heading.TASK,
-    "This is asked about samples that come as arrays: classification (default), multi-label, regression, "
+    "This is asked about arrays or a folder of images: classification (default), multi-label, regression, "
     "segmentation, reconstruction, or package.module:Class.",
 ]
 
@@ -101,9 +105,30 @@ def require_problem(task: TaskSpec, kind: str | None) -> TaskSpec:
     if kind not in {None, task.problem.request}:
         raise ConfigError(
             f"the task {task.name} asks for {task.problem.request}, not {kind}: leave out the problem, which is said "
-            "for arrays alone"
+            "for arrays and image folders alone"
         )
     return task
+
+
+def state_folder(kind: str, source: Path) -> Stated:
+    """Make the problem of a folder or .zip of images (`fedge.data.folders`); no targets are read.
+
+    Raises:
+        ConfigError: the folder holds no such images, or images do not tell targets of this problem.
+    """
+    none = np.zeros(0, np.int64)
+    match kind:
+        case "classification":
+            return Stated(tuple(sorted({images.get_class(name) for name in images.list_images(source)})), UNSET, none)
+        case "segmentation":
+            return Stated((), Segmentation(classes=masks.list_classes(source, masks.list_images(source))), none)
+        case "reconstruction":
+            images.list_images(source, labelled=False)
+            return Stated((), Reconstruction(), none)
+    raise ConfigError(
+        f"{source}: a folder of images tells classes by its folders, masks beside images, or images alone "
+        f"(classification, segmentation, reconstruction), not {kind}: give an .npz, --task arrays"
+    )
 
 
 def state_table(schema: Schema) -> Asked | UnsetType:

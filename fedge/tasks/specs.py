@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from fedge.data import images
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.segmentation import Segmentation
 from fedge.data.scaling import describe_fault
@@ -23,7 +22,7 @@ from fedge.system.loading import FAILURES, describe_error, require_allowed
 from fedge.system.text import suggest_nearest
 from fedge.tasks import arrays
 from fedge.tasks.data import load_user_task
-from fedge.tasks.problems import Stated, require_problem, state_problem, state_table
+from fedge.tasks.problems import Stated, require_problem, state_folder, state_problem, state_table
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -80,10 +79,10 @@ def load_task(
     Args:
         name_or_file: digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, FILE.json,
             SCHEMA.toml or package.module:Class.
-        data: for image-folder a folder or .zip with all classes, for arrays an .npz with x and y. These data describe
-            the task; machines with only part of the data read the file written by `write_task` instead.
-        problem: what is asked of arrays (`fedge.tasks.problems.KINDS`), by default classification; all other tasks say
-            it themselves, and another one is refused.
+        data: for image-folder a folder or .zip with all classes, or with masks; for arrays an .npz with x and y. These
+            data describe the task; machines with only part of the data read the file written by `write_task` instead.
+        problem: what is asked of arrays or images (`fedge.tasks.problems.KINDS`), by default classification; all other
+            tasks say it themselves, and another one is refused.
         allow: code (package.module:name) that a .json file may name; such a file comes from elsewhere.
 
     Raises:
@@ -108,7 +107,7 @@ def load_task(
             f"task {name_or_file} describes itself by its data: say where they are (--data), or give its .json file"
         )
     if name_or_file == "image-folder":
-        return require_problem(_read_image_task(data), problem)
+        return _read_image_task(data, problem or "classification")
     return _read_array_task(data, problem or "classification")
 
 
@@ -154,12 +153,14 @@ def _read_table_task(file: Path) -> TaskSpec:
     )
 
 
-def _read_image_task(data: Path) -> TaskSpec:
+def _read_image_task(data: Path, problem: str) -> TaskSpec:
+    shape, stated = (3, _SIDE, _SIDE), state_folder(problem, data)
     return TaskSpec(
         name="image-folder",
-        classes=tuple(sorted({images.get_class(image) for image in images.list_images(data)})),
-        input_shape=(3, _SIDE, _SIDE),
-        model="cnn",
+        classes=stated.classes,
+        asked=stated.asked,
+        input_shape=shape,
+        model=choose_network(shape, stated.asked),
         preprocessing=Preprocessing(scale=255.0, mean=0.47, std=0.25, image_mode="RGB"),
     )
 

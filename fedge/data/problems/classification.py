@@ -40,6 +40,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     RIGHT_OR_WRONG: ClassVar = True
     GROUPED: ClassVar = True
     SHARED: ClassVar = True
+    FOLDER: ClassVar = "classes"
 
     classes: tuple[str, ...]
     first: int = 0  # the number of the first class in files

@@ -9,7 +9,7 @@ calibration; b is the device's offset; n samples. `fedge.models.problems` has th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -49,6 +49,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         CLASSED: whether each sample is of one class, on which some methods rely.
         APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
         MIXED: whether answers of several candidates can be mixed; otherwise a device installs the one that is best.
+        FOLDER: how a folder of images tells targets: by class folders, by masks, not at all since images alone are
+            enough, or "" if it cannot.
         LABELLED: whether samples need targets; otherwise `make_targets` makes them.
         RIGHT_OR_WRONG: whether an answer is right or wrong, so that the share of right ones counts.
         GROUPED: whether the number of a sample's group says its whole target.
@@ -63,6 +65,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     CLASSED: ClassVar[bool] = False
     APART: ClassVar[bool] = False
     MIXED: ClassVar[bool] = True
+    FOLDER: ClassVar[Literal["classes", "masks", "alone", ""]] = ""
     LABELLED: ClassVar[bool] = True
     RIGHT_OR_WRONG: ClassVar[bool] = False
     GROUPED: ClassVar[bool] = False

@@ -42,6 +42,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     OUTPUTS: ClassVar = ("surprise",)
     LABELLED: ClassVar = False
     GROUPED: ClassVar = True
+    FOLDER: ClassVar = "alone"
 
     alarms: Annotated[float, Meta(gt=0, lt=1)] = 0.05
 

@@ -34,6 +34,7 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
     NAME: ClassVar = "segmentation"
     SCORE: ClassVar = "mean_iou"
     OUTPUTS: ClassVar = ("probabilities",)
+    FOLDER: ClassVar = "masks"
 
     classes: Annotated[tuple[Word, ...], Meta(min_length=2, max_length=IGNORED)]
 

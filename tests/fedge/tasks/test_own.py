@@ -3,6 +3,7 @@
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -364,3 +365,44 @@ def test_what_a_users_loss_returns_is_checked() -> None:
     problem = Task.from_arrays(X, RNG.random((30, 2)), problem=Wrong).spec.problem
     with pytest.raises(ConfigError, match=r"loss must return a loss for each of 4 samples, not \(\)"):
         compute_losses(problem, *(torch.zeros(4, n) for n in (2, 5, 2)))
+
+
+DATASETS: dict[str, tuple[str | type, list, str]] = {
+    "numbers": ("regression", [0.5, 1.5, 2.5, 1.0], "regression"),
+    "vectors": ("regression", [[0.5, 1], [1, 0], [2, 1], [3, 3]], "regression"),
+    "several labels": ("multi-label", [[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]], "multi-label"),
+    "masks": ("segmentation", [np.eye(16, dtype=np.uint8)] * 4, "segmentation"),
+    "a problem of one's own": (Nearest, [[0.5, 1], [1, 0], [2, 1], [3, 3]], "own"),
+}
+
+
+@pytest.mark.parametrize(("problem", "targets", "kind"), DATASETS.values(), ids=DATASETS)
+def test_a_dataset_has_targets_of_every_problem(problem: Any, targets: list, kind: str) -> None:
+    x = torch.rand(4, 3, 16, 16) if kind == "segmentation" else torch.rand(4, 5)
+    pool = Task.from_dataset(
+        [(row, torch.as_tensor(y)) for row, y in zip(x, targets, strict=True)], problem=problem
+    ).pool
+    assert pool.spec.problem.kind == kind
+    found = pool.spec.problem.convert_targets(pool.y, 4, pool.spec.input_shape, "y")
+    assert len(found) == 4
+    assert found.shape[1:] == pool.spec.problem.get_target_shape(pool.spec.input_shape)
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ([(np.zeros(3), 0), (np.zeros(4), 1)], "pad shorter ones, with a mask as a further channel"),
+        ([(np.zeros(3), np.zeros(4), 0)] * 2, "concatenate several inputs of a sample"),
+        ([((np.zeros(3), np.zeros(4)), 0)] * 2, "concatenate several inputs of a sample"),
+        ([(np.zeros(3), {"boxes": 1, "labels": 2})] * 2, "targets of several parts go into one vector"),
+        ([({"left": 1, "right": 2}, 0)] * 2, "make an array of what is in the dictionary"),
+    ],
+)
+def test_several_inputs_and_lengths_are_refused_with_what_to_do(samples: list, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Task.from_dataset(samples)
+
+
+def test_arrays_of_several_lengths_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="pad shorter ones, with a mask"):
+        Task.from_arrays([[1, 2], [1, 2, 3]], [0, 1])
