@@ -68,7 +68,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
 
     def find_usual(self, y: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which samples are not marked: an anomaly in the validation samples would raise the threshold."""
-        return y == 0
+        return np.asarray(y == 0)
 
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return the marks."""
