@@ -37,13 +37,15 @@ from script import digit_images, finish, parser_of, several
 
 import deploy
 from edge_agent.learning.gate import train_gate
-from edge_agent.learning.mixture import compute_energy_statistics, fit_em_weights
+from edge_agent.learning.mixture import compute_energy_statistics
 from edge_agent.steps.mixture import fit_mixture
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise_bundle
 from export.parity import compute_logits, make_formula
-from fedge.bundle.formula import compute_gate_scores, compute_raw_energies, fuse, standardise
+from fedge.bundle.formula import compute_gate_scores, fuse, standardise
 from fedge.bundle.manifest import read_bundle
+from fedge.data.problems.maths import log_softmax, logsumexp
+from fedge.data.problems.problem import fit_em_weights
 from fedge.data.validation import Validation
 from fedge.models.build import make_initial_model
 from fedge.models.training import Network
@@ -57,6 +59,7 @@ ROLES = (Role.PRIVATE, *[Role.EXPERT] * (N_DEVICES - 1))
 N_GLOBAL = 100
 EPOCHS, ROUNDS, EPOCHS_OF_A_ROUND, EPOCHS_AFTERWARDS = 40, 25, 2, 10
 BETA = 0.5
+PRIOR = np.full(10, -np.log(10))
 SHRINKAGE = 20.0
 """As a device of the method fedge fits the weights of its candidates, in samples."""
 
@@ -120,27 +123,26 @@ def scmoe_mixture(
     own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray, *, decay: float, energy: bool = True
 ) -> Mixture:
     """The formula of SCMoE-PFL, its gate trained as by the step `fit_mixture`; `energy` False: the gate alone."""
-    log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
-    log_p, scores = log_q[:, np.arange(len(y)), y].T, compute_raw_energies(logits) * energy
+    log_p, scores = log_softmax(logits)[:, np.arange(len(y)), y].T, logsumexp(logits).T * energy
     weights = train_gate(x, log_p, scores, seed=0, decay=decay, experts=range(1, len(own)), top=2)
-    candidates = tuple(Candidate(role, f"c{k}", own[k]) for k, role in enumerate(ROLES))
-    return Mixture(candidates, np.full(10, -np.log(10)), float(energy), weights, energy_clip=np.inf)
+    candidates = tuple(Candidate(role, f"c{k}", own[k], PRIOR) for k, role in enumerate(ROLES))
+    return Mixture(candidates, float(energy), weights, energy_clip=np.inf)
 
 
 def fedge_mixture(own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.ndarray) -> Mixture:
     """Weights, energies and gate as fedge fits them."""
-    mean, std = compute_energy_statistics(compute_raw_energies(logits))
-    log_q = logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
-    log_p = log_q[:, np.arange(len(y)), y].T
+    energies = logsumexp(logits).T
+    mean, std = compute_energy_statistics(energies)
+    log_p = log_softmax(logits)[:, np.arange(len(y)), y].T
     pooled = np.array([0.5, *[0.5 / (len(own) - 1)] * (len(own) - 1)])
     weights = fit_em_weights(log_p, pooled, SHRINKAGE)
-    scores = np.log(weights) + BETA * standardise(compute_raw_energies(logits), mean, std)
+    scores = np.log(weights) + BETA * standardise(energies, mean, std)
     gate = train_gate(x, log_p, scores, seed=0, experts=range(1, len(own)), top=2)
     candidates = tuple(
-        Candidate(role, f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
+        Candidate(role, f"c{k}", own[k], PRIOR, energy_mean=mean[k], energy_std=std[k], weight=weights[k])
         for k, role in enumerate(ROLES)
     )
-    return Mixture(candidates, np.full(10, -np.log(10)), BETA, gate)
+    return Mixture(candidates, BETA, gate)
 
 
 def own_first(models: list[Model], device: int) -> list[Model]:

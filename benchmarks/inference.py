@@ -11,6 +11,8 @@ every variant once, in turn; a ratio is the median over the rounds of the ratios
     predict    fused, with preprocessing and `Prediction`
     torch      the same networks and the formula in eager torch
 
+Every kind of problem has a row at batch 1: fused and floor, with three experts.
+
 Load times and memory are those of processes that do nothing else, median of 5. --quick: one network, few rounds, to
 see that it runs; --large: a ResNet-18 too (minutes).
 """
@@ -46,6 +48,11 @@ from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import read_bundle
 from fedge.bundle.runtime import make_session, make_session_options, onnxruntime
 from fedge.data.preprocessing import preprocess
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.multi_label import MultiLabel
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
+from fedge.data.problems.segmentation import Segmentation
 from fedge.data.task import INPUT, TaskSpec, choose_gate_pool
 from fedge.models.build import make_initial_model, make_network
 from fedge.models.network import load_model
@@ -60,6 +67,24 @@ TASKS = {
 }  # fmt: skip
 """The first three are those of the targets. The last is the smallest that fedge has: its forward passes cost next to
 nothing, so that it shows what the runtime itself costs."""
+_LARGE = {"hidden": 512, "code": 32}
+KINDS = {
+    "classification": TaskSpec(name="c", classes=DIGITS, input_shape=(1, 28, 28), model="cnn_fedavg"),
+    "multi-label": TaskSpec(name="l", input_shape=(1, 28, 28), model="cnn_fedavg", asked=MultiLabel(labels=DIGITS)),
+    "regression": TaskSpec(
+        name="r", input_shape=(1, 28, 28), model="cnn_fedavg", asked=Regression(targets=("a",), mean=(0,), std=(1,))
+    ),
+    "variance": TaskSpec(
+        name="v", input_shape=(1, 28, 28), model="cnn_fedavg",
+        asked=Regression(targets=("a",), mean=(0,), std=(1,), variance=True),
+    ),
+    "segmentation": TaskSpec(name="s", input_shape=(1, 32, 32), model="unet", asked=Segmentation(classes=DIGITS[:4])),
+    "reconstruction": TaskSpec(
+        name="x", input_shape=(1, 28, 28), model="autoencoder", model_options=_LARGE, asked=Reconstruction()
+    ),
+}  # fmt: skip
+"""A task of each kind."""
+HOW = Calibration(temperature=1.4, kappa=0.5)
 EXPERTS = (1, 2, 4, 8)
 BATCHES = (1, 8, 64)
 BUDGET_MS = 20.0
@@ -91,7 +116,7 @@ class Subject:
     """A bundle of J experts and a private model with random weights, and the same networks in every other form."""
 
     def __init__(self, name: str, n_experts: int, folder: Path) -> None:
-        self.task = TASKS[name]
+        self.task = (TASKS | KINDS)[name]
         self.name, self.n_experts, self.folder = name, n_experts, folder
         m = n_experts + 1
         self.layout, _ = make_initial_model(self.task, 0)
@@ -100,9 +125,10 @@ class Subject:
         rng = np.random.default_rng(0)
         n_features = count_gate_features(self.task.input_shape)
         gate = GateWeights(*(rng.normal(size=s) * 0.1 for s in ((16, n_features), (16,), (m, 16), (m,))))
+        prior = self.task.problem.make_no_offset(self.task.input_shape)
         self.mixture = Mixture(
-            tuple(Candidate(roles[k], f"c{k}", self.models[k], 1.4, 0.5, 2.3, 0.3, 1 / m) for k in range(m)),
-            np.full(self.task.n_classes, -np.log(self.task.n_classes)), 0.5, gate,
+            tuple(Candidate(roles[k], f"c{k}", self.models[k], prior, HOW, 2.3, 0.3, 1 / m) for k in range(m)),
+            0.5, gate,
         )  # fmt: skip
         write_bundle(
             folder, task=self.task, layout=self.layout, mixture=self.mixture,
@@ -149,7 +175,7 @@ class Subject:
             for a in (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias)
         )
         weights = torch.log(torch.tensor([c.weight for c in self.mixture.candidates]))
-        prior = torch.from_numpy(np.float32(self.mixture.log_prior))
+        prior = torch.from_numpy(np.float32(self.mixture.candidates[0].offset))
 
         def run(array: np.ndarray) -> torch.Tensor:
             with torch.inference_mode():
@@ -171,7 +197,7 @@ class Subject:
         graph, n_features, m = Graph(), count_gate_features(self.task.input_shape), self.n_experts + 1
         hidden = graph.op("Gemm", INPUT, graph.add_array("a", np.ones((n_features, 16), np.float32)))
         graph.op("Gemm", graph.op("Relu", hidden), graph.add_array("b", np.ones((16, m), np.float32)), out="s")
-        return graph.encode((n_features,), {"s": m}, [onnx.helper.make_opsetid("", OPSET)])
+        return graph.encode((n_features,), {"s": (m,)}, [onnx.helper.make_opsetid("", OPSET)])
 
 
 # ------------------------------------------------------------------------------------------------- latency
@@ -184,6 +210,25 @@ def call_times(call: Callable[[], object], repeats: int) -> list[float]:
         call()
         times.append(time.thread_time())
     return (np.diff(times) * 1000).tolist()
+
+
+def time_rounds(calls: dict[str, Callable[[], object]], rounds: int, repeats: int = 0) -> list[dict[str, list[float]]]:
+    """Processor times of every call, in turn, after a few to warm up; `repeats` of 0: as many as fit the budget."""
+    for call in calls.values():
+        call_times(call, 3)
+    repeats = repeats or max(5, int(BUDGET_MS / max(median(call_times(calls["floor"], 5)), 1e-3)))
+    return [{key: call_times(call, repeats) for key, call in calls.items()} for _ in range(rounds)]
+
+
+def ratio_of_kind(subject: Subject, rounds: int) -> dict[str, object]:
+    """One sample of a kind of problem: the fused graph against the networks and the gate alone."""
+    fused, floor = deploy.load(subject.folder)._engine.run, subject.floor()  # noqa: SLF001 - without preprocessing
+    x = np.random.default_rng(0).random((1, *subject.task.input_shape), dtype=np.float32)
+    found = time_rounds({"floor": lambda: floor(x), "fused": lambda: fused(x)}, rounds)
+    return {
+        "kind": subject.name, "floor_ms": median(t for times in found for t in times["floor"]),
+        "fused_ratio": median(median(times["fused"]) / median(times["floor"]) for times in found),
+    }  # fmt: skip
 
 
 def latencies(subject: Subject, batch: int, rounds: int) -> dict[str, object]:
@@ -200,14 +245,7 @@ def latencies(subject: Subject, batch: int, rounds: int) -> dict[str, object]:
         "torch": lambda: eager(x),
     }
     difference = float(np.abs(runtime.predict_inputs(x).probabilities - eager(x).numpy()).max())
-    for call in variants.values():
-        call_times(call, 3)
-    repeats = max(5, int(BUDGET_MS / max(median(call_times(variants["floor"], 5)), 1e-3)))
-    if subject.name == "rn18":
-        repeats = 2
-    rounds_of: list[dict[str, list[float]]] = [
-        {key: call_times(call, repeats) for key, call in variants.items()} for _ in range(rounds)
-    ]
+    rounds_of = time_rounds(variants, rounds, 2 if subject.name == "rn18" else 0)
     row: dict[str, object] = {"network": subject.name, "experts": subject.n_experts, "batch": batch}
     for key in variants:
         everything = [t for times in rounds_of for t in times[key]]
@@ -443,6 +481,8 @@ def main() -> None:
                     singles.append(logit_difference(subject))
                     profiles += [profile(subject, batch) for batch in (1, 8)]
         importing = imports(subject, times)
+        kinds = [ratio_of_kind(Subject(name, 3, Path(folder) / name), rounds) for name in KINDS]
+    show(kinds, "\nOne sample of every kind of problem, three experts")
     show(loads, "\nLoading: skeleton and parts against one file")
     show(profiles, "\nWhere the time of a prediction goes")
     print(f"\nA prediction imports: {', '.join(importing['imported'])}")
@@ -451,7 +491,7 @@ def main() -> None:
     print("\n".join(map(str, reached)))
     record = {
             "machine": platform.processor() or platform.machine(), "onnxruntime": onnxruntime.__version__,
-            "latency": rows, "load": loads, "profile": profiles, "import": importing,
+            "latency": rows, "kinds": kinds, "load": loads, "profile": profiles, "import": importing,
             "targets": [asdict(target) | {"met": target.met} for target in reached],
         }  # fmt: skip
     finish(arguments, record)

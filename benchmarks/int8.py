@@ -24,6 +24,7 @@ from export import Candidate, GateWeights, Mixture, write_bundle
 from export.int8 import Int8Limits, Int8Report, quantise_bundle
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import read_bundle
+from fedge.data.problems.calibration import PLAIN
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation
 from fedge.models.build import make_network
@@ -81,14 +82,15 @@ def measure(name: str, folder: Path) -> Row:
     for steps in (STEPS, MORE_STEPS):
         train(network, x, y, steps)
         states.append(dump_model(network, layout))
+    prior = np.full(10, -np.log(10))
     candidates = tuple(
-        Candidate(role, f"c{k}", state, 1.0, 0.0, 2.3, 1.0, 0.5)
+        Candidate(role, f"c{k}", state, prior, PLAIN, 2.3, 1.0, 0.5)
         for k, (role, state) in enumerate(zip((Role.PRIVATE, Role.EXPERT), states, strict=True))
     )
     rng = np.random.default_rng(0)
     sizes = ((16, count_gate_features(shape)), (16,), (2, 16), (2,))
     gate = GateWeights(*(rng.normal(size=size) * 0.1 for size in sizes))
-    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, gate)
+    mixture = Mixture(candidates, 0.5, gate)
     unseen = slice(N_TRAIN, N_TRAIN + 200)
     write_bundle(
         folder / "float32", task=task, layout=layout, mixture=mixture,
