@@ -168,14 +168,16 @@ class ServedModel:
                 or f"{self.name} is a bundle alone, which keeps no samples: serve a device's home (--home)"
             )
         y = self._parse_targets(given.targets)
-        if default is not None and not given.targets:
-            y = np.repeat(default, len(given.ids) or len(await self._load_samples(given.x or ())))
         run = asyncio.get_running_loop().run_in_executor
         if given.x is None:
+            if default is not None and not given.targets:
+                y = np.stack([default] * len(given.ids))
             work = partial(feedback.add_of_requests, given.ids, y, sensitive=given.sensitive)
             await run(self.pictures, work)
             return protocol.encode_feedback(self.name, given, len(y), len(y))
         x = await self._load_samples(given.x)
+        if default is not None and not given.targets:
+            y = np.stack([default] * len(x))
         if len(x) != len(y):
             raise ConfigError(f"there are {len(x)} samples and {len(y)} {given.word}; give one for each")
         stored = await run(self.pictures, partial(feedback.add, x, y, sensitive=given.sensitive))
