@@ -44,7 +44,7 @@ def compute_own(metric: Metric, said: object, y: NDArray[Any]) -> dict[str, floa
     name = getattr(metric, "__name__", type(metric).__name__)
     try:
         found = metric(said, y)
-        figures = found if isinstance(found, Mapping) else {name: found}
+        figures: Mapping[Any, Any] = found if isinstance(found, Mapping) else {name: found}
         return {str(key): float(value) for key, value in figures.items()}
     except FAILURES as error:
         raise ConfigError(f"the metric {name} fails with {describe_error(error)}: it returns a number") from error
