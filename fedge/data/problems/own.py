@@ -52,7 +52,6 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
     OUTPUTS: ClassVar = ("outputs",)
     TARGET_KINDS: ClassVar = "if"
     MIXED: ClassVar = False
-    TARGET_KINDS: ClassVar = "iuf"
 
     code: Annotated[str, Meta(pattern=PRINTABLE)]
     outputs: Annotated[tuple[Extent, ...], Meta(min_length=1, max_length=4)]
