@@ -29,6 +29,7 @@ from coordinator.methods.rounds import compute_rate_factor, make_round_rng
 from coordinator.methods.settings import MethodSettings, Option, require_takeable
 from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
+from fedge.data.augmentation import find_own
 from fedge.data.problems.classification import Classification
 from fedge.data.problems.problem import Problem
 from fedge.data.task import TaskSpec
@@ -111,6 +112,11 @@ class Method(Generic[S]):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
         if not self.problem.CLASSED and (why := self.explain_classes()):
             raise ConfigError(f"{self.name} is for classification, not for {self.problem.NAME}, since it {why}")
+        if settings.protection.dp and server.task is not None and (own := find_own(server.task)):
+            raise ConfigError(
+                f"with differential privacy each sample is changed by itself, and what {own[0]} does is unknown: take "
+                "flip, crop, rotate, noise or erase"
+            )
         self.set_up()
 
     @property

@@ -101,7 +101,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     own = resolve_options(config, options)
     require_method_options(settings.method, own)
     task = load_task(settings.task, settings.data, problem=settings.problem, allow=settings.allow.split(","))
-    task = with_network(task, settings.model, settings.weights, settings.adapt)
+    task = with_network(task, settings.model, settings.weights, settings.adapt, settings.augment)
     alone = settings.role == "all"
     opened = Store(
         settings.home, settings.store, blobs=settings.blobs, federation=settings.federation, intake=not alone

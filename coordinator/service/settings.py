@@ -16,6 +16,7 @@ from coordinator.methods.settings import DEFAULT, MethodSettings, Option, make_m
 from coordinator.store.store import RECALLED_ROUNDS
 from coordinator.watch.options import AttentionWebhook, OnAttention
 from coordinator.watch.tracking import MLflow, TensorBoard
+from fedge.data.augmentation import Augment
 from fedge.membership.credentials import Broker, Credentials, FederationName
 from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
 from fedge.settings import AtLeastOne, Duration, Secret
@@ -51,6 +52,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
+    augment: Augment = None
     allow: Allow = ""
     role: Annotated[
         Literal["all", "intake", "blobs"],

@@ -293,6 +293,9 @@ def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
                 "partition, which mixes the samples of all"
             )
         named["task"] = register_object(task)
+    if (augment := named.get("augment")) is not None and not isinstance(augment, str):
+        each = augment if isinstance(augment, Iterable) else [augment]
+        named["augment"] = ",".join(register_object(own) if callable(own) else str(own) for own in each)
     if callable(metric := named.get("metric")):
         named["metric"] = register_object(metric)
     if (model := named.get("model")) is not None:

@@ -36,6 +36,7 @@ from fedge.models.training import (
     compute_mean_losses,
     compute_scores,
     draw_stacked_batches,
+    make_augmenter,
     pad_samples,
 )
 from fedge.steps.contract import Declined, Result
@@ -173,11 +174,15 @@ def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
     samples, rngs = [device.data.shared for device in devices], [device.make_rng() for device in devices]
     stacked = isinstance(learns, Stack)
     x, y = training.join_samples(samples) if stacked else samples[0]
-    drawn = draw_stacked_batches([len(own) for _, own in samples], recipe.sgd.batch_size, rngs) if stacked else rngs[0]
+    sizes, size = [len(own) for _, own in samples], recipe.sgd.batch_size
+    drawn = draw_stacked_batches(sizes, size, rngs) if stacked else rngs[0]
     with (recipe.objective or LossOfOrder(recipe.sgd))(learns, devices) as loss:
         for moves, steps in recipe.list_phases(len(samples[0][1])):
             optimizer = None if recipe.optimizer is None else recipe.optimizer(learns)
-            trainer = Trainer(learns, x, y, recipe.sgd, drawn, loss=loss, moves=moves, optimizer=optimizer)
+            augment = make_augmenter(learns.task, rngs, [min(size, n) for n in sizes] if stacked else None)
+            trainer = Trainer(
+                *(learns, x, y, recipe.sgd, drawn), loss=loss, moves=moves, optimizer=optimizer, augment=augment
+            )
             trainer.run(steps, devices[0].stop)
 
 

@@ -129,6 +129,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     preprocessing: Preprocessing = Preprocessing()
     first_label: int | UnsetType = UNSET  # number of the first class in files, omitted if it is 0
     asked: Asked | UnsetType = field(default=UNSET, name="problem")  # omitted for single-label classification
+    augment: tuple[Word, ...] | UnsetType = UNSET  # changes of training samples (`fedge.data.augmentation`)
 
     def __post_init__(self) -> None:
         if isinstance(self.asked, UnsetType) and len(self.classes) < 2:
@@ -157,8 +158,9 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The code that the task calls, as package.module:name: its class and its network."""
+        """The code that the task calls, as package.module:name: its class, its network, and its augmentation."""
         own = (self.asked.code,) if isinstance(self.asked, Own) else ()
+        own += self.augment or ()
         return tuple(dict.fromkeys(path for path in (self.name, self.model, *own) if ":" in path))
 
     def compute_fingerprint(self) -> str:
@@ -182,6 +184,9 @@ def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
         before, now = (getattr(task, name) for task in (old, new))
         if before != now:
             found.append(f"the {word} {_format_value(now)} in place of {_format_value(before)}")
+    if old.augment != new.augment:
+        before, now = (", ".join(task.augment or ()) or "none" for task in (old, new))
+        found.append(f"the augmentation {now} in place of {before}")
     if old.preprocessing != new.preprocessing:
         fields = old.preprocessing.__struct_fields__
         other = [n for n in fields if getattr(old.preprocessing, n) != getattr(new.preprocessing, n)]

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import msgspec
 
+from fedge.data.augmentation import with_augment
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.models.weights import ADAPT, SIZE, WEIGHTS, store_weights
 
 
 def with_network(
-    task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
+    task: TaskSpec,
+    model: str | None = None,
+    weights: Path | None = None,
+    adapt: str | None = None,
+    augment: str | None = None,
 ) -> TaskSpec:
-    """Return the task with another network, initial weights and choice of trained layers.
+    """Return the task with another network, initial weights, choice of trained layers and augmentation.
 
     Inputs that another network turns into whole numbers are not scaled (`fedge.models.lookups`).
 
@@ -23,10 +28,12 @@ def with_network(
         model: the network, as in `TaskSpec.model`.
         weights: a safetensors file with the network's tensors by name.
         adapt: see `fedge.models.adapters`; if None, everything is trained.
+        augment: see `fedge.data.augmentation`; if None, that of the task.
 
     Raises:
-        ConfigError: the file cannot be read, or `adapt` is given without weights.
+        ConfigError: the file cannot be read, `adapt` is given without weights, or a change of samples does not suit.
     """
+    task = with_augment(task, augment)
     options = dict(task.model_options) if model is None else {}
     if weights is not None:
         with raise_as(ConfigError, f"--weights {weights} cannot be read"):

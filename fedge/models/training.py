@@ -27,6 +27,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedge.data.augmentation import change_samples
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
@@ -40,6 +41,8 @@ from fedge.system.moved import alias_names
 from fedge.system.stopping import StoppedError, never
 from fedge.tensors.layout import BASE, Layout, Model
 
+Augmenter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function that changes inputs and targets of a batch."""
 Part = Literal["all", "base", "head"]
 """Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
@@ -452,6 +455,37 @@ def _set_evaluation_mode(module: nn.Module) -> None:
         module.eval()
 
 
+def make_augmenter(
+    task: TaskSpec, rngs: Sequence[np.random.Generator], sizes: Sequence[int] | None = None
+) -> Augmenter | None:
+    """Make the function that changes a batch as the task says (`fedge.data.augmentation`); None if it says nothing.
+
+    Args:
+        task: the task of the samples.
+        rngs: the generators that draw the batches, one for each model. Each gets a child, so the batches stay the same.
+        sizes: for a stack, the number of samples in a batch of each model; the rest of a row is padding. None for a
+            model alone.
+    """
+    if not task.augment:
+        return None
+    children = [rng.spawn(1)[0] for rng in rngs]
+
+    def change(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        if not len(y):
+            return x, y
+        found_x, found_y = change_samples(task, x.cpu().numpy(), y.cpu().numpy(), rng)
+        return to_tensor(found_x, x.device), to_tensor(found_y, y.device)
+
+    def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if sizes is None:
+            return change(x, y, children[0])
+        for row, (rng, n) in enumerate(zip(children, sizes, strict=True)):
+            x[row, :n], y[row, :n] = change(x[row, :n], y[row, :n], rng)
+        return x, y
+
+    return augment
+
+
 class Trainable(Protocol):
     """The interface of `Network`, `Stack` and `fedge.models.dp_sgd.PrivateNetwork` that a `Trainer` uses."""
 
@@ -479,7 +513,8 @@ class Trainer:
     unchanged.
 
     `rng` draws the batches, or yields them: positions (b,) in `x` and `y`, or (n, b) for a stack
-    (`draw_stacked_batches`). A stack's loss must ignore samples of `PADDING`, as those of problems do.
+    (`draw_stacked_batches`). `augment` changes each batch; if `rng` is a generator, it is by default what the task says
+    (`make_augmenter`). A stack's loss must ignore samples of `PADDING`, as those of problems do.
     """
 
     def __init__(
@@ -494,7 +529,11 @@ class Trainer:
         moves: Part = "all",
         anchor: NDArray[np.float32] | None = None,
         optimizer: Optimizer | None = None,
+        augment: Augmenter | None = None,
     ) -> None:
+        if augment is None and isinstance(rng, np.random.Generator):
+            augment = make_augmenter(network.task, [rng])
+        self._augment = augment
         self._network = network
         self._loss = loss or _make_loss(network, sgd, y)
         self._moves = network.get_slice(moves)
@@ -533,7 +572,10 @@ class Trainer:
                 raise StoppedError
             batch = torch.from_numpy(next(self._batches))
             self._optimizer.begin(gradient)
-            network.backward(self._loss, self._x[batch], self._y[batch])
+            x, y = self._x[batch], self._y[batch]
+            if self._augment is not None:
+                x, y = self._augment(x, y)
+            network.backward(self._loss, x, y)
             self._optimizer.step(weights, gradient)
         self._gradient = network.gradient.clone()
         network.module.eval()

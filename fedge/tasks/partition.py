@@ -33,7 +33,8 @@ def load_samples(
         ConfigError: there are no such data.
     """
     found = load_pool(how.task, how.data, problem=how.problem, seed=seed, limit=how.samples or limit)
-    found = dataclasses.replace(found, spec=with_network(found.spec, how.model, how.weights, how.adapt))
+    spec = with_network(found.spec, how.model, how.weights, how.adapt, how.augment)
+    found = dataclasses.replace(found, spec=spec)
     of = None if found.is_test is None else found.is_test == tests
     return set_apart(found, apart, seed=seed, turns=count_turns(how), of=of)
 

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge.data import preprocessing
+from fedge.data.augmentation import Augment
 from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.weights import Adapt, ModelName, Weights
@@ -52,6 +53,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
+    augment: Augment = None
     devices: Annotated[
         AtLeastOne | None,
         Heading.DEVICES,

@@ -14,6 +14,7 @@ from coordinator.methods.options import method_options, parse_method, resolve_op
 from coordinator.service import samples
 from coordinator.service.checks import Examination, examine, explain_no_profile, make_samples, prepare_few, select_few
 from coordinator.service.findings import Samples
+from fedge.data.augmentation import Augment
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.choice import with_network
@@ -36,6 +37,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
+    augment: Augment = None
     method: Annotated[
         str,
         CODE,
@@ -87,7 +89,7 @@ def check(
     from fedge.tasks import load_task
 
     task = load_task(settings.task, settings.data, problem=settings.problem, allow=settings.allow.split(","))
-    task = with_network(task, settings.model, settings.weights, settings.adapt)
+    task = with_network(task, settings.model, settings.weights, settings.adapt, settings.augment)
 
     def print_step(step: str) -> None:
         click.echo(step, err=True)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import time
 
 import msgspec
+import numpy as np
 
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.evaluation import Evaluation
 from edge_agent.learning.frame import Begun, Learned, begin, finish
 from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, compute_noise
+from fedge.data.augmentation import find_own
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, draw_poisson_batches
-from fedge.models.training import Part, Trainer
+from fedge.models.training import Part, Trainer, make_augmenter
 from fedge.steps.contract import Declined, Result
 from fedge.steps.training.train_dp import TrainDp, explain_weak_delta, require_no_statistics
 from fedge.tensors.layers import cut, paste
@@ -37,6 +39,8 @@ def run(device: Device, action: TrainDp) -> Result:
     require_no_statistics(device.layout)
     if action.sgd.class_weights:
         raise FailedError("class weights count the device's labels, and no noise hides these counts")
+    if own := find_own(device.task):
+        raise FailedError(f"{own[0]} may mix the samples of a batch, and then no bound holds for a single one")
     ledger, charge = Ledger(device.home), plan_charge(device, action)
     if (reason := explain_refusal(device, action, ledger, charge)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)
@@ -84,7 +88,11 @@ def train_model(device: Device, action: TrainDp, start: Model, mechanism: Mechan
     def train_part(steps: int, moves: Part) -> None:
         private = PrivateNetwork(network, clipping, mechanism.sample_rate * n, source, moves)
         batches = draw_poisson_batches(n, mechanism.sample_rate, source)
-        Trainer(private, *data.shared, sgd, batches, moves=moves).run(steps, device.stop)
+        augment = None
+        if device.task.augment:  # by secret numbers: those of the order's seed would tell samples apart
+            rng = np.random.default_rng(np.frombuffer(source(32), np.uint32))
+            augment = make_augmenter(device.task, [rng])
+        Trainer(private, *data.shared, sgd, batches, moves=moves, augment=augment).run(steps, device.stop)
 
     if action.head_steps:
         train_part(action.head_steps, "head")

@@ -21,7 +21,7 @@ from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
 from fedge.models.optimizer import make_optimizer
 from fedge.models.problems.cross_entropy import Loss
-from fedge.models.training import Trainer, draw_batches, to_tensor
+from fedge.models.training import Trainer, draw_batches, make_augmenter, to_tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_rod import TrainRod
 from fedge.tensors.layers import Layers
@@ -79,14 +79,18 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
     trainer = Trainer(network, *shared, sgd, device.make_rng(), loss=make_balanced_softmax(counts.log(), smoothing))
     own_samples = device.data.shared if action.poolable else device.data.training
     x, y = (to_tensor(each, network.processor) for each in own_samples)
-    drawn = draw_batches(len(y), sgd.batch_size, device.make_rng(1))
+    rng = device.make_rng(1)
+    augment, drawn = make_augmenter(device.task, [rng]), draw_batches(len(y), sgd.batch_size, rng)
     for _, batch in zip(range(sgd.count_steps(len(shared[1]))), drawn, strict=False):
         trainer.run(1, device.stop)
         with device.pause_timing(), torch.no_grad():
-            f, logits = models.compute_features_and_logits(network.module, x[batch], network.layout)
+            inputs, labels = x[batch], y[batch]
+            if augment is not None:
+                inputs, labels = augment(inputs, labels)
+            f, logits = models.compute_features_and_logits(network.module, inputs, network.layout)
             f = functional.pad(f, (0, 1), value=1.0)
             # gradient of the mean cross-entropy of logits + f own^T: (p - target)^T f / n
-            excess = torch.softmax(logits + f @ own.T, dim=1) - targets[y[batch]]
+            excess = torch.softmax(logits + f @ own.T, dim=1) - targets[labels]
             optimizer.begin(gradient)
             gradient.view_as(own).add_(excess.T @ f, alpha=1 / len(batch))
             optimizer.step(own.view(-1), gradient)

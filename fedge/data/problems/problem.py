@@ -133,6 +133,19 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         """Return the targets of images that are turned counter-clockwise by `quarters` times 90 degrees."""
         return y
 
+    def move_targets(
+        self,
+        y: NDArray[Any],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+    ) -> NDArray[Any]:
+        """Return the targets of images whose pixels come from elsewhere: rows and columns (n, H, W) of each.
+
+        `inside`: whether this was inside the image; outside of it the edge is repeated.
+        """
+        return y
+
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return a group 0, 1, ... for each sample, (n,), for draws that should be alike in all groups.
 

@@ -68,6 +68,16 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
         """Return the masks turned like their images."""
         return np.ascontiguousarray(np.rot90(y, quarters, axes=(1, 2)))
 
+    def move_targets(
+        self,
+        y: NDArray[Any],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+    ) -> NDArray[Any]:
+        """Return the masks moved like their images; a pixel from outside counts nowhere."""
+        return np.where(inside, y[np.arange(len(y))[:, np.newaxis, np.newaxis], rows, columns], IGNORED)
+
     def group_targets(self, y: NDArray[Any]) -> NDArray[np.int64]:
         """Return each sample's most frequent class but the background, or the background if it has no other."""
         n_classes = len(self.classes)

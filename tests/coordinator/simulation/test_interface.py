@@ -282,3 +282,32 @@ def test_pandas_is_used_where_it_is_and_missed_with_words(
     own_module("pandas", DataFrame=list)  # the tests do not bring it
     assert [row["device"] for row in found.to_pandas()] == ["device-0", "device-1", "device-2"]
     assert "<svg" in found._repr_html_()
+
+
+def test_training_samples_are_changed_by_names_and_by_functions_of_ones_own() -> None:
+    images = fedge.Task.from_arrays(RNG.random((120, 1, 8, 8)).astype(np.float32), np.arange(120) % 3)
+    seen: list[tuple[int, ...]] = []
+
+    def look(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        seen.append(x.shape)
+        return x
+
+    small: dict[str, Any] = {"task": images, "devices": 2, "rounds": 1, "local_steps": 3, "progress": None}
+    plain = fedge.simulate(**small, method="fedavg")
+    changed, again = (fedge.simulate(**small, method="fedavg", augment="flip,noise") for _ in range(2))
+    said = [result.devices[0].predictions.probabilities.tobytes() for result in (plain, changed, again)]
+    assert said[1] == said[2] != said[0]
+    fedge.simulate(**small, method="local", augment=["crop", look])
+    assert {shape[1:] for shape in seen} == {(1, 8, 8)}
+
+
+def test_changes_that_do_not_suit_are_refused_before_the_first_round() -> None:
+    task = fedge.Task.from_arrays(X, Y)
+    with pytest.raises(ConfigError, match="the augmentation flip is for images"):
+        fedge.simulate(task=task, augment="flip", **SMALL)
+    with pytest.raises(ConfigError, match=r"unknown augmentation noize \(did you mean noise"):
+        fedge.simulate(task=task, augment="noize", **SMALL)
+    with pytest.raises(ConfigError, match="with differential privacy each sample is changed by itself"):
+        fedge.simulate(task=task, augment=lambda x, _: x, dp_epsilon=8.0, method="fedavg", **SMALL)
+    with pytest.raises(ConfigError, match=r"training fails .*ZeroDivisionError"):
+        fedge.simulate(task=task, augment=lambda _x, _rng: 1 / 0, method="fedavg", **SMALL)

@@ -17,12 +17,17 @@ from torch.nn import functional
 
 from edge_agent.device.device import Device
 from edge_agent.device.encoding import send_update
+from edge_agent.device.worker import Worker
 from edge_agent.learning.frame import Learn, Learned, Recipe, fit, train_alone, train_together
+from edge_agent.steps.training import train
+from fedge.data.augmentation import with_augment
+from fedge.data.task import TaskSpec
 from fedge.models.optimizer import Momentum
 from fedge.models.training import Network
 from fedge.steps.contract import Failed, Result, Reveals
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
+from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.layers import Layers, cut
 from fedge.tensors.layout import HEAD, Codec, Layout, Model, Selector, from_bytes
@@ -195,6 +200,36 @@ def test_devices_side_by_side_follow_the_recipe_that_each_follows_alone(tmp_path
         (a,), (b,) = one.blobs.values(), other.blobs.values()
         for name, tensor in from_bytes(a).items():
             np.testing.assert_allclose(from_bytes(b)[name], tensor, atol=1e-6)
+
+
+def test_changed_samples_are_the_same_alone_and_side_by_side(tmp_path: Path) -> None:
+    plain = TaskSpec(name="i", classes=("a", "b", "c"), input_shape=(1, 2, 3), model="mlp", model_options={"hidden": 8})
+    blobs = Blobs(plain)
+    action = Train(starts=(Start(model=blobs.model(1)),), sgd=SGD, codec=Codec.FLOAT32)
+
+    def make_devices(folder: str, task: TaskSpec) -> list[Device]:
+        found = []
+        for k, n in enumerate((30, 5, 11)):  # the second one has batches of 5
+            x, y = np.random.default_rng(k).normal(size=(n, 1, 2, 3)).astype(np.float32), np.arange(n) % 3
+            data = DeviceData(x, y, np.zeros(n, np.bool_), x[:4], y[:4])
+            own = Worker(f"d{k}", task, data, tmp_path / folder / str(k))
+            found.append(own.make_device(order(action, seed=k, task=task), blobs))
+        return found
+
+    task = with_augment(plain, "noise,flip")
+    alone, together, again, otherwise = (
+        make_devices(*each) for each in (("a", task), ("b", task), ("c", task), ("d", plain))
+    )
+    for device in (*alone, *again, *otherwise):
+        train.run(device, action)
+    results = train.many(together, [action] * 3)
+    assert all(isinstance(result, Trained) for result in results)
+    for one, other in zip(alone, together, strict=True):
+        (a,), (b,) = one.blobs.values(), other.blobs.values()
+        for name, tensor in from_bytes(a).items():
+            np.testing.assert_allclose(from_bytes(b)[name], tensor, atol=1e-6)
+    assert [device.blobs for device in alone] == [device.blobs for device in again]
+    assert all(one.blobs.keys() != other.blobs.keys() for one, other in zip(alone, otherwise, strict=True))
 
 
 def test_a_head_that_learns_first_has_a_phase_of_its_own() -> None:
