@@ -4,25 +4,25 @@ from __future__ import annotations
 
 _VERBS = """
     abort accept accuse acknowledge activate adapt add admit adopt advance aggregate alias allow announce answer apply
-    arrange assemble assign attach average back become begin bind boot bound cache calibrate call cancel carry catch
-    change check choose classify clean clear clip close cluster collect combine commit compare compute configure confirm
-    connect convert copy count create cut decide declare decode decorate delete deliver denoise derive describe diagnose
-    die disconnect distribute divide do draw drop dump embed emit encode end enlist enrol enter equip erase escape
-    estimate evaluate examine exclude execute executemany expand expire explain export fail favour federate feed fetch
-    fill filter find fine finish fit fix flatten flock flush follow forget format freeze fuse get give grade grant greet
-    group grow guard halve hand handle hold identify ignore import infer inherit init insert inspect install interpolate
-    introduce invoke issue iterate join kill learn limit list listen load lock log main make map mark mask measure merge
-    migrate minimise mix move name narrow normalise notify number observe offer open overlay pack pad parse partition
-    paste pause perform personalise place plan plot point pool predict prepare preprocess present preserve pretrain
-    prevent print probe process profile project prolong prove prune publish pump put quantise raise randomise rank read
-    readmit recall receive recluster record recover reduce refit refresh refuse register rehearse reissue reject release
-    reload remake remember remove rename render renew repair repeat replace report request requeue require resend
-    reserve reshape resolve rest restart restore resume retain retire revert revoke roll rotate round run save scale
-    schedule score screen seal secure seed select send serve set settle share shift show sign silence simplify simulate
-    skip sleep spawn split spread stack stage standardise start state step stop store stream strip submit subscribe
-    subtract suggest sum summarise supervise swap switch sync take touch trace track train transact transfer translate
-    trigger trust try tune turn unflatten unpack unscale unseal unsubscribe unwatch update use validate verify view wait
-    warn watch work wrap write
+    arrange assemble assign attach augment average back become begin bind boot bound cache calibrate call cancel carry
+    catch change check choose classify clean clear clip close cluster collect combine commit compare compute configure
+    confirm connect convert copy count create crop cut decide declare decode decorate delete deliver denoise derive
+    describe diagnose die disconnect distribute divide do draw drop dump embed emit encode end enlist enrol enter equip
+    erase escape estimate evaluate examine exclude execute executemany expand expire explain export fail favour federate
+    feed fetch fill filter find fine finish fit fix flatten flip flock flush follow forget format freeze fuse get give
+    grade grant greet group grow guard halve hand handle hold identify ignore import infer inherit init insert inspect
+    install interpolate introduce invoke issue iterate join kill learn limit list listen load lock log main make map
+    mark mask measure merge migrate minimise mix move name narrow normalise notify number observe offer open overlay
+    pack pad parse partition paste pause perform personalise place plan plot point pool predict prepare preprocess
+    present preserve pretrain prevent print probe process profile project prolong prove prune publish pump put quantise
+    raise randomise rank read readmit recall receive recluster record recover reduce refit refresh refuse register
+    rehearse reissue reject release reload remake remember remove rename render renew repair repeat replace report
+    request requeue require resend reserve reshape resolve rest restart restore resume retain retire revert revoke roll
+    rotate round run save scale schedule score screen seal secure seed select send serve set settle share shift show
+    sign silence simplify simulate skip sleep spawn split spread stack stage standardise start state step stop store
+    stream strip submit subscribe subtract suggest sum summarise supervise swap switch sync take touch trace track train
+    transact transfer translate trigger trust try tune turn unflatten unpack unscale unseal unsubscribe unwatch update
+    use validate verify view wait warn watch work wrap write
 """
 VERBS = frozenset(_VERBS.split())
 """In the imperative: what the function does."""
