@@ -108,7 +108,7 @@ async def test_a_method_answers_a_problem_or_names_the_need_that_it_does_not_mee
             make(name, fleet, server)
         return
     if name in HEADED and kind in HEADLESS:
-        with pytest.raises(ConfigError, match="linear layer"):
+        with pytest.raises(ConfigError, match="its last layer must be linear"):
             make(name, fleet, server)
         return
     method, state = make(name, fleet, server)
