@@ -24,7 +24,7 @@ from coordinator.simulation.stream.arrivals import Stream
 from coordinator.simulation.stream.happenings import Happening, Happenings, draw_happenings
 from coordinator.simulation.stream.replay import Replay
 from edge_agent.device.worker import Worker
-from fedge.errors import FruitlessError
+from fedge.errors import ConfigError, FruitlessError
 from fedge.wire.messages import BlobRef
 
 
@@ -96,6 +96,11 @@ def simulate_stream(
         FruitlessError: a campaign learned nothing, or no device has a bundle.
     """
     federation = partition_samples(scenario, seed)
+    if not (problem := federation.task.problem).CLASSED:
+        raise ConfigError(
+            f"a stream of campaigns has happenings to classes, and is for classification, not for {problem.NAME}: "
+            "simulate one campaign (fedge simulate)"
+        )
     groups = [(i, share.group) for i, share in federation.shares.items()]
     happens = draw_happenings(how.happens, how.campaigns, groups, federation.task.n_classes, seed=seed)
     examine_network(federation, "", watch)

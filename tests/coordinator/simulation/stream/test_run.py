@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from coordinator.simulation.settings import Scenario
 from coordinator.simulation.stream.happenings import HAPPENINGS
 from coordinator.simulation.stream.run import StreamOutcome, StreamSettings, describe_campaign, simulate_stream
+from fedge.errors import ConfigError
 
 SCENARIO = Scenario(devices=4, samples=800, rounds=4, partition="groups", n_groups=2, hardware="none")
 STREAM = StreamSettings(campaigns=3, happens=HAPPENINGS, store=20)
@@ -51,3 +53,13 @@ def test_the_default_method_tells_its_experts_lineage(tmp_path: Path) -> None:
     )  # fmt: skip
     assert all(len(c.lineage) >= c.experts > 0 for c in found.campaigns)
     assert all("new" in line for line in found.campaigns[0].lineage)
+
+
+def test_a_stream_is_of_classes(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    np.savez(tmp_path / "all.npz", x=x, y=x[:, 0])
+    given = msgspec.structs.replace(
+        SCENARIO, task="arrays", data=tmp_path / "all.npz", problem="regression", partition="iid", samples=None
+    )
+    with pytest.raises(ConfigError, match=r"is for classification, not for .*: simulate one campaign"):
+        simulate_stream(given, "fedavg", {}, 0, tmp_path / "home", lambda _: None, "fedavg", STREAM)
