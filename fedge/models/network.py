@@ -75,7 +75,9 @@ def _is_head(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bool:
             found = module.eval()(x)
     except FAILURES as error:
         taken = f"(n, {', '.join(map(str, task.input_shape))})"
-        raise ConfigError(f"{task.model} does not take inputs {taken}: {describe_error(error)}") from error
+        do = " (a sample is one array: join several, and let forward take them apart)"
+        says = describe_error(error) + do * ("positional argument" in str(error))
+        raise ConfigError(f"{task.model} does not take inputs {taken}: {says}") from error
     finally:
         module.train(training)
     is_one = isinstance(found, torch.Tensor) and found.shape == wanted.shape

@@ -58,7 +58,12 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     found = dict(table)
     x = found["x"]
     if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
-        raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
+        do = ""
+        if x.ndim == 1 and x.dtype.kind in "buif" and len(x):
+            do = ": give x[:, np.newaxis] for one number per sample"
+        elif x.dtype.kind in "OSU":
+            do = ": turn categories into one-hot columns, and text into counts or numbers of its words"
+        raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}{do}")
     if fault := explain_unfit(x):
         raise ConfigError(f"{where}: {fault}")
     largest = {"split": TEST, "sensitive": 1, "user": len(x) - 1}

@@ -243,6 +243,11 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
     Raises:
         ConfigError: the values cannot become an array; a tensor must be detached and on the CPU.
     """
+    if isinstance(values, Mapping):
+        raise ConfigError(
+            f"{what} is a dictionary of {', '.join(map(str, values))}: join them to one array, such as "
+            "np.concatenate([...], axis=1), and take it apart in the network"
+        )
     try:
         return np.asarray(values)
     except FAILURES as error:

@@ -194,6 +194,7 @@ def _measure_targets(
     measured = values[:n_train]
     mean, std = measured.mean(axis=0, dtype=np.float64), measured.std(axis=0, dtype=np.float64)
     if constant := [k for k, s in enumerate(std) if not s > 0]:
-        raise ConfigError(f"{where}: target {constant[0]} is {values[0, constant[0]]} in all samples: leave it out")
+        do = "leave it out" if values.shape[1] > 1 else "there is nothing to learn"
+        raise ConfigError(f"{where}: target {constant[0]} is {values[0, constant[0]]} in all samples: {do}")
     targets = _name(names, values.shape[1], "target", where) if values.shape[1] > 1 or names else ("target",)
     return Regression(targets=targets, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
