@@ -86,9 +86,9 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str, n_tr
     if kind == "multi-label":
         width = y.shape[1] if y.ndim == 2 else 0
         labels = _name(names, width, "label", where)
-        problem = MultiLabel(labels=labels)
-        problem.convert_targets(y, n, table["x"].shape[1:], f"{where}: y")
-        return Stated((), problem, y)
+        numbers = MultiLabel(labels=labels).convert_targets(y, n, table["x"].shape[1:], f"{where}: y")
+        shares = numbers[:n_train].mean(axis=0).round(4).tolist()
+        return Stated((), MultiLabel(labels=labels, shares=tuple(shares)), y)
     if kind == "regression":
         return Stated((), _measure_targets(y, n, names, where, n_train), y)
     counted = y[y != IGNORED]

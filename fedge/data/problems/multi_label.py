@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import Calibration
@@ -33,14 +33,42 @@ KINDS: Final = ("found", "missed", "wrongly named", "rightly left out")
 """What may become of a label of a sample: true positive, false negative, false positive, true negative."""
 
 
+LOWEST: Final = 0.1
+"""Lower bound of a label's threshold, for labels that hardly any sample has."""
+
+
 class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
-    """C labels, each 0 or 1; outputs are logits (C,)."""
+    """C labels, each 0 or 1; outputs are logits (C,).
+
+    `shares` (C,) says how many of the task's samples have each label; the same on all machines.
+    """
 
     NAME: ClassVar = "several labels"
     SCORE: ClassVar = "macro_f1"
     OUTPUTS: ClassVar = ("probabilities",)
 
     labels: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=10_000)]
+    shares: tuple[Annotated[float, Meta(ge=0, le=1)], ...] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if self.shares and len(self.shares) != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels have {len(self.shares)} shares")
+
+    @property
+    def thresholds(self) -> Array:
+        """The probability from which each label is there, (C,): sqrt(1/2 pi / (1 + pi)), or 1/2 if pi is unknown.
+
+        The threshold with the largest F1 is half of that F1 (Lipton et al., ECML 2014). F1 is 1 at most, and
+        2 pi / (1 + pi) for a model that always says yes, and this is the geometric mean of the two.
+        """
+        if isinstance(self.shares, UnsetType):
+            return np.full(len(self.labels), 0.5)
+        shares = np.array(self.shares)
+        return np.maximum(np.sqrt(0.5 * shares / (1 + shares)), LOWEST)
+
+    def find_labels(self, probabilities: Floats) -> NDArray[np.bool_]:
+        """Return which labels are there, (n, C)."""
+        return np.asarray(probabilities >= self.thresholds)
 
     def get_output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C,)."""
@@ -100,18 +128,18 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         return dict(zip(self.labels, y.sum(axis=0).tolist(), strict=True))
 
     def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
-        """Return the labels of at least 1/2, with commas between them."""
-        return tuple(", ".join(self.labels[c] for c in np.flatnonzero(row >= 0.5)) for row in answers[0])
+        """Return the labels that are there, with commas between them."""
+        return tuple(", ".join(self.labels[c] for c in np.flatnonzero(row)) for row in self.find_labels(answers[0]))
 
     def compute_score(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> float | None:
-        """Return the macro F1 with labels of at least 1/2, over labels that some sample has."""
-        return compute_macro_f1(mixed[0] >= 0.5, targets > 0)
+        """Return the macro F1 of the labels that are there, over labels that some sample has."""
+        return compute_macro_f1(self.find_labels(mixed[0]), targets > 0)
 
     def compute_metrics(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
         """Return mean average precision, and the share of samples with all labels right."""
         precision = compute_mean_average_precision(mixed[0], targets > 0)
         known = {} if precision is None else {"mean_average_precision": precision}
-        exact = ((mixed[0] >= 0.5) == (targets > 0)).all(axis=1)
+        exact = ((self.find_labels(mixed[0])) == (targets > 0)).all(axis=1)
         return known | ({"exact_match": float(exact.mean())} if len(exact) else {})
 
     def read_target(self, value: Any, input_shape: tuple[int, ...]) -> NDArray[Any]:
@@ -137,7 +165,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
 
     def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
         """Return the F1 of each sample's labels, 0 to 1; 1 where rightly none was given."""
-        found, wanted = answers[0] >= 0.5, targets > 0
+        found, wanted = self.find_labels(answers[0]), targets > 0
         both, total = (found & wanted).sum(axis=1), found.sum(axis=1) + wanted.sum(axis=1)
         return np.where(total > 0, 2 * both / np.maximum(total, 1), 1.0)
 
@@ -148,11 +176,16 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
 
     def make_results(self, answers: Sequence[Floats], usual: tuple[float, float]) -> dict[str, Any]:
         """Return these."""
-        return {"probabilities": answers[0], "labels": answers[0] >= 0.5, "names": self.name_answers(answers)}
+        return {
+            "probabilities": answers[0],
+            "labels": self.find_labels(answers[0]),
+            "names": self.name_answers(answers),
+        }
 
     def make_columns(self, answers: Sequence[Floats], usual: tuple[float, float]) -> tuple[Column, ...]:
         """Return the labels that are given, each with its probability."""
-        rows = [[(self.labels[c], row[c]) for c in np.flatnonzero(row >= 0.5)] for row in answers[0]]
+        found = zip(answers[0], self.find_labels(answers[0]), strict=True)
+        rows = [[(self.labels[c], row[c]) for c in np.flatnonzero(there)] for row, there in found]
         return (Column("labels", tuple(_join_words([f"{name} {p:.4f}" for name, p in row]) for row in rows)),)
 
     def compute_details(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
@@ -162,7 +195,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
 
     def count_answers(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> Counts:
         """Return for each label how many samples had it and had not, rightly and wrongly."""
-        return Counts.from_table("samples", self.labels, KINDS, count_marks(mixed[0] >= 0.5, targets > 0))
+        return Counts.from_table("samples", self.labels, KINDS, count_marks(self.find_labels(mixed[0]), targets > 0))
 
 
 def _join_words(words: Sequence[str]) -> str:

@@ -295,6 +295,15 @@ def test_answers_are_counted_by_what_is_true(case: Case) -> None:
         assert np.array_equal(found.add(found).counts, 2 * np.array(found.counts))
 
 
+def test_a_rare_label_is_given_at_a_smaller_probability() -> None:
+    labels = ("often", "half", "rare", "never")
+    problem = MultiLabel(labels=labels, shares=(1.0, 0.5, 0.2, 0.0))
+    assert problem.thresholds.round(4).tolist() == [0.5, 0.4082, 0.2887, 0.1]
+    said = np.array([[0.49, 0.41, 0.29, 0.09], [0.5, 0.4, 0.28, 0.11]])
+    assert problem.name_answers([said]) == ("half, rare", "often, never")
+    assert MultiLabel(labels=labels).name_answers([said]) == ("", "often")
+
+
 def test_worked_counts_and_areas() -> None:
     found, wanted = np.array([[1, 0], [1, 0], [0, 1], [0, 0]]) > 0, np.array([[1, 0], [0, 1], [1, 1], [0, 0]]) > 0
     assert scores.count_marks(found, wanted).tolist() == [[1, 1, 1, 1], [1, 1, 0, 2]]
