@@ -30,6 +30,7 @@ WHOLE = {"docs/cli.md": "help"}
 """Pages of which no block is run."""
 EXAMPLES = dict.fromkeys(
     [
+        "examples/boxes.py",
         "examples/methods/fedasync.py",
         "examples/methods/fedbn.py",
         "examples/methods/pfedme.py",
