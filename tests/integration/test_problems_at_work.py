@@ -179,7 +179,7 @@ def test_targets_that_contradict_the_bundle_are_drift(kind: Kind, bundles: tuple
     assert answering.drift_kind is DriftKind.LABELS
 
 
-@pytest.mark.parametrize("name", ["classification", "reconstruction"])
+@pytest.mark.parametrize("name", ["classification", "regression", "reconstruction"])
 def test_samples_that_look_different_are_drift(name: str, tmp_path: Path) -> None:
     kind = make_kind(name)
     answering = install(tmp_path, kind.write_bundle(tmp_path / "1", release=1, steps=150), kind)

@@ -34,6 +34,8 @@ BINS: Final = 10
 """Groups of samples, by quantiles of the first target."""
 SMALLEST: Final = 1e-12
 """Lower bound of a pooled variance, in squared deviations of the task."""
+ROUNDED: Final = 4
+"""Decimal places of log spreads that tell samples apart."""
 LARGEST: Final = 60.0
 """Bound of |h|, so that exp(h) stays finite in single precision."""
 
@@ -267,6 +269,13 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
     def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
         """Return minus the mean squared error of each sample, in squared deviations of the task."""
         return np.asarray(-((np.asarray(answers[0], np.float64) - targets) ** 2).mean(axis=1))
+
+    def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:
+        """Return the mean log spread, which rises where the candidates disagree, (n,); rounded, for it may be constant.
+
+        Disagreement shows inputs unlike those of training (Lakshminarayanan, Pritzel and Blundell, 2017).
+        """
+        return np.asarray(np.log(answers[1]).mean(axis=1).round(ROUNDED))
 
     def list_results(self, input_shape: tuple[int, ...]) -> tuple[Result, ...]:
         """Return values and spread in the targets' own units."""
