@@ -41,6 +41,7 @@ from fedge.privacy.egress import FILE as EGRESS
 from fedge.system.files import write_atomically
 from fedge.tasks import Partitioning, partition_pool, write_share, write_task
 from fedge.tasks.partition import load_samples
+from fedge.tasks.problems import require_classes
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.wire.messages import Role
 
@@ -169,6 +170,7 @@ def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> F
     samples, kept = load_samples(
         settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task)
     )
+    require_classes(samples.spec, "the demo")
     if server_data:
         np.savez(settings.folder / SERVER_FILE, x=kept.x, y=kept.y)
     shares = partition_pool(samples, settings.devices, settings, seed=settings.seed)

@@ -21,9 +21,11 @@ from coordinator.methods.options import parse_method, require_method_options
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.own_metric import load_metric
 from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost, decode_figures
 from coordinator.simulation.run import LOOK_S, Watch, examine_network, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
+from fedge.data.problems.scores import Figure
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, raise_as
 from fedge.models.training import get_torch_device
 from fedge.system.child import Child, DiedError
@@ -33,7 +35,7 @@ from fedge.system.loading import is_registered
 from fedge.system.logs import set_level
 from fedge.wire.messages import BlobRef
 
-FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
+FIGURES = ("std", "worst_decile", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
 """Figures of each run whose spread over the seeds a comparison has."""
 SHARE_OF_THE_BEST = 0.95
 """The default target, as a share of the best method's accuracy."""
@@ -100,8 +102,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
 
 def _format_progress(done: int, wanted: int, outcome: RunOutcome) -> str:
     return (
-        f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
-        f"{outcome.wall_s:.1f} s"
+        f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  {outcome.figure.words} "
+        f"{outcome.figure.format(outcome.accuracy)}  {outcome.wall_s:.1f} s"
     )
 
 
@@ -119,8 +121,10 @@ def parse_methods(settings: CompareSettings) -> tuple[str, ...]:
     return methods
 
 
-def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> None:
+def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> TaskSpec:
     """Try the network and build each method once, so that a comparison with an impossible one fails before it begins.
+
+    Returns: the task.
 
     Raises:
         ConfigError: the data, an option or the network does not suit a method; the text names it.
@@ -134,6 +138,7 @@ def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, wat
             )
             method.make_first_state(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
     examine_network(federation, "", watch)
+    return federation.task
 
 
 def parse_seeds(settings: CompareSettings) -> tuple[int, ...]:
@@ -182,7 +187,7 @@ def _read(file: Path) -> RunOutcome | None:
     if not file.exists():
         return None
     try:
-        return msgspec.json.decode(file.read_bytes(), type=RunOutcome)
+        return decode_figures(file.read_bytes(), RunOutcome)
     except (OSError, msgspec.DecodeError) as error:
         raise StoreError(f"{file} cannot be read: {error}; remove it to have the run done again") from error
 
@@ -267,7 +272,7 @@ def compare_runs(
     """Compute means over the seeds and paired differences; `runs` holds every method for every seed."""
     of = {method: [run for run in runs if run.method == method] for method in methods}
     accuracy = {method: np.array([run.accuracy for run in own]) for method, own in of.items()}
-    goal = SHARE_OF_THE_BEST * max(float(a.mean()) for a in accuracy.values()) if target is None else target
+    goal = choose_target(runs[0].figure, [float(a.mean()) for a in accuracy.values()]) if target is None else target
     outcomes = []
     for method, own in of.items():
         others = [other for other in methods if other != method]
@@ -275,6 +280,7 @@ def compare_runs(
         reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
         cold = [run.cold_start for run in own if run.cold_start is not None]
         common = set.intersection(*(set(run.details) for run in own))
+        f1 = [run.macro_f1 for run in own if run.macro_f1 is not None]
         further = [name for name in own[0].metrics if all(name in run.metrics for run in own)]
         outcomes.append(
             MethodOutcome(
@@ -287,6 +293,7 @@ def compare_runs(
                 cost=_average_costs([compute_cost(run.curve, goal) for run in own]),
                 cold_start=compute_spread(cold) if cold else None,
                 details={name: compute_spread([run.details[name] for run in own]) for name in sorted(common)},
+                macro_f1=compute_spread(f1) if f1 else None,
                 metrics={name: compute_spread([run.metrics[name] for run in own]) for name in further},
                 **{name: compute_spread([getattr(run, name) for run in own]) for name in FIGURES},
             )
@@ -299,6 +306,12 @@ def compare_runs(
         methods=tuple(outcomes),
         runs=tuple(runs),
     )
+
+
+def choose_target(figure: Figure, means: Sequence[float]) -> float:
+    """Choose the default target from the methods' means: `SHARE_OF_THE_BEST`, or as far below a score without bound."""
+    best = max(means)
+    return SHARE_OF_THE_BEST * best if figure.share else best - (1 - SHARE_OF_THE_BEST) * abs(best)
 
 
 def compute_spread(values: Sequence[float] | np.ndarray) -> Spread:

@@ -183,7 +183,7 @@ def run_simulation(
         ):
             outcome = running.simulate(
                 *(scenario, method, options, settings.seed, home, progress, label, settings),
-                track=lambda point: track(point.round, point.figures),
+                track=track,
                 keep=lambda federation: shares.append(drop_training(federation.shares)),
             )
     except BaseException:
@@ -298,6 +298,8 @@ def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
         named["augment"] = ",".join(register_object(own) if callable(own) else str(own) for own in each)
     if callable(metric := named.get("metric")):
         named["metric"] = register_object(metric)
+    if isinstance(named.get("problem"), type):
+        named["problem"] = register_object(named["problem"])
     if (model := named.get("model")) is not None:
         named["model"] = get_network_name(model)
     return resolve_given(kind, named)

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.problems import describe_reasons, select_reasons
@@ -37,9 +38,12 @@ from coordinator.simulation.reports.outcome import (
     Score,
     find_without_bundle,
     make_outcome,
+    name_figures,
 )
 from coordinator.simulation.settings import EngineScenario, Scenario
+from coordinator.watch.tracking import Track
 from edge_agent.learning import batched
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import get_torch_device
 from fedge.steps.training.train_dp import explain_weak_delta
@@ -66,7 +70,7 @@ def simulate(
     watch: Watch,
     label: str,
     on: EngineScenario | None = None,
-    track: Callable[[Point], None] | None = None,
+    track: Track | None = None,
     keep: Callable[[Federation], None] | None = None,
 ) -> RunOutcome:
     """Run a method to its end and measure it; equal arguments give equal figures, except for times.
@@ -80,7 +84,7 @@ def simulate(
         watch: called with progress.
         label: the run's name for the method.
         on: the engine that carries out the orders; this process if None.
-        track: called with each point of the curve.
+        track: called with each round of the curve, and its figures by name.
         keep: called with the devices' data, before the run.
 
     Raises:
@@ -115,7 +119,7 @@ def run_on(
     label: str,
     watch: Watch = lambda _: None,
     on: EngineScenario | None = None,
-    track: Callable[[Point], None] | None = None,
+    track: Track | None = None,
 ) -> RunOutcome:
     """Run a method instance to its end and measure it, as `simulate`, on devices whose samples are partitioned."""
     began = time.perf_counter()
@@ -129,6 +133,7 @@ def run_on(
         evaluation = Evaluation(
             *(federation, workers, measured, get_torch_device(scenario.train_on)), metric=load_metric(scenario.metric)
         )
+        figure = federation.task.problem.figure
         curve: list[Point] = []
 
         def measure(state: State, number: int, accuracy: float) -> None:
@@ -142,7 +147,7 @@ def run_on(
             )
             curve.append(point)
             if track is not None:
-                track(point)
+                track(number, name_figures(point, figure))
 
         told_at = [time.monotonic()]
 
@@ -162,7 +167,7 @@ def run_on(
                     state.round,
                     _average_accuracy(evaluation.evaluate_now(made, state, fleet), federation.late_joiners),
                 )
-                reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
+                reached = f"round {state.round}/{scenario.rounds}  {figure.words} {curve[-1].accuracy:.3f}"
                 spent = "".join(f"  {name} {value:.2f}" for name, value in compute_privacy(state).items())
                 print_line(reached + spent + describe_missing(state, fleet))
             elif not made.is_done(state) and time.monotonic() - told_at[0] > QUIET_S:
@@ -174,7 +179,7 @@ def run_on(
         on_round(begun)
         state = run_to_end(rounds.run_rounds(made, begun, fleet, on_round))
         final = evaluation.evaluate_finally(made, state, fleet)
-        watch(describe_bundles(final))
+        watch(describe_bundles(final, figure))
         if evaluation.failure:
             watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
@@ -204,6 +209,7 @@ def run_on(
         draws=federation.milder.draws,
         moved=federation.milder.moved,
         counts=evaluation.counts,
+        score_name=UNSET if figure == ACCURACY else figure.name,
     )
 
 
@@ -217,7 +223,7 @@ def describe_missing(state: State, fleet: SimulatedFleet) -> str:
     return f"  answered {last.answered} of {last.asked}" + (f": {why}" if why else "")
 
 
-def describe_bundles(final: Mapping[str, DeviceOutcome]) -> str:
+def describe_bundles(final: Mapping[str, DeviceOutcome], figure: Figure = ACCURACY) -> str:
     """Describe the installed bundles in a line of progress.
 
     Raises:
@@ -227,9 +233,11 @@ def describe_bundles(final: Mapping[str, DeviceOutcome]) -> str:
     having = [device for device in final.values() if device.bundle]
     if not having:
         raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
-    accuracy = np.mean([device.score.accuracy for device in having if not device.late_joiner] or [np.nan])
+    accuracy = _average_accuracy(
+        {d.id: d.score for d in having}, {device.id for device in having if device.late_joiner}
+    )
     whose = f"the bundles of {len(having)} of {len(final)} devices" if why else "the devices' bundles"
-    return f"{whose}  accuracy {accuracy:.3f}" + (f"  without one: {why}" if why else "")
+    return f"{whose}  {figure.words} {accuracy:.3f}" + (f"  without one: {why}" if why else "")
 
 
 def examine_network(federation: Federation, lacking: str, watch: Watch) -> None:
@@ -273,7 +281,7 @@ def validate(
     home: Path,
     tell: Callable[[int, float], None],
 ) -> None:
-    """Run only the rounds of training, and report accuracy on the devices' validation samples.
+    """Run only the rounds of training, and report the score on the devices' validation samples.
 
     Arguments as in `simulate`. `tell` is called at each point of the curve and after the last round, once a device has
     learned something. It gets the rounds done, and the mean accuracy of the models that the measured devices would use.

@@ -17,7 +17,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from coordinator.fleet.simulated.ray import connect, require_importable
 from coordinator.methods.catalogue import load_method_class
@@ -25,8 +25,10 @@ from coordinator.methods.option_values import parse_options
 from coordinator.methods.options import parse_method, parse_value, require_method_options
 from coordinator.methods.settings import Option
 from coordinator.simulation.compare import examine_methods, make_scenario
+from coordinator.simulation.reports.outcome import encode_figures
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
 from fedge.errors import ConfigError, FedgeError, ProtocolError
 from fedge.settings import get_annotations, resolve_given
 from fedge.system.files import make_folder, write_atomically
@@ -94,7 +96,10 @@ class Range:
 
 
 class TriedConfiguration(Struct, frozen=True, kw_only=True):
-    """A configuration: its searched values, and its last accuracy on validation samples, after `rounds`."""
+    """A configuration: its searched values, and its last accuracy on validation samples, after `rounds`.
+
+    The accuracy is the score of a problem that has another one (`Tuning.score_name`).
+    """
 
     values: dict[str, Option]
     accuracy: float
@@ -114,10 +119,16 @@ class Tuning(Struct, frozen=True, kw_only=True):
     best: TriedConfiguration
     asked: TriedConfiguration | None
     trials: tuple[TriedConfiguration, ...]
+    score_name: str | UnsetType = UNSET
+
+    @property
+    def figure(self) -> Figure:
+        """How people read the score."""
+        return get_figure(self.score_name or ACCURACY.name)
 
     def __repr__(self) -> str:
         """Return the best configuration."""
-        best = f"{format_values(self.best.values)}: {describe_accuracy(self.best, self.scenario)}"
+        best = f"{format_values(self.best.values)}: {describe_score(self.best, self)}"
         return f"Tuning({best}, the best of {len(self.trials)})"
 
 
@@ -228,7 +239,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
             applied_scenario, own = apply_values(scenario, fixed, {key: end})
             require_method_options(name, own)
             applied_scenario.make_method_settings(settings.seed, own)
-    examine_methods(scenario, {settings.method}, settings.seed, watch)
+    figure = examine_methods(scenario, {settings.method}, settings.seed, watch).problem.figure
     make_folder(out)
     record_search(out, settings, ranges)
     folder = (out / TRIALS).absolute()
@@ -270,7 +281,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
                     name=TRIALS,
                     storage_path=str(out.absolute()),
                     verbose=0,
-                    callbacks=[JsonLoggerCallback(), _TrialReporter(watch, settings.trials)],  # type: ignore[no-untyped-call]
+                    callbacks=[JsonLoggerCallback(), _TrialReporter(watch, settings.trials, figure)],  # type: ignore[no-untyped-call]
                 ),
             )
         grid = tuner.fit()
@@ -290,8 +301,9 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         best=tried[0],
         asked=next((one for one in tried if one.values == _to_plain(asked)), None),
         trials=tuple(tried),
+        score_name=UNSET if figure == ACCURACY else figure.name,
     )
-    write_atomically(out / FIGURES, msgspec.json.format(msgspec.json.encode(found, enc_hook=str)))
+    write_atomically(out / FIGURES, encode_figures(found, figure, indent=2))
     write_atomically(out / CONFIG, format_configuration(found).encode())
     return found
 
@@ -319,16 +331,17 @@ def format_configuration(found: Tuning) -> str:
         | {n: v for n, v in learning.items() if n not in Partitioning.__struct_fields__},
         "method": options,
     }
-    lines = [f"# Found by `fedge tune`: {describe_accuracy(found.best, found.scenario)} on validation samples."]
+    lines = [f"# Found by `fedge tune`: {describe_score(found.best, found)} on validation samples."]
     for section, values in sections.items():
         settings = [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
         lines += ["", f"[{section}]", *settings]
     return "\n".join(lines) + "\n"
 
 
-def describe_accuracy(one: TriedConfiguration, scenario: Scenario) -> str:
-    """Describe a configuration's accuracy in words."""
-    return f"accuracy {100 * one.accuracy:.1f} % after {one.rounds} of {scenario.rounds} rounds"
+def describe_score(one: TriedConfiguration, of: Tuning) -> str:
+    """Describe a configuration's score in words."""
+    figure = of.figure
+    return f"{figure.words} {figure.format(one.accuracy)} after {one.rounds} of {of.scenario.rounds} rounds"
 
 
 def format_values(values: Mapping[str, Option]) -> str:
@@ -362,13 +375,13 @@ def record_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]
 class _TrialReporter(ray_tune.Callback):
     """A callback that reports each finished trial."""
 
-    def __init__(self, watch: Watch, n_trials: int) -> None:
-        self._watch, self._n_trials = watch, n_trials
+    def __init__(self, watch: Watch, n_trials: int, figure: Figure) -> None:
+        self._watch, self._n_trials, self._figure = watch, n_trials, figure
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
         """Report that a trial has ended, by itself or because it was stopped."""
         done, last = {each.trial_id for each in trials if each.is_finished()} | {trial.trial_id}, trial.last_result
-        reached = f"accuracy {100 * last['accuracy']:.1f} % after round {last['rounds']}"
+        reached = f"{self._figure.words} {self._figure.format(last['accuracy'])} after round {last['rounds']}"
         self._watch(f"{len(done)}/{self._n_trials}  {format_values(_to_plain(trial.config))}  {reached}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002

@@ -16,6 +16,7 @@ from fedge.models.choice import with_network
 from fedge.tasks import partitioners
 from fedge.tasks.partitioners import FEWEST_BLOCKS, Ints, Milder, Units, make_units
 from fedge.tasks.pool import Pool, load_pool
+from fedge.tasks.problems import require_classes
 from fedge.tasks.shares import Groups, Partitioning, Share, draw_marks, make_share, rename_classes, rotate_images
 
 _APART, _CODES = 1, 2  # separate random streams
@@ -79,6 +80,8 @@ def partition_pool(
         from fedge.tasks.generated import Generated
 
         return list(Generated(pool, n_devices, how, seed=seed).values())
+    if how.partition == "groups" and how.groups == "codes":
+        require_classes(pool.spec, "--groups codes")
     most = {"rotation": 4, "labels": pool.n_groups, "codes": n_devices}[how.groups]
     n_groups = how.n_groups if how.partition == "groups" else 1
     if not 1 <= n_groups <= most:

@@ -110,6 +110,16 @@ def require_problem(task: TaskSpec, kind: str | None) -> TaskSpec:
     return task
 
 
+def require_classes(task: TaskSpec, what: str) -> None:
+    """Refuse a task whose samples are not of one class each.
+
+    Raises:
+        ConfigError: it is such a task; the text begins with `what`.
+    """
+    if not task.problem.CLASSED:
+        raise ConfigError(f"{what} needs samples of one class each, and {task.name} asks for {task.problem.NAME}")
+
+
 def state_folder(kind: str, source: Path) -> Stated:
     """Make the problem of a folder or .zip of images (`fedge.data.folders`); no targets are read.
 

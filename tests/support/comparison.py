@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from coordinator.simulation.compare import compare_runs
@@ -45,3 +46,15 @@ def a_comparison(n_methods: int = 2) -> Comparison:
     methods = [f"m{k}" for k in range(n_methods)]
     runs = [a_run(m, seed, 0.8 + 0.02 * k + 0.01 * seed) for seed in (0, 1) for k, m in enumerate(methods)]
     return compare_runs(Scenario(), runs, methods, (0, 1), "m0", None)
+
+
+def a_regression(method: str = "fedavg", seed: int = 0, r2: float = 0.5) -> RunOutcome:
+    """A run of `a_run` whose score is R^2; the first device has targets that do not vary."""
+    undefined = Score(n=20, accuracy=math.nan, metrics={"rmse": 3.0})
+    known = Score(n=20, accuracy=r2, metrics={"rmse": 1234.5})
+    devices = tuple(
+        DeviceOutcome(id=f"device-{i}", group=0, n_train=40, score=score, trained=30, bundle=True)
+        for i, score in enumerate((undefined, known))
+    )
+    figures = {"macro_f1": None, "weighted_f1": None, "score_name": "r2", "metrics": {"rmse": 618.75}}
+    return a_run(method, seed, r2, devices=devices, **figures)

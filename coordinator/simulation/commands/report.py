@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
-from coordinator.simulation.reports.outcome import RunOutcome
+from coordinator.simulation.reports.outcome import RunOutcome, decode_figures
 from coordinator.simulation.reports.report import (
     FILES,
     Report,
@@ -87,9 +87,9 @@ def remake_report(folder: Path, run: runs.Run) -> Report:
         return make_federation_report(read_summary(folder))
     figures = (folder / "figures.json").read_bytes()
     if run.command == "simulate" and run.settings.get("stream"):
-        return make_stream_report(msgspec.json.decode(figures, type=StreamOutcome), read_scenario(run))
+        return make_stream_report(decode_figures(figures, StreamOutcome), read_scenario(run))
     if run.command == "simulate":
-        outcome = msgspec.json.decode(figures, type=RunOutcome)
+        outcome = decode_figures(figures, RunOutcome)
         return make_run_report(outcome, read_scenario(run), run.settings.get("target"))
     if run.command == "compare":
         return make_comparison_report(Comparison.read(figures))

@@ -48,19 +48,19 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     """
     settings = resolve(TuneSettings, "tune", config, flags)
     from coordinator.simulation.interface import run_tuning
-    from coordinator.simulation.tune import CONFIG, FIGURES, describe_accuracy
+    from coordinator.simulation.tune import CONFIG, FIGURES, describe_score
 
     out = settings.out or name_by_time("tune")
     found = run_tuning(settings, search, out, partial(click.echo, err=True))
     write_json(json_file, (out / FIGURES).read_bytes())
     console = Console(stderr=json_file == STDOUT)
-    table = Table(*found.searched, "accuracy", "rounds", box=None, pad_edge=False)
+    table = Table(*found.searched, found.figure.words, "rounds", box=None, pad_edge=False)
     for one in found.trials[:SHOWN]:
         values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values.values()]
-        table.add_row(*values, f"{100 * one.accuracy:.1f} %", str(one.rounds))
+        table.add_row(*values, found.figure.format(one.accuracy), str(one.rounds))
     console.print(table, highlight=False)
     if found.asked is not None:
-        click.echo(f"as it was given: {describe_accuracy(found.asked, found.scenario)}", err=console.stderr)
+        click.echo(f"as it was given: {describe_score(found.asked, found)}", err=console.stderr)
     click.echo(
         f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}", err=console.stderr
     )

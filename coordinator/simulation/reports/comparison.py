@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import msgspec
 from msgspec import Struct
 from rich.console import Console
 
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, make_data_frame
+from coordinator.simulation.reports.outcome import (
+    OF_CLASSES,
+    SCORES,
+    Cost,
+    RunOutcome,
+    decode_figures,
+    make_data_frame,
+)
 from coordinator.simulation.settings import Scenario
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.system.moved import alias_members
 
 
@@ -27,7 +34,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     `to_baseline`: difference to the baseline. `to_best_other`: difference to the other method with the best mean. The
     choice in hindsight flatters that method. `cost`: mean cost of reaching the target; None unless every seed reached
     it. `cold_start`: accuracy of the late joiners. `details`: the method's own numbers that exist for every seed.
-    `metrics`: the further figures that do.
+    `metrics`: the further figures that do. Accuracy is as in `RunOutcome`.
     """
 
     method: str
@@ -37,7 +44,7 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     to_best_other: Spread | None
     std: Spread
     worst_decile: Spread
-    macro_f1: Spread
+    macro_f1: Spread | None = None
     global_accuracy: Spread | None
     bytes_up: Spread
     bytes_down: Spread
@@ -61,16 +68,25 @@ class Comparison(Struct, frozen=True, kw_only=True):
     methods: tuple[MethodOutcome, ...]
     runs: tuple[RunOutcome, ...]
 
+    @property
+    def figure(self) -> Figure:
+        """How people read the score."""
+        return self.runs[0].figure
+
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per method and seed, for the CSV file and `to_pandas`."""
         figures = (
             *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
             *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
         )
+        names = {name: name for name in figures}
+        if self.figure != ACCURACY:
+            here = {SCORES["accuracy"]: self.figure.name}
+            names = {n: here.get(said := SCORES.get(n, n), said) for n in figures if n not in OF_CLASSES}
         further = dict.fromkeys(name for run in self.runs for name in run.metrics)
         return [
             {"method": run.method, "seed": run.seed}
-            | {name: getattr(run, name) for name in figures}
+            | {said: getattr(run, name) for name, said in names.items()}
             | {name: run.metrics.get(name) for name in further}
             for run in self.runs
         ]
@@ -96,7 +112,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         Raises:
             msgspec.DecodeError: the file holds no comparison.
         """
-        return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
+        return decode_figures(figures, cls)
 
     def __str__(self) -> str:
         """Return what `fedge compare` prints."""
@@ -114,7 +130,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
         from coordinator.simulation.reports.words import describe_comparison
 
         return render_notebook(
-            describe_comparison(self), render_table(list_headings(self), map(format_row, self.methods)), self.runs
+            describe_comparison(self),
+            render_table(list_headings(self), (format_row(each, self) for each in self.methods)),
+            self.runs,
         )
 
 

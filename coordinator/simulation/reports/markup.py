@@ -8,6 +8,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
+
 NARROW: Final = 4
 """Most columns that fit on a phone."""
 
@@ -39,16 +41,22 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll{" wide" * (len(head) > NARROW)}" tabindex="0">{whole}</div>'
 
 
-def render_rows(rows: Sequence[Mapping[str, Any]], plain: Collection[str] = ()) -> str:
-    """Render rows of a CSV file as a table, with shares in percent; numbers in the columns `plain` stay as they are."""
-    words = {True: "yes", False: "no"}
+def render_rows(rows: Sequence[Mapping[str, Any]], figure: Figure = ACCURACY, further: Collection[str] = ()) -> str:
+    """Render rows of a CSV file as a table.
+
+    `further`: columns of figures that have their own formats; a number in another column is a `figure`.
+    """
+    words = {True: "yes", False: "no", None: "–"}
 
     def format_cell(name: str, cell: object) -> str:
         if isinstance(cell, float):
-            return f"{cell:.4g}" if name in plain else f"{100 * cell:.1f}"
-        return words[cell] if isinstance(cell, bool) else str(cell)
+            return (get_figure(name) if name in further else figure).format_cell(cell)
+        return words[cell] if cell is None or isinstance(cell, bool) else str(cell)
 
-    head = [name.removeprefix("n_").replace("_", " ") for name in rows[0]]
+    def format_heading(name: str) -> str:
+        return get_figure(name).words if name in further else name.removeprefix("n_").replace("_", " ")
+
+    head = [figure.words if name == figure.name else format_heading(name) for name in rows[0]]
     return render_table(head, ([format_cell(*each) for each in row.items()] for row in rows))
 
 

@@ -7,20 +7,32 @@ import importlib
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 from numpy.typing import NDArray
 
-from fedge.data.problems.classification import Classification
 from fedge.data.problems.problem import Problem
-from fedge.data.problems.scores import Counts
+from fedge.data.problems.scores import ACCURACY, Counts, Figure, get_figure
 from fedge.errors import ConfigError
 from fedge.system.moved import alias_members
 from fedge.system.text import escape_controls
 
 Ints = NDArray[np.integer]
+S = TypeVar("S", bound=Struct)
+SCORES: Final = {"accuracy": "score", "global_accuracy": "global_score", "sample_accuracy": "sample_score"}
+"""Names of accuracies, and what they are called in files if the score is another one."""
+ACCURACIES: Final = {score: accuracy for accuracy, score in SCORES.items()}
+UNDEFINED: Final = frozenset(
+    ("accuracy", "std", "minimum", "percentile_10", "worst_decile", "sample_accuracy", "mean", "seeds")
+)
+"""Figures that are NaN, and null in JSON, if no test sample defines the score."""
+OF_CLASSES: Final = ("macro_f1", "weighted_f1")
+"""Figures of single-label classification, which files of other problems do not have."""
+AS_THEY_ARE: Final = ("metrics", "details", "clusters", "values", "searched")
+"""Entries whose names are not ours."""
 
 
 class Score(Struct, frozen=True, kw_only=True):
@@ -69,12 +81,6 @@ class Point(Struct, frozen=True, kw_only=True):
     bytes_down: int
     seconds: float
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """The known figures, by name."""
-        found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "round"}
-        return {name: float(value) for name, value in found.items() if value is not None}
-
 
 class Cost(Struct, frozen=True, kw_only=True):
     """The cost of reaching an accuracy: rounds, bytes up and down together, simulated seconds."""
@@ -97,6 +103,9 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `metrics`: further
     figures, means over the devices that have them. `counts`: the confusion matrix of all devices' bundles, if there is
     one of at most `MOST_COUNTED` classes.
+
+    If the problem has another score than accuracy, `score_name` is its name, and each figure called accuracy is this
+    score. Files then call it score (`encode_figures`).
     """
 
     method: str
@@ -107,8 +116,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     percentile_10: float
     worst_decile: float
     sample_accuracy: float
-    macro_f1: float | None
-    weighted_f1: float | None
+    macro_f1: float | None = None
+    weighted_f1: float | None = None
     global_accuracy: float | None
     rounds: int
     bytes_up: int
@@ -129,6 +138,17 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     moved: int | None = None
     metrics: dict[str, float] = {}
     counts: Counts | None = None
+    score_name: str | UnsetType = UNSET
+
+    @property
+    def figure(self) -> Figure:
+        """How people read the score."""
+        return get_figure(self.score_name or ACCURACY.name)
+
+    @property
+    def score(self) -> float:
+        """The mean score over the devices: accuracy, or that of another problem."""
+        return self.accuracy
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per device with its data, scores and further figures, for the CSV file and `to_pandas`."""
@@ -142,9 +162,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
                 "trained": device.trained,
                 "bundle": device.bundle,
                 "late_joiner": device.late_joiner,
-                "accuracy": device.score.accuracy,
-                "macro_f1": device.score.macro_f1,
-                "weighted_f1": device.score.weighted_f1,
+                **name_scores(device.score, self.figure),
                 **{name: device.score.metrics.get(name) for name in further},
             }
             for device in self.devices
@@ -159,10 +177,68 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         return make_data_frame(self.to_rows())
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
+        """Draw the score by round on matplotlib axes (default: new ones) and return them."""
         from coordinator.simulation.reports.plots import draw_by_round
 
         return draw_by_round([self], axes)
+
+
+def name_figures(point: Point, figure: Figure) -> dict[str, float]:
+    """Return the known figures of a point by name, with the score by its own."""
+    found = {name: getattr(point, name) for name in Point.__struct_fields__ if name != "round"}
+    return {
+        name.replace(ACCURACY.name, figure.name): float(value) for name, value in found.items() if value is not None
+    }
+
+
+def name_scores(score: Score, figure: Figure) -> dict[str, float | None]:
+    """Return the scores of a device by name."""
+    if figure == ACCURACY:
+        return {"accuracy": score.accuracy, "macro_f1": score.macro_f1, "weighted_f1": score.weighted_f1}
+    return {figure.name: score.accuracy}
+
+
+def encode_figures(outcome: Any, figure: Figure, indent: int = 1) -> bytes:
+    """Encode results as JSON, in which a score that is no accuracy is called score."""
+    encoded = msgspec.json.encode(outcome, enc_hook=str)
+    if figure != ACCURACY:
+        encoded = msgspec.json.encode(_rename(msgspec.json.decode(encoded)))
+    return msgspec.json.format(encoded, indent=indent)
+
+
+def _rename(value: Any) -> Any:
+    """Rename what is called accuracy in JSON values, at any depth."""
+    if isinstance(value, list):
+        return [_rename(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: each for key, each in value.items() if key not in OF_CLASSES or each is not None}
+    return {SCORES.get(k, k): each if k in AS_THEY_ARE else _rename(each) for k, each in kept.items()}
+
+
+def decode_figures(encoded: bytes, kind: type[S]) -> S:
+    """Decode results that `encode_figures` has encoded, or msgspec.
+
+    Raises:
+        msgspec.DecodeError: the bytes are no such results.
+    """
+    found = _restore(msgspec.json.decode(encoded))
+    return msgspec.convert(found, kind, str_keys=True, dec_hook=lambda given, text: given(text))
+
+
+def _restore(value: Any, name: str = "") -> Any:
+    """Undo `_rename`, at any depth, and make NaN of the figures that JSON cannot hold."""
+    if value is None and name in UNDEFINED:
+        return math.nan
+    if isinstance(value, list):
+        return [_restore(each, name) for each in value]
+    if not isinstance(value, dict):
+        return value
+    names = {k: k if isinstance(each, dict) and "n" in each else ACCURACIES.get(k, k) for k, each in value.items()}
+    found = {names[k]: each if k in AS_THEY_ARE else _restore(each, names[k]) for k, each in value.items()}
+    if isinstance(metrics := found.get("metrics"), dict):
+        found["metrics"] = {name: _restore(each, "mean") for name, each in metrics.items()}
+    return found
 
 
 def find_without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
@@ -218,8 +294,8 @@ def compute_score(
     `thorough`: whether to compute also what a learning curve does not need.
     """
     details = problem.compute_details(answers, y) if thorough else problem.compute_metrics(answers, y)
-    if isinstance(problem, Classification):
-        found = compute_class_score(answers[0].argmax(axis=1), y)
+    if (classes := problem.find_classes(answers)) is not None:
+        found = compute_class_score(classes, y)
         return structs.replace(found, metrics={k: v for k, v in details.items() if k not in found.__struct_fields__})
     score = problem.compute_score(answers, y)
     return Score(n=len(y), accuracy=math.nan if score is None else score, metrics=details)

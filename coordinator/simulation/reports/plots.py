@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fedge.data.problems.scores import ACCURACY, Figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -42,7 +44,7 @@ AXES: Final[Mapping[str, Callable[[Point], float]]] = {
     "MB up and down": lambda point: (point.bytes_up + point.bytes_down) / 1e6,
     "simulated seconds": lambda point: point.seconds,
 }
-"""Axes against which accuracy is drawn: rounds of training, traffic, and the simulated clock."""
+"""Axes against which the score is drawn: rounds of training, traffic, and the simulated clock."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedge",
@@ -68,14 +70,14 @@ STYLE: Any = {
 
 
 def draw_curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
-    """Draw accuracy against one of `AXES`, as SVG."""
+    """Draw the score against one of `AXES`, as SVG."""
     with open_figure(3.4) as (axes, svg):
         _draw(axes, runs, label, CLUSTERS)
     return svg[0]
 
 
 def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
-    """Draw accuracy against rounds on matplotlib axes (default: new ones of pyplot) and return them."""
+    """Draw the score against rounds on matplotlib axes (default: new ones of pyplot) and return them."""
     if axes is None:
         from matplotlib import pyplot as plt
 
@@ -101,10 +103,11 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
         axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-    axes.set_ylim(bottom=(floor := compute_floor([run.accuracy for run in runs])))
+    figure = runs[0].figure
+    axes.set_ylim(bottom=(floor := compute_floor([run.accuracy for run in runs], figure)))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
-    set_percent_ticks(axes.yaxis, "accuracy", floor)
+    label_axis(axes.yaxis, figure.words, floor)
     axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
@@ -114,8 +117,8 @@ def select_common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
 
-def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
-    """Draw validation accuracy over the rounds; a method without one still takes up its colour."""
+def draw_validation(by_method: Mapping[str, Mapping[int, float]], figure: Figure = ACCURACY) -> str:
+    """Draw the score on validation samples over the rounds; a method without one still takes up its colour."""
     from matplotlib.ticker import MaxNLocator
 
     with open_figure(2.9) as (axes, svg):
@@ -123,10 +126,10 @@ def draw_validation(by_method: Mapping[str, Mapping[int, float]]) -> str:
             if curve:
                 axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
         seen = [accuracy for curve in by_method.values() for accuracy in curve.values()]
-        axes.set_ylim(bottom=(floor := compute_floor(seen) if seen else 0.0))
+        axes.set_ylim(bottom=(floor := compute_floor(seen or [0.0], figure)))
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        set_percent_ticks(axes.yaxis, "validation accuracy", floor)
+        label_axis(axes.yaxis, f"validation {figure.words}", floor)
         if any(by_method.values()):
             axes.legend(loc="lower right")
     return svg[0]
@@ -174,15 +177,20 @@ def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
             axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
         axes.set_yticks(range(len(ids)), ids)
         axes.invert_yaxis()
-        axes.set_xlim(floor := compute_floor(list_accuracies(runs)), 1)
-        set_percent_ticks(axes.xaxis, "test accuracy", floor)
+        figure = runs[0].figure
+        floor = compute_floor(list_accuracies(runs), figure)
+        axes.set_xlim(floor, None if floor is None else 1)
+        label_axis(axes.xaxis, f"test {figure.words}", floor)
         axes.grid(visible=False, axis="y")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
     return svg[0]
 
 
-def set_percent_ticks(axis: Axis, what: str, floor: float) -> None:
-    """Set ticks at round percents, with no more digits than they need; the axis' label gives the axis' start."""
+def label_axis(axis: Axis, what: str, floor: float | None) -> None:
+    """Label the axis of a score, which gives the axis' start. Shares have ticks at round percents."""
+    if floor is None:
+        axis.set_label_text(what)
+        return
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
@@ -195,8 +203,13 @@ def list_accuracies(runs: Sequence[RunOutcome]) -> list[float]:
     return [device.score.accuracy for run in runs for device in run.devices]
 
 
-def compute_floor(values: Sequence[float]) -> float:
-    """Choose the start of an axis, a tenth to a fifth below the smallest value, so that differences are visible."""
+def compute_floor(values: Sequence[float], figure: Figure = ACCURACY) -> float | None:
+    """Choose the start of an axis, a tenth to a fifth below the smallest share, so that differences are visible.
+
+    None if the score is no share: then the axis begins where the values do.
+    """
+    if not figure.share:
+        return None
     return max(0.0, math.floor(min(values) * 10 - 1) / 10)
 
 

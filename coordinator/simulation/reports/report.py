@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
 from msgspec import Struct
 
 from coordinator.methods.options import write_json
@@ -20,7 +19,7 @@ from coordinator.simulation.reports.markup import (
     render_table,
     render_tiles,
 )
-from coordinator.simulation.reports.outcome import RunOutcome, format_csv, format_megabytes
+from coordinator.simulation.reports.outcome import RunOutcome, encode_figures, format_csv, format_megabytes
 from coordinator.simulation.reports.terminal import list_figures
 from coordinator.simulation.reports.words import (
     NOTHING,
@@ -29,14 +28,17 @@ from coordinator.simulation.reports.words import (
     describe_demo,
     describe_partition,
     describe_run,
+    find_second,
     format_cost,
     format_difference,
-    format_percent,
-    format_points,
+    format_spread,
+    get_second,
     is_tested_globally,
+    name_all,
 )
 from coordinator.simulation.settings import Scenario
 from coordinator.watch.accuracy import find_trained, summarise_accuracy
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
 from fedge.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -49,12 +51,16 @@ FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
 
 class Report(NamedTuple):
-    """The results of a demo, run, comparison or federation: HTML page, JSON figures, their rows, and a plot (SVG)."""
+    """The results of a demo, run, comparison or federation: HTML page, JSON figures, their rows, and a plot (SVG).
+
+    `figure`: how people read the score.
+    """
 
     page: str
     outcome: Struct | dict[str, Any]
     rows: Sequence[Mapping[str, Any]]
     plot: str
+    figure: Figure = ACCURACY
 
 
 def write_results(folder: Path | None, report: Report, json_file: Path | None = None) -> None:
@@ -63,7 +69,7 @@ def write_results(folder: Path | None, report: Report, json_file: Path | None = 
     Raises:
         StoreError: a file cannot be written.
     """
-    figures = msgspec.json.format(msgspec.json.encode(report.outcome, enc_hook=str), indent=1)
+    figures = encode_figures(report.outcome, report.figure)
     if folder is not None:
         texts = report.page, figures.decode(), format_csv(report.rows), plots.to_file(report.plot)
         for name, text in zip(FILES, texts, strict=True):
@@ -72,18 +78,19 @@ def write_results(folder: Path | None, report: Report, json_file: Path | None = 
 
 
 def render_curves(runs: Sequence[RunOutcome]) -> str:
-    """Render accuracy against rounds, traffic and time."""
-    begins = describe_axis(plots.compute_floor([run.accuracy for run in runs]))
+    """Render the score against rounds, traffic and time."""
+    figure = runs[0].figure
+    begins, name = describe_axis(plots.compute_floor([run.accuracy for run in runs], figure)), capitalise(figure.words)
     seeds = " Shade: from the lowest seed to the highest." if len({run.seed for run in runs}) > 1 else ""
     model = f"The model each device would use, on its own test samples. Dot: the installed bundles.{seeds}"
     curves = {
-        "Accuracy by round": model,
-        "Accuracy by traffic": "Models and updates, up and down together, of all devices.",
-        "Accuracy by time": "The simulated clock of the devices and their links.",
+        f"{name} by round": model,
+        f"{name} by traffic": "Models and updates, up and down together, of all devices.",
+        f"{name} by time": "The simulated clock of the devices and their links.",
     }
     parts = zip(curves.items(), plots.AXES, strict=True)
     return render_columns(
-        *(render_section(title, f"{text} {begins}", plots.draw_curves(runs, x)) for (title, text), x in parts)
+        *(render_section(title, f"{text} {begins}".rstrip(), plots.draw_curves(runs, x)) for (title, text), x in parts)
     )
 
 
@@ -106,12 +113,14 @@ def make_comparison_report(comparison: Comparison) -> Report:
         if (numbers := list_own_rows(comparison))
         else "",
         render_section(
-            "Further figures", "Means over the devices.", render_table(("Method", "Figure", "Mean"), further)
+            "Further figures",
+            "Means over the devices, shares in percent.",
+            render_table(("Method", "Figure", "Mean"), further),
         )
         if (further := list_further_rows(comparison))
         else "",
     )
-    return Report(shown, comparison, comparison.to_rows(), plots.draw_curves(comparison.runs))
+    return Report(shown, comparison, comparison.to_rows(), plots.draw_curves(comparison.runs), comparison.figure)
 
 
 def render_seeds(comparison: Comparison) -> str:
@@ -119,20 +128,23 @@ def render_seeds(comparison: Comparison) -> str:
     head = "Method", *map(str, comparison.seeds)
     return render_section(
         "Seed by seed",
-        "Mean accuracy over the devices, percent.",
-        render_table(head, map(format_seed_row, comparison.methods)),
+        f"Mean {comparison.figure.words} over the devices{', percent' * comparison.figure.share}.",
+        render_table(head, (format_seed_row(method, comparison.figure) for method in comparison.methods)),
     )
 
 
 def render_methods(comparison: Comparison) -> str:
     """Render the table of the methods."""
-    several = "Percent, mean ± standard deviation over the seeds. Differences are paired by seed."
-    one = "Percent, of one seed: how far another would be from it is not known."
+    figure = comparison.figure
+    percent, of_one = ("Percent, mean", "Percent, of one") if figure.share else ("Mean", "Of one")
+    several = f"{percent} ± standard deviation over the seeds. Differences are paired by seed."
+    one = f"{of_one} seed: how far another would be from it is not known."
+    all_ = "accuracies" if figure == ACCURACY else f"{figure.words}"
     return render_section(
         "All methods",
         f"{several if len(comparison.seeds) > 1 else one} The best other method is picked in hindsight, which flatters "
-        "it. Over devices: standard deviation of their accuracies.",
-        render_table(list_headings(comparison), map(format_row, comparison.methods)),
+        f"it. Over devices: standard deviation of their {all_}.",
+        render_table(list_headings(comparison), (format_row(method, comparison) for method in comparison.methods)),
     )
 
 
@@ -144,36 +156,45 @@ def render_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
 
 def list_headings(comparison: Comparison) -> tuple[str, ...]:
     """List the headings of the table on the page."""
+    figure = comparison.figure
+    second = find_second(comparison)
     return (
-        *("Method", "Accuracy", f"− {comparison.baseline}", "− best other"),
-        *("Over devices", "Worst 10 %", "Macro F1"),
+        *("Method", capitalise(figure.words), f"− {comparison.baseline}", "− best other"),
+        *("Over devices", "Worst 10 %", *([] if second is None else [capitalise(second.words)])),
         *(["Global"] if is_tested_globally(comparison) else []),
         *(["Late joiners"] if comparison.scenario.late_joiners else []),
-        *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
+        *("Traffic", f"Cost of {figure.format(comparison.target)}", "s / run"),
     )
 
 
-def format_row(method: MethodOutcome) -> tuple[str, ...]:
+def capitalise(words: str) -> str:
+    """Return words with a large first letter."""
+    return words[:1].upper() + words[1:]
+
+
+def format_row(method: MethodOutcome, comparison: Comparison) -> tuple[str, ...]:
     """Format a method's row of the table."""
+    figure = comparison.figure
+    second = find_second(comparison)
     return (
         method.method,
-        format_percent(method.accuracy),
-        format_difference(method.to_baseline),
-        f"{format_difference(method.to_best_other)} {method.best_other or ''}".strip(),
-        format_percent(method.std),
-        format_percent(method.worst_decile),
-        format_percent(method.macro_f1),
-        *([] if method.global_accuracy is None else [format_percent(method.global_accuracy)]),
-        *([] if method.cold_start is None else [format_percent(method.cold_start)]),
+        format_spread(method.accuracy, figure),
+        format_difference(method.to_baseline, figure),
+        f"{format_difference(method.to_best_other, figure)} {method.best_other or ''}".strip(),
+        format_spread(method.std, figure),
+        format_spread(method.worst_decile, figure),
+        *([] if second is None else [format_spread(get_second(method, second), second)]),
+        *([] if method.global_accuracy is None else [format_spread(method.global_accuracy, figure)]),
+        *([] if method.cold_start is None else [format_spread(method.cold_start, figure)]),
         format_megabytes(method.bytes_up.mean + method.bytes_down.mean),
         format_cost(method.cost),
         f"{method.wall_s.mean:.1f}",
     )
 
 
-def format_seed_row(method: MethodOutcome) -> tuple[str, ...]:
-    """Format a method's mean accuracy on each seed."""
-    return (method.method, *(f"{100 * accuracy:.1f}" for accuracy in method.accuracy.seeds))
+def format_seed_row(method: MethodOutcome, figure: Figure) -> tuple[str, ...]:
+    """Format a method's mean score on each seed."""
+    return (method.method, *map(figure.format_cell, method.accuracy.seeds))
 
 
 def list_own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -186,11 +207,11 @@ def list_own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def list_further_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """List the figures beside accuracy and F1, such as the AUROC: method, name, mean over the seeds."""
+    """List the further figures, such as the AUROC: method, name, mean over the seeds, shares in percent."""
     return [
-        (method.method, name, f"{figure.mean:.4g} ±{figure.std:.2g}" if len(figure.seeds) > 1 else f"{figure.mean:.4g}")
+        (method.method, get_figure(name).words, format_spread(spread, get_figure(name)))
         for method in comparison.methods
-        for name, figure in method.metrics.items()
+        for name, spread in method.metrics.items()
     ]
 
 
@@ -207,11 +228,18 @@ def make_run_report(outcome: RunOutcome, scenario: Scenario, target: float | Non
         render_counts(outcome),
         render_section(
             "Device by device",
-            "Percent; after weighted F1, figures in their own units. Trained: in so many rounds.",
-            render_rows(outcome.to_rows(), outcome.metrics),
+            f"{describe_unit(outcome.figure)}Trained: in so many rounds.",
+            render_rows(outcome.to_rows(), outcome.figure, outcome.metrics),
         ),
     )
-    return Report(shown, outcome, outcome.to_rows(), plots.draw_curves([outcome]))
+    return Report(shown, outcome, outcome.to_rows(), plots.draw_curves([outcome]), outcome.figure)
+
+
+def describe_unit(figure: Figure) -> str:
+    """Describe the units of the table of devices."""
+    if figure == ACCURACY:
+        return "Percent; after weighted F1, figures in their own units. "
+    return "Percent; further figures in their own units. " if figure.share else ""
 
 
 def render_counts(outcome: RunOutcome) -> str:
@@ -234,7 +262,8 @@ def make_demo_report(demo: Demonstration) -> Report:
     validation = {
         shared.get(run.method, run.method): run.validation if run.method in shared else {} for run in demo.runs
     }
-    plot = plots.draw_validation(validation)
+    figure = demo.figure
+    plot = plots.draw_validation(validation, figure)
     *_, ours = demo.runs
     if len(demo.places) > 1 and ours.clusters:
         cluster_map = plots.draw_cluster_map(demo)
@@ -262,27 +291,29 @@ def make_demo_report(demo: Demonstration) -> Report:
             ),
             render_section(
                 "Device by device",
-                f"Test accuracy. {describe_axis(plots.compute_floor(plots.list_accuracies(demo.runs)))}",
+                f"Test {figure.words}. {describe_axis(plots.compute_floor(plots.list_accuracies(demo.runs), figure))}",
                 plots.draw_device_bars(demo.runs),
             ),
         ),
         render_section(
             "All figures",
-            "Accuracies in percent. Rounds: in which an update of the device was accepted.",
-            render_rows(rows),
+            f"{'Accuracies in percent. ' if figure.share else ''}Rounds: in which an update of the device was "
+            "accepted.",
+            render_rows(rows, figure),
         ),
     )
-    return Report(shown, demo, rows, plot)
+    return Report(shown, demo, rows, plot, figure)
 
 
 def _list_demo_tiles(demo: Demonstration) -> list[tuple[str, str]]:
     mean = {run.method: run.accuracy for run in demo.runs}
     *_, ours = demo.runs
+    figure, points = demo.figure, "points " * demo.figure.share
     return [
-        (f"{100 * ours.accuracy:.1f} %", "personalised accuracy"),
-        (format_points(ours.accuracy - mean["fedavg"]), "points above FedAvg"),
-        (format_points(ours.accuracy - mean["local"]), "points above local only"),
-        (format_points(ours.accuracy - mean["fedavg+ft"]), "points above fine-tuned"),
+        (figure.format(ours.accuracy), f"personalised {figure.words}"),
+        (figure.format_cell(ours.accuracy - mean["fedavg"], "+"), f"{points}above FedAvg"),
+        (figure.format_cell(ours.accuracy - mean["local"], "+"), f"{points}above local only"),
+        (figure.format_cell(ours.accuracy - mean["fedavg+ft"], "+"), f"{points}above fine-tuned"),
         (f"{format_megabytes(ours.bytes_up)} ↑", f"{format_megabytes(ours.bytes_down)} ↓"),
         (f"{demo.wall_s:.0f} s", "from start to end"),
     ]
@@ -305,19 +336,22 @@ def make_federation_report(summary: dict[str, Any]) -> Report:
         }
         for device in ids
     ] or [dict.fromkeys(("device", "presence"), "")]
-    plot = plots.draw_validation({summary["method"]: curve})
+    figure = get_figure(summary.get("score_name", ACCURACY.name))
+    plot = plots.draw_validation({summary["method"]: curve}, figure)
     shown_first = summarise_accuracy(summary.get("fleet", {}).values(), find_trained(summary["history"]))
     figures = [
         (f"{summary['round']} of {summary['rounds']}", "rounds"),
-        *([(f"{100 * each.share:.1f} %", f"accuracy {each.of}") for each in shown_first] or [(NOTHING, "accuracy")]),
+        *([(figure.format(s.share), f"{figure.words} {s.of}") for s in shown_first] or [(NOTHING, figure.words)]),
         (f"{len(summary['installed'])} of {len(ids)}", "devices have a bundle"),
         (f"{format_megabytes(summary['bytes_up'])} ↑", f"{format_megabytes(summary['bytes_down'])} ↓"),
     ]
     shown = render_page(
         f"fedge coordinator: {summary['federation']}, {summary['method']}",
-        f"Seed {summary['seed']}. Accuracies are on validation samples of the devices that were asked in a round.",
+        f"Seed {summary['seed']}. {name_all(figure)} on validation samples of the devices that were asked in a round.",
         render_tiles(figures),
-        render_section("Accuracy by round", "The shared model each device received, before it trained.", plot),
+        render_section(
+            f"{capitalise(figure.words)} by round", "The shared model each device received, before it trained.", plot
+        ),
         render_section("Device by device", "", render_rows(rows)),
     )
-    return Report(shown, summary, rows, plot)
+    return Report(shown, summary, rows, plot, figure)

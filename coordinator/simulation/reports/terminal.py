@@ -20,15 +20,18 @@ from coordinator.simulation.reports.words import (
     NOTHING,
     describe_redraws,
     describe_unequipped,
+    find_second,
     format_cost,
     format_difference,
-    format_percent,
+    format_spread,
+    get_second,
     has_clock,
     is_tested_globally,
 )
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
 
 if TYPE_CHECKING:
-    from coordinator.simulation.reports.comparison import Comparison
+    from coordinator.simulation.reports.comparison import Comparison, Spread
 
 
 UNPRINTED: Final = frozenset({"auroc"})
@@ -43,25 +46,32 @@ def make_table(comparison: Comparison) -> Table:
     clock = has_clock(comparison)
     some = ["global"] if is_tested_globally(comparison) else []
     some += ["new"] if comparison.scenario.late_joiners else []
-    for heading in ("accuracy", "− base", "− best", "worst", "F1", *some, "MB", "r", *(["s"] if clock else [])):
+    figure, second = comparison.figure, find_second(comparison)
+    beside = [] if second is None else [second.short]
+    for heading in (figure.words, "− base", "− best", "worst", *beside, *some, "MB", "r", *(["s"] if clock else [])):
         found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
         found.add_row(
             method.method,
-            format_percent(method.accuracy),
-            format_difference(method.to_baseline),
-            format_difference(method.to_best_other),
-            f"{100 * method.worst_decile.mean:.1f}",
-            f"{100 * method.macro_f1.mean:.1f}",
-            *([] if method.global_accuracy is None else [f"{100 * method.global_accuracy.mean:.1f}"]),
-            *([] if method.cold_start is None else [f"{100 * method.cold_start.mean:.1f}"]),
+            format_spread(method.accuracy, figure),
+            format_difference(method.to_baseline, figure),
+            format_difference(method.to_best_other, figure),
+            figure.format_cell(method.worst_decile.mean),
+            *([] if second is None else [format_mean(get_second(method, second), second)]),
+            *([] if method.global_accuracy is None else [figure.format_cell(method.global_accuracy.mean)]),
+            *([] if method.cold_start is None else [figure.format_cell(method.cold_start.mean)]),
             f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
             NOTHING if method.cost is None else str(method.cost.round),
             *([NOTHING if method.cost is None else f"{method.cost.seconds:.1f}"] if clock else []),
             style="bold" if method.accuracy.mean == best else "",
         )
     return found
+
+
+def format_mean(spread: Spread | None, figure: Figure) -> str:
+    """Format a mean over the seeds."""
+    return NOTHING if spread is None else figure.format_cell(spread.mean)
 
 
 def print_comparison(comparison: Comparison, console: Console, *more: str) -> None:
@@ -73,18 +83,22 @@ def print_comparison(comparison: Comparison, console: Console, *more: str) -> No
 
 def describe_columns(comparison: Comparison) -> str:
     """Describe the columns in the terminal."""
-    several = len(comparison.seeds) > 1
+    several, figure, second = len(comparison.seeds) > 1, comparison.figure, find_second(comparison)
     lines = [
-        f"accuracy: mean over the devices of their bundles on own test samples, percent{', ± over seeds' * several}",
+        f"{figure.words}: mean over the devices of their bundles on own test samples{', percent' * figure.share}"
+        f"{', ± over seeds' * several}",
         f"− base: to {comparison.baseline}{', seed by seed' * several}; − best: to the best other method, picked in "
         "hindsight",
-        "worst: lowest tenth of the devices; MB: up and down",
+        f"worst: lowest tenth of the devices; {describe_second(figure, second)}MB: up and down",
         *([GLOBAL] if is_tested_globally(comparison) else []),
         f"r{', s' * has_clock(comparison)}: rounds{' and simulated seconds' * has_clock(comparison)} until "
-        f"{100 * comparison.target:.1f} % were seen; in the report, too: bytes until then, deviation over the devices",
+        f"{figure.format(comparison.target)} {'were' if figure.share else 'was'} seen; in the "
+        "report, too: bytes until then, deviation over the devices",
     ]
     if comparison.scenario.late_joiners:
-        lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
+        lines.append(
+            f"new: {figure.words} of the devices that came when training was over; the other figures leave them out"
+        )
     for name in sorted({name for method in comparison.methods for name in method.details if name.startswith(SPENT)}):
         most = [f"{m.method} {max(m.details[name].seeds):.2f}" for m in comparison.methods if name in m.details]
         lines.append(f"{name}, the most of a device: {', '.join(most)}")
@@ -92,24 +106,32 @@ def describe_columns(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def describe_second(figure: Figure, second: Figure | None) -> str:
+    """Describe the column of the second figure, if its heading does not say it."""
+    return "" if second is None or figure == ACCURACY else f"{second.short}: mean {second.words} over the devices; "
+
+
 def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, str]]:
     """List a single run's names and figures for a terminal."""
-    overall = NOTHING
+    overall, figure = NOTHING, outcome.figure
+    whole, cell = figure.format, figure.format_cell
     if outcome.global_accuracy is not None:
-        overall = f"{100 * outcome.global_accuracy:.1f} %  (served models, on samples from all devices' distributions)"
+        overall = (
+            f"{figure.format(outcome.global_accuracy)}  (served models, on samples from all devices' distributions)"
+        )
     experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
     n_late = sum(device.late_joiner for device in outcome.devices)
     n_measured = len(outcome.devices) - n_late
     lines = [
-        ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
-        ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
-        *([] if outcome.macro_f1 is None else [("macro F1", f"{100 * outcome.macro_f1:.1f} %")]),
+        (figure.words, f"{whole(outcome.accuracy)}  ± {cell(outcome.std)} over {n_measured} devices"),
+        ("worst 10 %", f"{whole(outcome.worst_decile)}  (lowest {whole(outcome.minimum)})"),
+        *([] if outcome.macro_f1 is None else [("macro F1", whole(outcome.macro_f1))]),
         *(
-            (name, f"{value:.4g}")
+            (get_figure(name).words, get_figure(name).format(value))
             for name, value in outcome.metrics.items()
             if outcome.macro_f1 is None or name not in UNPRINTED
         ),
-        ("global accuracy", overall),
+        (f"global {figure.words}", overall),
         ("experts", experts),
         ("traffic", f"{format_megabytes(outcome.bytes_up)} up, {format_megabytes(outcome.bytes_down)} down"),
         ("simulated time", f"{outcome.seconds:.1f} s"),
@@ -123,7 +145,8 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]
     if outcome.cold_start is not None:
-        lines.insert(4, ("late joiners", f"{100 * outcome.cold_start:.1f} %  over {n_late} devices"))
+        place = next(k for k, (name, _) in enumerate(lines) if name == "experts")
+        lines.insert(place, ("late joiners", f"{whole(outcome.cold_start)}  over {n_late} devices"))
     if target is not None:
-        lines.append((f"until {100 * target:.1f} %", format_cost(compute_cost(outcome.curve, target))))
+        lines.append((f"until {whole(target)}", format_cost(compute_cost(outcome.curve, target))))
     return lines

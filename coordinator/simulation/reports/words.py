@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Final
 from coordinator.fleet import problems
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, find_without_bundle, format_megabytes
 from coordinator.simulation.settings import Scenario
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
 
 if TYPE_CHECKING:
-    from coordinator.simulation.reports.comparison import Comparison, Demonstration, Spread
+    from coordinator.simulation.reports.comparison import Comparison, Demonstration, MethodOutcome, Spread
 
 
 NOTHING: Final = "–"
 
 
-def describe_axis(floor: float) -> str:
-    """Describe the start of an axis of accuracies."""
+def describe_axis(floor: float | None) -> str:
+    """Describe the start of an axis of scores; empty if it begins where they do."""
+    if floor is None:
+        return ""
     return f"The axis begins at {floor:.0%}." if floor else "The axis begins at zero."
 
 
@@ -44,12 +47,24 @@ def describe_comparison(comparison: Comparison) -> str:
     return (
         f"{n_devices} simulated devices, {describe_partition(scenario)}; {scenario.rounds} rounds of "
         f"{describe_work(scenario)}, participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the "
-        f"training samples marked sensitive; {format_seeds(comparison)}. Accuracies are of the installed bundles, run "
-        "by ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"training samples marked sensitive; {format_seeds(comparison)}. "
+        f"{name_all(comparison.figure)} of the installed bundles, run by ONNX Runtime "
+        "on each device's own test samples, which no choice has seen. "
         "Global: the models that devices are served, each on samples from all devices' distributions. "
-        f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
-        f" {describe_unequipped(comparison.runs)} {describe_redraws(comparison.runs)}".rstrip()
+        "Cost: rounds, traffic and simulated time until "
+        f"{format_target(comparison.figure, comparison.target)} was seen. "
+        f"{describe_unequipped(comparison.runs)} {describe_redraws(comparison.runs)}".rstrip()
     )
+
+
+def name_all(figure: Figure) -> str:
+    """Return the beginning of a sentence about all scores."""
+    return "Accuracies are" if figure == ACCURACY else f"Scores ({figure.words}) are"
+
+
+def format_target(figure: Figure, target: float) -> str:
+    """Format a target of the mean score in a sentence."""
+    return f"{target:.1%} mean accuracy" if figure == ACCURACY else f"a mean {figure.words} of {figure.format(target)}"
 
 
 def format_seeds(comparison: Comparison) -> str:
@@ -88,18 +103,32 @@ def describe_redraws(runs: Sequence[RunOutcome]) -> str:
     return f"Devices differ less than requested, so that each has enough samples: {by_seed}."
 
 
-def format_percent(figure: Spread) -> str:
+def format_spread(spread: Spread | None, figure: Figure) -> str:
     """Format a mean and, over several seeds, its standard deviation."""
-    return f"{100 * figure.mean:.1f}{_format_deviation(figure)}"
+    return NOTHING if spread is None else f"{figure.format_cell(spread.mean)}{_format_deviation(spread, figure)}"
 
 
-def format_difference(figure: Spread | None) -> str:
-    """Format a difference in percentage points, with sign."""
-    return NOTHING if figure is None else f"{format_points(figure.mean)}{_format_deviation(figure)}"
+def format_difference(spread: Spread | None, figure: Figure) -> str:
+    """Format a difference, of shares in percentage points, with sign."""
+    return NOTHING if spread is None else f"{figure.format_cell(spread.mean, '+')}{_format_deviation(spread, figure)}"
 
 
-def _format_deviation(figure: Spread) -> str:
-    return f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
+def _format_deviation(spread: Spread, figure: Figure) -> str:
+    return f" ±{figure.format_cell(spread.std)}" if len(spread.seeds) > 1 else ""
+
+
+def find_second(comparison: Comparison) -> Figure | None:
+    """Find the figure beside the score: macro F1 of classes, else the first further one; None if there is none."""
+    if comparison.figure == ACCURACY:
+        return get_figure("macro_f1")
+    names = [set(method.metrics) for method in comparison.methods]
+    known = [name for name in comparison.methods[0].metrics if all(name in own for own in names)]
+    return get_figure(known[0]) if known else None
+
+
+def get_second(method: MethodOutcome, figure: Figure) -> Spread | None:
+    """Return a method's second figure."""
+    return method.metrics.get(figure.name, method.macro_f1)
 
 
 def format_cost(found: Cost | None) -> str:
@@ -124,8 +153,10 @@ def describe_run(outcome: RunOutcome, scenario: Scenario) -> str:
     """Describe the setting of a run in a few sentences."""
     return (
         f"{len(outcome.devices)} simulated devices, {describe_partition(scenario)}; {scenario.rounds} rounds of "
-        f"{describe_work(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are "
-        "of the installed bundles, run by ONNX Runtime on each device's own test samples, which no choice has seen. "
+        f"{describe_work(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. "
+        f"{name_all(outcome.figure)} of the installed bundles, run by ONNX Runtime "
+        "on each device's own test samples, "
+        "which no choice has seen. "
         f"{describe_unequipped([outcome])} {describe_redraws([outcome])}".rstrip()
     )
 
@@ -138,12 +169,7 @@ def describe_demo(demo: Demonstration) -> str:
         f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({describe_partition(demo.scenario)}) in "
         f"{ours.rounds} rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
         f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
-        "Accuracies are on each device's own test samples, which no choice has seen. local: every device alone; "
-        "fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has installed, "
-        "run by ONNX Runtime in a process without PyTorch. The last two are measured at the end alone."
+        f"{name_all(demo.figure)} on each device's own test samples, which no choice has seen. local: every device "
+        "alone; fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has "
+        "installed, run by ONNX Runtime in a process without PyTorch. The last two are measured at the end alone."
     )
-
-
-def format_points(gain: float) -> str:
-    """Format a difference of accuracies in percentage points, with its sign."""
-    return f"{100 * gain:+.1f}"

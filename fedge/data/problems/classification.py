@@ -114,6 +114,10 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
         """Count the samples of each class."""
         return dict(zip(self.classes, np.bincount(y, minlength=len(self.classes)).tolist(), strict=True))
 
+    def find_classes(self, answers: Sequence[Floats]) -> NDArray[np.integer]:
+        """Return the most probable classes."""
+        return answers[0].argmax(axis=1)
+
     def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
         """Return the names of the most probable classes."""
         return tuple(self.classes[k] for k in answers[0].argmax(axis=1))

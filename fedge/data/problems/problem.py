@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedge.data.problems.calibration import PLAIN, Calibration, make_grid
 from fedge.data.problems.maths import Array, Floats, log_softmax
 from fedge.data.problems.results import Column, Result
-from fedge.data.problems.scores import Counts
+from fedge.data.problems.scores import Counts, Figure, get_figure
 from fedge.errors import ConfigError
 
 SHARED_KAPPAS, OWN_KAPPAS = (0.0, 0.5, 1.0, 1.5), (0.0, 0.3, 0.6, 1.0)
@@ -81,6 +81,11 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def request(self) -> str:
         """The word by which people ask for the problem (`--problem`)."""
         return self.kind
+
+    @property
+    def figure(self) -> Figure:
+        """How people read the score."""
+        return get_figure(self.SCORE)
 
     # ------------------------------------------------------------------------------------------- outputs and targets
 
@@ -222,6 +227,10 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     def count_by_name(self, y: NDArray[Any]) -> dict[str, int]:
         """Count the samples of each class or label that has a name."""
         return {}
+
+    def find_classes(self, answers: Sequence[Floats]) -> NDArray[np.integer] | None:
+        """Return the class of each sample, (n,), if each has one and the score counts those that are right."""
+        return None
 
     def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
         """Return the answer to each sample in words, if the problem has words for it."""

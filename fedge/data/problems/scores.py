@@ -1,11 +1,12 @@
 """Scores of answers: accuracy, F1, average precision, R^2, mean IoU, area under the ROC curve. Larger is better.
 
-Each is a pure function on arrays, and None where the targets do not define it.
+Each is a pure function on arrays, and None where the targets do not define it. `get_figure` says how people read them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+import math
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from msgspec import Struct
@@ -14,6 +15,66 @@ from numpy.typing import NDArray
 from fedge.data.problems.maths import Array, Floats
 
 Marks = NDArray[np.bool_]
+
+
+class Figure(NamedTuple):
+    """How people read a figure: its name in files, its name in words and in a narrow column, and its format.
+
+    `share`: it is in [0, 1] and is read in percent. `digits`: after the point of another figure; None for one in units
+    of its own, which gets four digits.
+    """
+
+    name: str
+    words: str
+    short: str
+    share: bool = False
+    digits: int | None = 3
+
+    @property
+    def known(self) -> bool:
+        """Whether it is one of `FIGURES`."""
+        return self.name.partition(" ")[0] in FIGURES
+
+    def format_cell(self, value: float | None, sign: str = "") -> str:
+        """Format a value, or with sign "+" a difference, for a column whose heading or note has the unit."""
+        if value is None or math.isnan(value):
+            return "–"
+        if self.share:
+            return f"{100 * value:{sign}.1f}"
+        return f"{value:{sign}.4g}" if self.digits is None else f"{value:{sign}.{self.digits}f}"
+
+    def format(self, value: float | None) -> str:
+        """Format a value with its unit."""
+        shown = self.format_cell(value)
+        return f"{shown} %" if self.share and shown != "–" else shown
+
+
+ACCURACY: Final = Figure("accuracy", "accuracy", "accuracy", share=True)
+FIGURES: Final = {
+    each.name: each
+    for each in (
+        ACCURACY,
+        Figure("macro_f1", "macro F1", "F1", share=True),
+        Figure("weighted_f1", "weighted F1", "weighted F1", share=True),
+        Figure("mean_average_precision", "mean average precision", "mAP", share=True),
+        Figure("exact_match", "exact match", "exact", share=True),
+        Figure("r2", "R²", "R²"),
+        Figure("rmse", "RMSE", "RMSE", digits=None),
+        Figure("mae", "MAE", "MAE", digits=None),
+        Figure("mean_iou", "mean IoU", "IoU", share=True),
+        Figure("pixel_accuracy", "pixel accuracy", "pixels", share=True),
+        Figure("likelihood", "log-likelihood", "log-lik."),
+        Figure("auroc", "AUROC", "AUROC"),
+    )
+}
+
+
+def get_figure(name: str) -> Figure:
+    """Return how people read a figure of this name; after a space may stand of what it is, such as "rmse power"."""
+    kind, space, of = name.partition(" ")
+    if (known := FIGURES.get(kind)) is None:
+        return Figure(name, name.replace("_", " "), name.replace("_", " "), digits=None)
+    return known._replace(name=name, words=f"{known.words}{space}{of}", short=f"{known.short}{space}{of}")
 
 
 class Counts(Struct, frozen=True, kw_only=True):

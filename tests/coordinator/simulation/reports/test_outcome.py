@@ -1,23 +1,34 @@
 import csv
 import io
+import json
+import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
+from coordinator.simulation.compare import compare_runs
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.outcome import (
     Cost,
     Point,
+    RunOutcome,
     Score,
     compute_class_score,
     compute_cost,
     compute_sample_accuracy,
     compute_worst_decile,
+    decode_figures,
+    encode_figures,
     format_csv,
 )
-from tests.support.comparison import a_run
+from coordinator.simulation.reports.report import make_comparison_report, make_run_report
+from coordinator.simulation.settings import Scenario
+from fedge.data.problems.scores import get_figure
+from tests.support.comparison import a_regression, a_run
 
 
 def test_a_worked_score() -> None:
@@ -87,3 +98,68 @@ def test_no_name_of_a_device_class_or_reason_is_a_formula_in_a_spreadsheet(name:
     header, row = csv.reader(io.StringIO(text, newline=""))
     assert header == ["device", f"{FORMULAS[name]} f1", "why"]
     assert row == [FORMULAS[name], "-0.5", FORMULAS[name]]
+
+
+def test_accuracies_are_called_so_only_where_they_are() -> None:
+    """A score that is no accuracy is `score` in files, undefined ones are null, and both are read again."""
+    run = a_regression(r2=-0.25)
+    encoded = encode_figures(run, run.figure)
+    found = json.loads(encoded)
+    assert b"accuracy" not in encoded
+    assert b"macro_f1" not in encoded
+    assert (found["score_name"], found["score"], found["metrics"]) == ("r2", -0.25, {"rmse": 618.75})
+    assert [device["score"].get("score") for device in found["devices"]] == [None, -0.25]
+    again = decode_figures(encoded, RunOutcome)
+    assert math.isnan(again.devices[0].score.accuracy)
+    assert again.curve == run.curve
+    assert again.score == -0.25
+
+
+def test_results_of_classes_are_encoded_as_ever() -> None:
+    run = a_run(details={"silhouette": 0.5}, validation={1: 0.5})
+    encoded = encode_figures(run, run.figure)
+    assert encoded == msgspec.json.format(msgspec.json.encode(run), indent=1)
+    assert b"score_name" not in encoded
+    assert decode_figures(encoded, RunOutcome) == run
+
+
+def test_rows_have_the_score_and_further_figures_by_name() -> None:
+    first, second = a_regression().to_rows()
+    assert list(first)[-2:] == ["r2", "rmse"]
+    assert (second["r2"], second["rmse"]) == (0.5, 1234.5)
+
+
+def test_a_comparison_of_another_score_is_read_again() -> None:
+    runs = [a_regression(method, 0, r2) for method, r2 in (("local", -0.1), ("fedge", 0.4))]
+    comparison = compare_runs(Scenario(), runs, ["local", "fedge"], [0], "local", None)
+    encoded = encode_figures(comparison, comparison.figure)
+    assert b"accuracy" not in encoded
+    again = Comparison.read(encoded)
+    assert again.methods == comparison.methods
+    assert comparison.target == pytest.approx(0.38)
+    assert comparison.to_rows()[1]["r2"] == 0.4
+    shown = str(comparison)
+    assert "accuracy" not in shown
+    assert "-0.100" in shown
+    assert "+0.500" in shown
+    assert "RMSE: mean RMSE over the devices" in shown
+    page = make_comparison_report(comparison).page
+    assert "ccurac" not in page
+    assert "R² by round" in page
+    assert "ccurac" not in make_run_report(runs[1], Scenario()).page
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cell", "whole"),
+    [
+        ("accuracy", 0.8125, "81.2", "81.2 %"),
+        ("r2", -0.4321, "-0.432", "-0.432"),
+        ("mean_iou", 0.5, "50.0", "50.0 %"),
+        ("rmse power", 1234.56, "1235", "1235"),
+        ("likelihood", float("nan"), "–", "–"),
+        ("own_thing", 0.25, "0.25", "0.25"),
+    ],
+)
+def test_each_figure_has_its_format(name: str, value: float, cell: str, whole: str) -> None:
+    figure = get_figure(name)
+    assert (figure.format_cell(value), figure.format(value)) == (cell, whole)

@@ -29,13 +29,14 @@ from tests.support.demo import a_demonstration
 
 
 def test_a_row_has_means_spreads_and_signs() -> None:
-    first, second = a_comparison(2).methods
-    assert format_row(first) == (
+    comparison = a_comparison(2)
+    first, second = comparison.methods
+    assert format_row(first, comparison) == (
         *("m0", "80.5 ±0.7", "–", "-2.0 ±0.0 m1", "5.0 ±0.0", "71.5 ±0.7", "70.5 ±0.7", "70.0 ±0.0", "3.0 MB"),
         *("30 r, 3.0 MB, 6.0 s", "4.5"),
     )
-    assert format_row(second)[2:4] == ("+2.0 ±0.0", "+2.0 ±0.0 m0")
-    assert format_seed_row(second) == ("m1", "82.0", "83.0")
+    assert format_row(second, comparison)[2:4] == ("+2.0 ±0.0", "+2.0 ±0.0 m0")
+    assert format_seed_row(second, comparison.figure) == ("m1", "82.0", "83.0")
     assert format_cost(None) == "not reached"
     assert format_cost(Cost(round=3, bytes=2_000_000, seconds=9.4)) == "3 r, 2.0 MB, 9.4 s"
 
@@ -66,14 +67,12 @@ def test_further_figures_and_right_and_wrong_answers_are_on_the_page() -> None:
 def test_late_joiners_have_a_column_where_there_are_any() -> None:
     runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
     some = compare_runs(Scenario(late_joiners=1), runs, ["m"], (0, 1), "m", None)
-    assert format_row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
+    assert format_row(some.methods[0], some)[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
     assert list_headings(some)[8] == "Late joiners"
     assert [column.header for column in make_table(some).columns][7] == "new"
     assert "training was over" in describe_columns(some)
     assert ("late joiners", "60.0 %  over 0 devices") in list_figures(runs[0], None)
-    assert (
-        len(list_headings(a_comparison())) == len(format_row(a_comparison().methods[0])) == len(list_headings(some)) - 1
-    )
+    assert len(list_headings(a_comparison())) + 1 == len(format_row(some.methods[0], some)) == len(list_headings(some))
 
 
 class Page(HTMLParser):
@@ -113,7 +112,9 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert text.count("<svg") == 3
     assert text == make_comparison_report(comparison).page
     for method in comparison.methods:
-        assert all(cell in text for cell in (*format_row(method), *format_seed_row(method)))
+        assert all(
+            cell in text for cell in (*format_row(method, comparison), *format_seed_row(method, comparison.figure))
+        )
     assert "$" not in text
 
 
@@ -134,7 +135,7 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
     shown = a_comparison(2)._repr_html_()
     assert "<svg" in shown
     assert "var(" not in shown
-    assert all(cell in shown for cell in format_row(a_comparison(2).methods[1]))
+    assert all(cell in shown for cell in format_row(a_comparison(2).methods[1], a_comparison(2)))
 
 
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:

@@ -54,6 +54,6 @@ def test_what_private_methods_have_spent_is_told_below_the_table() -> None:
 
 def test_a_script_prints_the_table_and_what_its_columns_mean() -> None:
     shown = str(a_comparison(2))
-    assert all(cell in shown for cell in format_row(a_comparison(2).methods[1])[:2])
+    assert all(cell in shown for cell in format_row(a_comparison(2).methods[1], a_comparison(2))[:2])
     assert shown.endswith("deviation over the devices")
     assert all(line.isprintable() for line in shown.splitlines())
