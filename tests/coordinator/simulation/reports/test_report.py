@@ -61,7 +61,7 @@ def test_further_figures_and_right_and_wrong_answers_are_on_the_page() -> None:
     assert "<td>12.35</td>" in shown.page, "in its own units, not in percent"
     assert shown.rows[0]["rmse"] == 12.345678
     runs = [a_run("m", seed, metrics={"rmse": 2.0 + seed}) for seed in (0, 1)]
-    assert list_further_rows(compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)) == [("m", "rmse", "2.5 ±0.71")]
+    assert list_further_rows(compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)) == [("m", "RMSE", "2.5 ±0.7071")]
 
 
 def test_late_joiners_have_a_column_where_there_are_any() -> None:
