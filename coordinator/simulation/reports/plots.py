@@ -107,7 +107,7 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
     axes.set_ylim(bottom=(floor := compute_floor([run.accuracy for run in runs], figure)))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
-    label_axis(axes.yaxis, figure.words, floor)
+    set_axis(axes.yaxis, figure.words, floor)
     axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
@@ -129,7 +129,7 @@ def draw_validation(by_method: Mapping[str, Mapping[int, float]], figure: Figure
         axes.set_ylim(bottom=(floor := compute_floor(seen or [0.0], figure)))
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        label_axis(axes.yaxis, f"validation {figure.words}", floor)
+        set_axis(axes.yaxis, f"validation {figure.words}", floor)
         if any(by_method.values()):
             axes.legend(loc="lower right")
     return svg[0]
@@ -180,13 +180,13 @@ def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
         figure = runs[0].figure
         floor = compute_floor(list_accuracies(runs), figure)
         axes.set_xlim(floor, None if floor is None else 1)
-        label_axis(axes.xaxis, f"test {figure.words}", floor)
+        set_axis(axes.xaxis, f"test {figure.words}", floor)
         axes.grid(visible=False, axis="y")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
     return svg[0]
 
 
-def label_axis(axis: Axis, what: str, floor: float | None) -> None:
+def set_axis(axis: Axis, what: str, floor: float | None) -> None:
     """Label the axis of a score, which gives the axis' start. Shares have ticks at round percents."""
     if floor is None:
         axis.set_label_text(what)

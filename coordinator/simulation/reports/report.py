@@ -80,7 +80,10 @@ def write_results(folder: Path | None, report: Report, json_file: Path | None = 
 def render_curves(runs: Sequence[RunOutcome]) -> str:
     """Render the score against rounds, traffic and time."""
     figure = runs[0].figure
-    begins, name = describe_axis(plots.compute_floor([run.accuracy for run in runs], figure)), capitalise(figure.words)
+    begins, name = (
+        describe_axis(plots.compute_floor([run.accuracy for run in runs], figure)),
+        make_heading(figure.words),
+    )
     seeds = " Shade: from the lowest seed to the highest." if len({run.seed for run in runs}) > 1 else ""
     model = f"The model each device would use, on its own test samples. Dot: the installed bundles.{seeds}"
     curves = {
@@ -159,15 +162,15 @@ def list_headings(comparison: Comparison) -> tuple[str, ...]:
     figure = comparison.figure
     second = find_second(comparison)
     return (
-        *("Method", capitalise(figure.words), f"− {comparison.baseline}", "− best other"),
-        *("Over devices", "Worst 10 %", *([] if second is None else [capitalise(second.words)])),
+        *("Method", make_heading(figure.words), f"− {comparison.baseline}", "− best other"),
+        *("Over devices", "Worst 10 %", *([] if second is None else [make_heading(second.words)])),
         *(["Global"] if is_tested_globally(comparison) else []),
         *(["Late joiners"] if comparison.scenario.late_joiners else []),
         *("Traffic", f"Cost of {figure.format(comparison.target)}", "s / run"),
     )
 
 
-def capitalise(words: str) -> str:
+def make_heading(words: str) -> str:
     """Return words with a large first letter."""
     return words[:1].upper() + words[1:]
 
@@ -350,7 +353,7 @@ def make_federation_report(summary: dict[str, Any]) -> Report:
         f"Seed {summary['seed']}. {name_all(figure)} on validation samples of the devices that were asked in a round.",
         render_tiles(figures),
         render_section(
-            f"{capitalise(figure.words)} by round", "The shared model each device received, before it trained.", plot
+            f"{make_heading(figure.words)} by round", "The shared model each device received, before it trained.", plot
         ),
         render_section("Device by device", "", render_rows(rows)),
     )

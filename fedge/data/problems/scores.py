@@ -73,7 +73,7 @@ def get_figure(name: str) -> Figure:
     """Return how people read a figure of this name; after a space may stand of what it is, such as "rmse power"."""
     kind, space, of = name.partition(" ")
     if (known := FIGURES.get(kind)) is None:
-        return Figure(name, name.replace("_", " "), name.replace("_", " "), digits=None)
+        return Figure(name, name, name, digits=None)
     return known._replace(name=name, words=f"{known.words}{space}{of}", short=f"{known.short}{space}{of}")
 
 

@@ -63,7 +63,7 @@ def test_ticks_say_where_they_are_and_lie_evenly(lowest: float, highest: float) 
 
     axes = Figure(figsize=(5.4, 3.4)).add_subplot()
     axes.set_ylim(lowest, highest)
-    plots.label_axis(axes.yaxis, "accuracy", 0.0)
+    plots.set_axis(axes.yaxis, "accuracy", 0.0)
     places = axes.yaxis.get_majorticklocs()
     told = [float(tick.removesuffix("%")) for tick in axes.yaxis.get_major_formatter().format_ticks(places)]
     np.testing.assert_allclose(told, 100 * places, atol=1e-6)
