@@ -53,7 +53,8 @@ NO_SETTINGS: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         ("loss", "loss_fn", "criterion", "objective"),
-        f"devices learn by cross-entropy, with label_smoothing and class_weights; for another loss {_OWN_STEP}",
+        "the problem says it; with classes it is cross-entropy, with label_smoothing and class_weights; for another "
+        f"loss give a problem of your own (docs/python.md), or {_OWN_STEP}",
     ),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "it is called schedule: constant, cosine or steps"),
     **dict.fromkeys(("decay", "l2", "weightdecay"), "it is called weight_decay"),
@@ -61,7 +62,21 @@ NO_SETTINGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("beta1", "betas"), "beta1 of adam is called momentum, and beta2 is 0.999"),
     **dict.fromkeys(("smoothing",), "it is called label_smoothing"),
     **dict.fromkeys(("class_weight",), "it is called class_weights: equal or balanced"),
-    **dict.fromkeys(("metric", "metrics"), "results have accuracy and macro-F1, and bundles predict for any other"),
+    **dict.fromkeys(
+        ("metric", "metrics", "score", "scoring"),
+        "results have the usual figures; for others give simulate or compare your function as metric",
+    ),
+    **dict.fromkeys(
+        ("augmentation", "augmentations", "data_augmentation", "transform", "transforms"),
+        "it is called augment: flip, crop, rotate, noise, erase, or your own function",
+    ),
+    **dict.fromkeys(
+        ("early_stopping", "early_stop", "earlystopping", "stop_early"),
+        "it is called patience: training ends after so many rounds without a better validation score",
+    ),
+    **dict.fromkeys(
+        ("x_test", "y_test", "test_data", "testset", "test_set"), "give x_test and y_test to fedge.Task.from_arrays"
+    ),
     **dict.fromkeys(("kind", "problem_type", "task_type", "target_type"), "it is called problem, such as regression"),
     **dict.fromkeys(("lr", "learningrate", "eta"), "it is called learning_rate"),
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), "say rounds, and local_epochs for those of a device in each"),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation.protection import SUMMABLE, explain_no_noise
@@ -25,7 +25,7 @@ from coordinator.fleet.versions import find_descents
 from coordinator.methods.installation import install
 from coordinator.methods.option_values import NoOptions, explain_no_privacy, parse_options
 from coordinator.methods.promises import CheckedFleet, Shared, require_heeded, require_next
-from coordinator.methods.rounds import compute_rate_factor, make_round_rng
+from coordinator.methods.rounds import compute_rate_factor, make_round_rng, stop_early
 from coordinator.methods.settings import MethodSettings, Option, require_takeable
 from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
@@ -117,6 +117,8 @@ class Method(Generic[S]):
                 f"with differential privacy each sample is changed by itself, and what {own[0]} does is unknown: take "
                 "flip, crop, rotate, noise or erase"
             )
+        if settings.patience is not None and (why := self.explain_no_patience()):
+            raise ConfigError(f"{self.name} takes no --patience: {why}")
         self.set_up()
 
     @property
@@ -167,6 +169,10 @@ class Method(Generic[S]):
             return f"--average {protection.average} needs each device's update; norm-clipped, clipped and mean do not"
         return ""
 
+    def explain_no_patience(self) -> str:
+        """Explain why training cannot stop early (`coordinator.methods.rounds.stop_early`); empty if it can."""
+        return "with differential privacy no device tells its validation score" if self.settings.protection.dp else ""
+
     def init(self, layout: Layout, model: BlobRef) -> S:
         """Return the state before round 1; `model` is the common initial model."""
         state: S = self.State(round=0, layout=layout, model=model)
@@ -179,7 +185,8 @@ class Method(Generic[S]):
         have described; a method that measures progress within a campaign, or describes devices, overrides this.
         `changed`: the devices whose samples have changed since the last campaign began.
         """
-        return msgspec.structs.replace(state, campaign=state.campaign + 1, participations={}, history=(), installed={})
+        afresh: dict[str, Any] = {"participations": {}, "history": (), "installed": {}, "best": UNSET}
+        return msgspec.structs.replace(state, campaign=state.campaign + 1, **afresh)
 
     def add_classes(self, state: S, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> S:
         """Return the state, before the first round of a campaign, for a network with the outputs of further classes.
@@ -239,6 +246,8 @@ class Method(Generic[S]):
         fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
         before, state = state, await self._advance(state, CheckedFleet(fleet, self.name, self.steps, state.layout))
         require_next(self.name, before, state)
+        if self.settings.patience is not None and before.round < self.last:
+            state = stop_early(before, state, self.last, self.settings.patience)
         models = iterate_blobs(msgspec.structs.replace(state, descents={}))
         return msgspec.structs.replace(state, descents=find_descents(models, fleet.descents or {}))
 
@@ -294,4 +303,5 @@ class Method(Generic[S]):
             "installed": msgspec.to_builtins(state.installed),
             "split": False,
             "clusters": {},
+            **({"stopped": state.best.stopped, "best": state.best.round} if state.best and state.best.stopped else {}),
         }

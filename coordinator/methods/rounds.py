@@ -10,15 +10,17 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.methods.settings import MethodSettings, Schedule
-from coordinator.methods.state import RoundSummary, S
+from coordinator.methods.state import Best, RoundSummary, S, decode_state, encode_state
 from coordinator.store.records import Device
 from fedge.steps.contract import Action, Declined
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
 from fedge.system.moved import alias_names
+from fedge.wire.messages import iterate_blobs
 
 log = logging.getLogger("fedge.method")
 R = TypeVar("R")
@@ -110,6 +112,49 @@ def compute_mean_loss(updates: Collection[Trained]) -> float | None:
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None
+
+
+def stop_early(before: S, after: S, last: int, patience: int) -> S:
+    """Return the state after a round of training, or at its end the best one: early stopping.
+
+    A device that trains tells the score of the model it received, on its own validation samples. So the mean over a
+    round's devices is that of the state before the round. After `patience` rounds in a row that were no better than the
+    best one, training ends as if all rounds had passed, with the state of the best. If the rounds pass before, the last
+    state is kept only if the model that it came from was the best. The best state is a part of the present one
+    (`coordinator.methods.state.Best`), so it survives whatever that survives.
+
+    Args:
+        before: the state before the round.
+        after: the state after it.
+        last: the number of the last round of training.
+        patience: the number of rounds without a better score that end training.
+    """
+    score, best = after.history[-1].accuracy, before.best
+    if best and best.stopped is not None:  # a person has asked for more rounds since
+        best = UNSET
+    if score is not None and (not best or score > best.score):
+        best = _remember(before, score)
+    elif best:
+        best = msgspec.structs.replace(best, since=best.since + 1)
+    if not best or not best.since or (best.since < patience and after.round < last):
+        return msgspec.structs.replace(after, best=best)
+    found = decode_state(best.state, type(after))
+    log.info("event=stopped round=%d best=%d score=%.4f", after.round, found.round, best.score)
+    return msgspec.structs.replace(
+        found,
+        round=last,
+        participations=after.participations,
+        history=after.history,
+        sums=after.sums,
+        best=msgspec.structs.replace(best, state=b"", held=(), stopped=after.round),
+    )
+
+
+def _remember(state: S, score: float) -> Best:
+    """Make the record of a state whose models have this score; its tensors stay in the store as long as it is known."""
+    alone = msgspec.structs.replace(state, best=UNSET, descents={}, history=(), participations={})
+    held = tuple({ref.digest: ref for ref in iterate_blobs(alone)}.values())
+    return Best(score=score, round=state.round, state=encode_state(alone), held=held)
 
 
 __getattr__ = alias_names(

@@ -64,6 +64,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: Annotated[int, Meta(ge=0)] = 0
     sgd: Sgd = Sgd()
     schedule: Schedule = "constant"
+    patience: Patience = None
     codec: Encoding = Codec.INT8
     down: Down = "int8"
     train_on: Processor = Processor.CPU
@@ -92,6 +93,14 @@ ROUNDS_HELP: Final = "Training takes this many rounds."
 
 
 Rounds = Annotated[int, Meta(ge=0), Heading.TRAINING, ROUNDS_HELP]
+
+
+Patience = Annotated[
+    Annotated[int, Meta(ge=1)] | None,
+    Heading.TRAINING,
+    "Training ends after this many rounds without a better validation score, and the best state is kept; by default it "
+    "takes all rounds.",
+]
 
 
 Participation = Annotated[float, Meta(gt=0, le=1), Heading.TRAINING, "This share of the devices is asked in a round."]
@@ -197,7 +206,7 @@ def make_method_settings(given: Struct, seed: int, options: Mapping[str, Option]
         ConfigError: both steps and epochs are given, or parts of the recipe do not fit.
     """
     found = msgspec.structs.asdict(given)
-    names = ("rounds", "participation", "min_reports", "schedule", "codec", "down", "train_on")
+    names = ("rounds", "patience", "participation", "min_reports", "schedule", "codec", "down", "train_on")
     own = {name: found[name] for name in names if name in found}
     guards = {n: found[n] for n in Protection.__struct_fields__ if n in found}
     return MethodSettings(

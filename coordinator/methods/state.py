@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
 from coordinator.fleet.versions import Descent
@@ -30,12 +30,28 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
     loss: float | None
 
 
+class Best(Struct, frozen=True, kw_only=True):
+    """The best state so far (`coordinator.methods.rounds.stop_early`).
+
+    `score`: of the models after round `round`. `since`: rounds since then without a better score. `state`: encoded;
+    empty once it is in use. `held`: its tensors. `stopped`: the round after which training ended, None while it goes
+    on.
+    """
+
+    score: float
+    round: int
+    since: int = 0
+    state: bytes = b""
+    held: tuple[BlobRef, ...] = ()
+    stopped: int | None = None
+
+
 class State(Struct, frozen=True, kw_only=True):
     """The state of every method: the rounds done, the layout, how often each device trained, the history.
 
     `campaign`: the number of the present campaign, from 1; rounds go on over campaigns, but `participations`, `history`
     and `installed` are of this campaign alone. `sums`: the masked sums so far. `descents`: how devices derive the
-    models (`put_successor`).
+    models (`put_successor`). `best`: the best state, if training may stop early; otherwise omitted.
     """
 
     round: int
@@ -46,6 +62,7 @@ class State(Struct, frozen=True, kw_only=True):
     installed: dict[str, Installed] = {}
     sums: Sums = Sums()
     descents: dict[str, Descent] = {}
+    best: Best | UnsetType = UNSET
 
 
 class ModelState(State, frozen=True, kw_only=True):

@@ -72,6 +72,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         "gives devices that come later a bundle (fedge, fedcoe), until Ctrl-C.",
     ] = False
     rounds: methods.Rounds = DEFAULT.rounds
+    patience: methods.Patience = None
     campaign_rounds: Annotated[
         AtLeastOne | None,
         Heading.CAMPAIGNS,

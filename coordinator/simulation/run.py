@@ -161,17 +161,20 @@ def run_on(
 
         def on_round(state: State) -> None:
             """Skip rounds after training, which have no number of their own."""
-            if state.round <= scenario.rounds and not made.is_done(state) and state.round % scenario.spacing == 0:
+            number = count_rounds(state)
+            if state.round <= scenario.rounds and not made.is_done(state) and number % scenario.spacing == 0:
                 measure(
                     state,
-                    state.round,
+                    number,
                     _average_accuracy(evaluation.evaluate_now(made, state, fleet), federation.late_joiners),
                 )
-                reached = f"round {state.round}/{scenario.rounds}  {figure.words} {curve[-1].accuracy:.3f}"
+                reached = f"round {number}/{scenario.rounds}  {figure.words} {curve[-1].accuracy:.3f}"
                 spent = "".join(f"  {name} {value:.2f}" for name, value in compute_privacy(state).items())
                 print_line(reached + spent + describe_missing(state, fleet))
             elif not made.is_done(state) and time.monotonic() - told_at[0] > QUIET_S:
                 print_line(f"round {state.round}/{scenario.rounds}" + describe_missing(state, fleet))
+            if state.round == made.last and number < made.last and state.best:
+                print_line(f"training stops after round {number}: the best state is that of round {state.best.round}")
             if state.round == made.last:
                 print_line("the devices write their bundles")
 
@@ -183,9 +186,10 @@ def run_on(
         if evaluation.failure:
             watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
+        done = min(count_rounds(state), scenario.rounds) if state.best else scenario.rounds
         measure(
             state,
-            scenario.rounds,
+            done,
             _average_accuracy({i: end.score for i, end in final.items()}, federation.late_joiners),
         )
     summary = made.summarise(state)
@@ -194,7 +198,7 @@ def run_on(
         method=label,
         seed=seed,
         global_accuracy=curve[-1].global_accuracy,
-        rounds=scenario.rounds,
+        rounds=done,
         bytes_up=fleet.bytes_up,
         bytes_down=fleet.bytes_down,
         seconds=fleet.seconds,
@@ -211,6 +215,11 @@ def run_on(
         counts=evaluation.counts,
         score_name=UNSET if figure == ACCURACY else figure.name,
     )
+
+
+def count_rounds(state: State) -> int:
+    """Count the rounds of training that were done, fewer than planned if it stopped early."""
+    return state.best.stopped if state.best and state.best.stopped else state.round
 
 
 def describe_missing(state: State, fleet: SimulatedFleet) -> str:

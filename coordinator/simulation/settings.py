@@ -41,6 +41,7 @@ class Setup(Partitioning, frozen=True, kw_only=True):
     """Data, devices and local training, for demos and simulations."""
 
     rounds: methods.Rounds = DEFAULT.rounds
+    patience: methods.Patience = None
     participation: methods.Participation = DEFAULT.participation
     min_reports: methods.MinReports = DEFAULT.min_reports
     local_steps: methods.LocalSteps = DEFAULT.sgd.steps

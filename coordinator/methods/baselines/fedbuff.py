@@ -57,6 +57,10 @@ class FedBuff(Method[FedBuffState]):
         "selection": "nobody is chosen for a step: devices that are idle are drawn",
     }
 
+    def explain_no_patience(self) -> str:
+        """Return why training cannot stop early: orders are under way at any time."""
+        return super().explain_no_patience() or "devices are at work for later models when it would stop"
+
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: the method takes answers one by one."""
         return super().explain_no_relays() or ONE_BY_ONE

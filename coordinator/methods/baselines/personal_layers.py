@@ -52,6 +52,10 @@ class PersonalLayers(Method[P], Generic[P]):
     """Whether the personal layers are pooled at the end (PM-MoE). They may then learn from D_L alone."""
     sends_initial: ClassVar[bool] = True
 
+    def explain_no_patience(self) -> str:
+        """Return why training cannot stop early: what devices keep would be that of another round."""
+        return super().explain_no_patience() or "what devices keep is of their last round, and would not fit the best"
+
     def make_step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
         """Make the order of the next round for this method. `common`: values for the fields of `Train`."""
         return Train(**common)

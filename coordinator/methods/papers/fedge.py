@@ -132,6 +132,11 @@ class Fedge(Mixtures):
         ),
     }
 
+    def explain_no_patience(self) -> str:
+        """Return why training cannot stop early: with a buffer orders are under way at any time."""
+        busy = "with a buffer devices are at work for later models when it would stop"
+        return super().explain_no_patience() or (busy if self.options.buffer else "")
+
     def set_up(self) -> None:
         """Refuse options that do not combine."""
         if self.settings.fine_tune and self.options.mode == "mixture":

@@ -305,6 +305,10 @@ class ScmoePfl(Method[ScmoeState]):
             )
         return msgspec.structs.replace(state, since_best=since, round=self.last if since >= PATIENCE else state.round)
 
+    def explain_no_patience(self) -> str:
+        """Return why training cannot stop early: it does so by itself."""
+        return f"it stops by itself, after {PATIENCE} rounds without progress"
+
     async def finish(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Fit the mixture on every device (sections 10 and 11)."""
         orders = {device.id: self.make_mixture_order(state, device.id) for device in fleet.get_devices()}
