@@ -66,7 +66,9 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
     out: Annotated[
-        Path | None, Heading.OUTPUT, "The masks of a segmentation go into this folder, a PNG with a palette each."
+        Path | None,
+        Heading.OUTPUT,
+        "Masks go into this folder, and each is a PNG with a palette whose pixels are class numbers.",
     ] = None
 
 
@@ -78,7 +80,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     "--decode",
     heading=Heading.PREDICTION,
     metavar="PACKAGE.MODULE:CLASS",
-    help="This class of yours, the one of a problem of your own, decodes and scores the outputs; no file can name it.",
+    help="The outputs of a problem of your own are decoded and scored by this class, which is named here alone.",
 )
 @json_lines_option("input")
 def infer(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -17,12 +19,12 @@ from deploy.inference.runtime import load
 from deploy.serving.batching import Batcher
 from deploy.serving.endpoints import ServedModel
 from deploy.serving.feedback import Feedback
+from deploy.serving.server import Server
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits, examine_in_process
 from deploy.updates.slots import Slots
 from edge_agent.samples import SampleStore
 from fedge.bundle.manifest import MANIFEST
-from fedge.errors import ConfigError
 from fedge.wire.messages import DriftKind
 from tests.support.problem_bundles import KINDS, N_VALIDATION, Kind, make_kind
 
@@ -90,37 +92,47 @@ def make_body(x: np.ndarray[Any, Any], **fields: Any) -> bytes:
     return json.dumps({"inputs": [tensor], **fields}).encode()
 
 
-async def test_a_device_answers_and_keeps_what_it_is_told(
+async def test_a_device_answers_over_http_and_keeps_what_it_is_told(
     kind: Kind, bundles: tuple[Path, Path], tmp_path: Path
 ) -> None:
     name, y = kind.task.name, kind.convert()
-    async with serve(tmp_path, install(tmp_path, bundles[1], kind)) as (model, store):
-        answer = json.loads((await model.infer(make_body(kind.x[:2]))).body)
+    async with (
+        serve(tmp_path, install(tmp_path, bundles[1], kind)) as (model, store),
+        Server([model], port=0) as server,
+        aiohttp.ClientSession(f"{server.url}/v2/models/m/") as client,
+    ):
+
+        async def ask(path: str, body: bytes) -> tuple[int, Any]:
+            async with client.post(path, data=body) as response:
+                return response.status, await response.json()
+
+        _, answer = await ask("infer", make_body(kind.x[:2]))
         found = {one["name"]: one["shape"] for one in answer["outputs"]}
         assert found == OUTPUTS[name] | {"weights": [2, 2], "energies": [2, 2], "outlier": [2]}
-        described = {o["name"]: o["shape"][1:] for o in model_metadata(model)["outputs"]}
+        async with client.get(f"{server.url}/v2/models/m") as response:
+            described = {o["name"]: o["shape"][1:] for o in (await response.json())["outputs"]}
         assert described == {output: shape[1:] for output, shape in found.items()}
 
         told = [TOLD[name](target) for target in kind.y[:3]]
-        learned = json.loads((await model.learn(make_body(kind.x[:3], targets=told))).body)
-        assert learned == {"model_name": "m", "labels": 3, "stored": 3}
-        await model.infer(make_body(kind.x[3:4], id="r1"))
-        await model.learn(json.dumps({"id": "r1", "target": TOLD[name](kind.y[3])}).encode())
+        assert await ask("feedback", make_body(kind.x[:3], targets=told)) == (
+            200,
+            {"model_name": "m", "labels": 3, "stored": 3},
+        )
+        await ask("infer", make_body(kind.x[3:4], id="r1"))
+        status, _ = await ask("feedback", json.dumps({"id": "r1", "target": TOLD[name](kind.y[3])}).encode())
+        parameter = TOLD[name](kind.y[4])
+        parameter = json.dumps(parameter) if isinstance(parameter, list) else parameter
+        again, _ = await ask("infer", make_body(kind.x[4:5], parameters={"target": parameter}))
+        assert (status, again) == (200, 200)
         kept = store.read_labelled()
-        np.testing.assert_allclose(kept.y, y[:4], rtol=1e-6)
+        np.testing.assert_allclose(kept.y, y[:5], rtol=1e-6)
         assert kept.y.dtype == y.dtype
-        assert [store.read_sample(k).label for k in range(1, 5)] == [kind.problem.find_group(each) for each in y[:4]]
+        assert [store.read_sample(k).label for k in range(1, 6)] == [kind.problem.find_group(each) for each in y[:5]]
 
         wrong, says = WRONG[name]
-        with pytest.raises(ConfigError, match=says):
-            await model.learn(make_body(kind.x[5:6], target=wrong))
-        assert len(store.read_labelled().y) == 4
-
-
-def model_metadata(model: ServedModel) -> dict[str, Any]:
-    from deploy.serving.protocol import make_metadata
-
-    return make_metadata("m", model.manifest)
+        status, refused = await ask("feedback", make_body(kind.x[5:6], target=wrong))
+        assert (status, re.search(says, refused["error"]) is not None) == (400, True), refused
+        assert len(store.read_labelled().y) == 5
 
 
 def test_a_worse_bundle_may_not_serve_and_a_better_one_may(

@@ -50,6 +50,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
     SCORE: ClassVar = "score"
     SCORES: ClassVar = (-math.inf, math.inf)
     OUTPUTS: ClassVar = ("outputs",)
+    TARGET_KINDS: ClassVar = "if"
     MIXED: ClassVar = False
 
     code: Annotated[str, Meta(pattern=PRINTABLE)]
