@@ -75,7 +75,7 @@ def _erase(x: Images, rng: np.random.Generator) -> Images:
     rows, columns = np.arange(height), np.arange(width)
     in_rows = (rows >= top[:, np.newaxis]) & (rows < (top + tall)[:, np.newaxis])
     in_columns = (columns >= left[:, np.newaxis]) & (columns < (left + wide)[:, np.newaxis])
-    chosen = (rng.random(n) < 0.5)[:, np.newaxis, np.newaxis]
+    chosen = rng.random((n, 1, 1)) < 0.5
     gone = chosen & in_rows[:, :, np.newaxis] & in_columns[:, np.newaxis, :]
     return np.where(gone[:, np.newaxis], np.float32(0), x)
 

@@ -159,7 +159,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def code(self) -> tuple[str, ...]:
         """The code that the task calls, as package.module:name: its class, its network, and its augmentation."""
-        own = (self.asked.code,) if isinstance(self.asked, Own) else ()
+        own: tuple[str, ...] = (self.asked.code,) if isinstance(self.asked, Own) else ()
         own += self.augment or ()
         return tuple(dict.fromkeys(path for path in (self.name, self.model, *own) if ":" in path))
 

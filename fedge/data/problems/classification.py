@@ -116,7 +116,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
 
     def find_classes(self, answers: Sequence[Floats]) -> NDArray[np.integer]:
         """Return the most probable classes."""
-        return answers[0].argmax(axis=1)
+        return np.asarray(answers[0].argmax(axis=1))
 
     def name_answers(self, answers: Sequence[Floats]) -> tuple[str, ...]:
         """Return the names of the most probable classes."""

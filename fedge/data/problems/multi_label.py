@@ -64,7 +64,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
         if isinstance(self.shares, UnsetType):
             return np.full(len(self.labels), 0.5)
         shares = np.array(self.shares)
-        return np.maximum(np.sqrt(0.5 * shares / (1 + shares)), LOWEST)
+        return np.asarray(np.maximum(np.sqrt(0.5 * shares / (1 + shares)), LOWEST))
 
     def find_labels(self, probabilities: Floats) -> NDArray[np.bool_]:
         """Return which labels are there, (n, C)."""
