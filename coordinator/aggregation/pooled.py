@@ -165,7 +165,7 @@ def stack_weights(products: Mapping[K, Mapping[K, float]], candidates: Sequence[
 
     Candidates whose products are unknown get none; all are equal if no product is known.
     """
-    known = [a for a in candidates if all(b in products.get(a, {}) for b in products)]
+    known = [a for a in candidates if a in products and all(b in products[a] for b in products)]
     if not known:
         return {candidate: 1 / len(candidates) for candidate in candidates}
     matrix = np.array([[products[a][b] for b in known] for a in known])

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation.pooled import choose_pooled, compute_trial_statistic, pool_weights, wants_split
+from coordinator.aggregation.pooled import (
+    choose_pooled,
+    compute_trial_statistic,
+    pool_means,
+    pool_products,
+    pool_weights,
+    stack_weights,
+    wants_split,
+)
 
 
 def deltas(g, e):
@@ -125,3 +133,30 @@ def test_a_liar_has_no_larger_say_than_twice_the_median():
     assert choose_pooled([*honest, [0.0, 1e300, 0.0]]) == 0  # 4 against 1 and 4: it counts, but as two
     told = [({"a": 1.0, "b": 0.0}, 10)] * 4
     assert pool_weights([*told, ({"a": 0.0, "b": 1.0}, 10**6)]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})
+
+
+def test_pooled_means_are_over_samples_and_a_liar_moves_them_little():
+    sums = np.array([[2.0, 4.0], [6.0, 0.0]])
+    assert pool_means(sums, [1, 3]).tolist() == [2.0, 1.0]
+    assert pool_means(sums[:1], [0]).tolist() == [0.0, 0.0]
+    honest = np.random.default_rng(0).normal(1.0, 0.1, (9, 1))
+    sizes = [10] * 9
+    for lie, size in ((1e30, 10), (1e30, 10**9), (-1e30, 10)):
+        found = pool_means(np.concatenate([honest * 10, [[lie]]]), [*sizes, size])
+        assert abs(found[0] - 1.0) < 0.3
+
+
+def test_products_count_over_the_devices_that_have_both_candidates():
+    both = {"global": {"global": 8.0, "local": 2.0}, "local": {"global": 2.0, "local": 4.0}}
+    one = {"global": {"global": 4.0}}
+    found = pool_products([(both, 2), (one, 2)])
+    assert found == {"global": {"global": 3.0, "local": 1.0}, "local": {"global": 1.0, "local": 2.0}}
+    assert pool_products([]) == {}
+
+
+def test_a_stack_has_the_smallest_squared_error_and_knows_nothing_of_strangers():
+    products = {"a": {"a": 1.0, "b": 0.0}, "b": {"a": 0.0, "b": 3.0}}
+    assert stack_weights(products, ["a", "b"]) == pytest.approx({"a": 0.75, "b": 0.25}, abs=1e-6)
+    assert stack_weights(products, ["b"]) == pytest.approx({"b": 1.0})
+    assert stack_weights(products, ["a", "c"]) == pytest.approx({"a": 1.0, "c": 0.0})
+    assert stack_weights({}, ["a", "b"]) == {"a": 0.5, "b": 0.5}
