@@ -73,7 +73,7 @@ def _make_raise_finding(what: str, n: int, error: BaseException) -> Finding:
 
 def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | None:
     """Return what is wrong with an answer to n samples; None if nothing is."""
-    wanted = task.problem.get_output_shape(task.input_shape)
+    problem, wanted = task.problem, task.problem.get_output_shape(task.input_shape)
     shape = f"(n, {', '.join(map(str, wanted))})"
     if not isinstance(found, Tensor):
         what = f"a {type(found).__name__}" if found is not None else "nothing"
@@ -81,15 +81,13 @@ def _examine_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Findi
             what += f" with {', '.join(map(str, islice(found, _NAMED)))}"
         elif isinstance(found, tuple | list):
             what += f" of {len(found)}"
-        do = f"let forward return one tensor of the shape {shape} in training and in evaluation"
+        do = f"let forward return one tensor of the shape {shape}, the {problem.RAW}, in training and in evaluation"
         return Finding(f"{when}the network returns {what}, no tensor", do, stops=True)
     if found.shape != (n, *wanted):
         what = f"{when}the network turns {n} sample{'s' * (n > 1)} into numbers of the shape {tuple(found.shape)}"
-        do = f"let it end with torch.nn.Linear(..., {wanted[0]}), so" if len(wanted) == 1 else "let it end so"
+        last = f"torch.nn.Linear(..., {problem.WIDTH or wanted[0]}), so that" if len(wanted) == 1 else "a layer so that"
         return Finding(
-            f"{what}, and {task.problem.describe_outputs()} are asked for",
-            f"{do} that the shape is {shape}",
-            stops=True,
+            f"{what}, and {problem.describe_outputs()}", f"let it end with {last} the shape is {shape}", stops=True
         )
     if found.dtype is not torch.float32:
         what = f"{when}the network returns numbers of the type {found.dtype}"

@@ -34,6 +34,8 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
 
     NAME: ClassVar = "classification"
     SCORE: ClassVar = "accuracy"
+    RAW: ClassVar = "logits"
+    WIDTH: ClassVar = "task.n_classes"
     OUTPUTS: ClassVar = ("probabilities",)
     CLASSED: ClassVar = True
     APART: ClassVar = True
@@ -53,7 +55,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     def describe_outputs(self) -> str:
         """Return them in words."""
         n, some = len(self.classes), ", ".join(self.classes[:8])
-        return f"{n} classes ({some}{', ...' * (n > 8)})"
+        return f"there are {n} classes ({some}{', ...' * (n > 8)})"
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (), since a target is one number."""

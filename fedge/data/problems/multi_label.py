@@ -45,6 +45,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
 
     NAME: ClassVar = "several labels"
     SCORE: ClassVar = "macro_f1"
+    RAW: ClassVar = "logits"
     OUTPUTS: ClassVar = ("probabilities",)
 
     labels: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=10_000)]
@@ -76,7 +77,7 @@ class MultiLabel(Problem, frozen=True, kw_only=True, tag="multi-label"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
-        return f"{len(self.labels)} labels"
+        return f"there are {len(self.labels)} labels"
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C,)."""

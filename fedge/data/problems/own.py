@@ -69,7 +69,7 @@ class Own(Problem, frozen=True, kw_only=True, tag="own"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
-        return f"numbers of the shape {self.outputs}"
+        return f"the problem asks for the shape {self.outputs}"
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the user's class names."""

@@ -45,6 +45,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         NAME: the kind in plain words.
         SCORE: the name of the figure that people read; larger is better.
         SCORES: the least and the largest value that it can have.
+        RAW: what the network's outputs are called.
+        WIDTH: how a network's code names the number of its outputs, if the task knows it by name.
         OUTPUTS: names of what a mixture answers with, beside weights and energies.
         CLASSED: whether each sample is of one class, on which some methods rely.
         APART: whether `fedge.bundle.formula` computes its mixtures outside the graph, too.
@@ -61,6 +63,8 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
     SCORES: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    RAW: ClassVar[str] = "outputs"
+    WIDTH: ClassVar[str] = ""
     OUTPUTS: ClassVar[tuple[str, ...]]
     CLASSED: ClassVar[bool] = False
     APART: ClassVar[bool] = False
@@ -94,7 +98,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         raise NotImplementedError
 
     def describe_outputs(self) -> str:
-        """Return in words what the network's outputs are, for error messages."""
+        """Return as a clause what the network's outputs are for, for error messages."""
         raise NotImplementedError
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

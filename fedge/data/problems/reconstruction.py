@@ -52,7 +52,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
-        return "the numbers of the input"
+        return "it is to give back its input"
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (), since a mark is one number."""

@@ -79,7 +79,7 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
-        return f"{self.width} numbers" + " and their log-variances" * self.variance
+        return f"there are {self.width} numbers" + " and their log-variances" * self.variance
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (D,)."""

@@ -33,6 +33,7 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
 
     NAME: ClassVar = "segmentation"
     SCORE: ClassVar = "mean_iou"
+    RAW: ClassVar = "logits"
     OUTPUTS: ClassVar = ("probabilities",)
     FOLDER: ClassVar = "masks"
 
@@ -44,7 +45,7 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
-        return f"{len(self.classes)} classes for each pixel"
+        return f"there are {len(self.classes)} classes for each pixel"
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (H, W)."""
