@@ -19,7 +19,6 @@ Runs that are done are kept in --out; the same command goes on where it was.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import logging
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ from numpy.typing import NDArray
 from script import finish, markdown, parser_of, progress_of, several
 
 import fedge
-from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.interface import Simulation
 from fedge.data.task import TaskSpec
 from fedge.models.networks import unet
@@ -105,8 +103,7 @@ def small_unet(task: TaskSpec) -> torch.nn.Module:
 def make_movements(data: Path, seed: int, n: int) -> Task:
     """People's movements, of which one activity is unusual."""
     pool = load_pool("uci-har", data / "uci-har", seed=seed, limit=n)
-    task = Task.from_arrays(pool.x, pool.y == seed % 6, problem="reconstruction", users=pool.user)
-    return dataclasses.replace(task, pool=dataclasses.replace(task.pool, block=pool.block))
+    return Task.from_arrays(pool.x, pool.y == seed % 6, problem="reconstruction", users=pool.user, block=pool.block)
 
 
 def make_voices(data: Path, seed: int, n: int) -> Task:
@@ -233,13 +230,11 @@ def average_metrics(done: Simulation) -> dict[str, float]:
 
 def count_alarms(done: Simulation) -> dict[str, float]:
     """The share of usual test samples that bundles flag, and the share of strange ones, mean over devices."""
-    shares = partition_samples(done.scenario, done.seed).shares
     alarms: dict[str, list[float]] = {"false alarms": [], "found": []}
     for device in done.devices:
         if device.bundle:
-            share = shares[device.id]
-            flagged = fedge.load(done.get_bundle(device.id)).predict(share.x_test).outlier
-            for name, which in (("false alarms", share.y_test == 0), ("found", share.y_test > 0)):
+            flagged = device.predictions.outlier
+            for name, which in (("false alarms", device.y_test == 0), ("found", device.y_test > 0)):
                 if which.any():
                     alarms[name].append(float(flagged[which].mean()))
     return {name: float(np.mean(values)) for name, values in alarms.items() if values}

@@ -6,8 +6,10 @@ do. Nothing ends in an error of another kind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 import fedge
 from fedge.errors import FedgeError
 
+PORTED: Final = Path(__file__).parents[2] / "docs" / "coming-from.md"
 N: Final = 90
 RNG: Final = np.random.default_rng(0)
 X: Final = RNG.normal(size=(N, 6)).astype(np.float32)
@@ -218,3 +221,12 @@ def test_what_a_newcomer_brings_works_or_is_told_what_to_do(name: str) -> None:
         assert done.bundles == 3
         said = fedge.load(done.get_bundle(done.devices[0].id)).predict(task.pool.x[:4])
         assert all(np.isfinite(answer).all() for answer in said.answers)
+
+
+def test_the_ported_client_of_another_framework_learns() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", PORTED.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = [block for block in blocks if "import fedge" in block]
+    names: dict[str, Any] = {"__name__": "ported"}
+    exec(code, names)
+    assert names["result"].bundles == 5
+    assert names["result"].accuracy > 0.8
