@@ -80,7 +80,11 @@ def unet(task: TaskSpec) -> nn.Module:
     """
     options = _parse_sizes(task, channels=16)
     _require_images(task, 8)
-    return _UNet(task.input_shape, task.problem.get_output_shape(task.input_shape)[0], options["channels"])
+    shape = task.problem.get_output_shape(task.input_shape)
+    if shape[1:] != task.input_shape[1:]:
+        asked = f"{task.problem.NAME} asks for {shape}"
+        raise ConfigError(f"{task.model} gives an output for each pixel, but {asked}: take another network")
+    return _UNet(task.input_shape, shape[0], options["channels"])
 
 
 def autoencoder(task: TaskSpec) -> nn.Module:

@@ -255,8 +255,9 @@ def test_candidates_of_a_bundle_share_what_is_frozen(adapt: str, file: Path, tmp
     task = with_network(TASK, None, file, adapt)
     network, first, after = trained(task)
     mixture = Mixture(
-        tuple(Candidate(Role.EXPERT, name, model, weight=0.5) for name, model in (("a", first), ("b", after))),
-        np.zeros(3),
+        tuple(
+            Candidate(Role.EXPERT, name, model, np.zeros(3), weight=0.5) for name, model in (("a", first), ("b", after))
+        ),
         0.0,
         GateWeights.make_untrained(task.input_shape, 2),
     )

@@ -89,8 +89,7 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
         model = flatten(tensors | routers, layout)
     x = np.random.default_rng(0).normal(size=(9, 1, 10, 10)).astype(np.float32)
     mixture = Mixture(
-        candidates=(Candidate(role=Role.GLOBAL, name="global", model=model),),
-        log_prior=np.zeros(4),
+        candidates=(Candidate(role=Role.GLOBAL, name="global", model=model, offset=np.zeros(4)),),
         beta=0.0,
         gate=GateWeights.make_untrained(task.input_shape, 1),
     )
