@@ -1,8 +1,13 @@
-"""Every kind of problem: its formulas in numpy are those of its loss in torch and of its graph in ONNX."""
+"""Every kind of problem: its formulas in numpy are those of its loss in torch and of its graph in ONNX.
+
+And what holds for devices whatever they are asked: sensitive samples shape nothing that leaves, padding counts nowhere,
+DP-SGD, masked sums and robust means need no labels.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +16,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from coordinator.aggregation.protection import Protection
+from coordinator.methods.catalogue import make_method
+from coordinator.methods.method import Server
+from coordinator.methods.settings import MethodSettings
+from coordinator.simulation.rounds import run_rounds
+from edge_agent.device.worker import Worker
+from edge_agent.learning.batched import Job, execute_jobs, execute_singly
 from export.graph import make_gate_tensors
 from export.graph_nodes import Graph
 from export.mixture import Candidate, GateWeights, Guard, Mixture
@@ -28,10 +40,26 @@ from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import IGNORED, Segmentation
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
+from fedge.models import build
 from fedge.models.problems.losses import PADDING, compute_losses, compute_mean_loss, reduce_outputs
+from fedge.models.training import can_stack
+from fedge.steps.contract import Action
+from fedge.steps.descriptions.trial import Trial
+from fedge.steps.mixture.fit_candidates import FitCandidates
+from fedge.steps.mixture.fit_energy import FitEnergy
+from fedge.steps.mixture.fit_weights import FitWeights
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp
 from fedge.system.loading import allow_code
+from fedge.tasks import DeviceData
+from fedge.tensors import codecs
+from fedge.tensors.layout import Codec, Layout, unflatten
 from fedge.wire.messages import Role
+from tests.support.candidates import WITH_LOCAL, WITHOUT_LOCAL
+from tests.support.orders import Blobs, order
 from tests.support.own_problem import NEAREST
+from tests.support.simulation import Fleet
 
 N, M = 7, 3
 
@@ -329,3 +357,169 @@ def test_targets_that_do_not_fit_are_refused_with_what_to_do(what: str) -> None:
     name, y, text = REFUSED[what]
     with pytest.raises(ConfigError, match=text):
         replace(make_case(name), y=y).convert()
+
+
+# ------------------------------------------------------------------------------------------------------- on devices
+
+SGD = Sgd(steps=6, batch_size=8)
+
+
+def draw_samples(case: Case, n: int, seed: int) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """n samples like those of the case, with converted targets."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(0, N, n)
+    noise = 0.3 * rng.normal(size=(n, *case.task.input_shape))
+    return (case.x[chosen] + noise).astype(np.float32), case.convert()[chosen]
+
+
+def make_data(case: Case, n: int = 24, seed: int = 1, marked: int | None = None) -> DeviceData:
+    """n training samples and half as many for validation; with `marked`, a fourth is sensitive and of that seed."""
+    parts = []
+    for k, size in enumerate((n, n // 2)):
+        x, y = draw_samples(case, size, seed + 100 * k)
+        marks = (np.arange(size) % 4 == 0) & (marked is not None)
+        other_x, other_y = draw_samples(case, size, 1000 + (marked or 0) + 100 * k)
+        x[marks], y[marks] = other_x[marks], other_y[marks]
+        parts.append((x, y, marks))
+    (x, y, marks), (x_val, y_val, marks_val) = parts
+    return DeviceData(x, y, marks, x_val, y_val, marks_val, converted=True)
+
+
+def make_worker(case: Case, home: Path, data: DeviceData, device: str = "d") -> Worker:
+    return Worker(device, case.task, data, home, source=lambda _: np.random.default_rng(0).bytes)
+
+
+def make_train(blobs: Blobs, sgd: Sgd = SGD) -> Train:
+    return Train(starts=(Start(model=blobs.model(1)),), sgd=sgd, codec=Codec.FLOAT32)
+
+
+def make_steps(case: Case, blobs: Blobs) -> tuple[Action, ...]:
+    """What devices are asked whose answers leave, in the order of a run."""
+    g, expert = blobs.model(1), blobs.model(2)
+    calibration = dict.fromkeys(Role, case.calibration)
+    fields: dict[str, Any] = {"calibration": calibration, "pooled": (WITHOUT_LOCAL, WITH_LOCAL), "shrinkage": 10.0}
+    fit = FitCandidates(
+        global_model=g,
+        experts=(Start(model=expert, cluster=1), Start(model=blobs.model(3), cluster=2)),
+        initial_model=blobs.model(0),
+        sgd=SGD,
+        local_steps=6,
+    )
+    several = Train(
+        starts=tuple(Start(model=blobs.model(k), cluster=k) for k in range(1, 4)), sgd=SGD, choose="accuracy"
+    )
+    return (
+        make_train(blobs),
+        several,
+        Trial(global_model=g, expert=expert),
+        fit,
+        FitWeights(**fields),
+        FitEnergy(**fields),
+    )
+
+
+def test_devices_that_differ_in_sensitive_samples_alone_send_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    blobs = Blobs(case.task)
+    same = [make_worker(case, tmp_path / str(m), make_data(case, marked=m)) for m in (5, 6)]
+    other = make_worker(case, tmp_path / "other", make_data(case, seed=2, marked=5))
+    assert same[0].data.compute_digest() != same[1].data.compute_digest()
+    for number, action in enumerate(make_steps(case, blobs), 1):
+        asked = order(action, number, label=f"{action.STEP}-{number}", task=case.task)
+        one, two, three = (worker.execute(asked, blobs) for worker in (*same, other))
+        assert isinstance(one.result, action.RESULT), one.result
+        action.check(one.result, case.task)
+        assert one == two
+        if not isinstance(action, FitWeights):  # those of one's own problem are 0 and 1
+            assert three != one, "unmarked samples matter"
+
+
+def find_update(finished: Any, layout: Layout) -> NDArray[np.float32]:
+    assert isinstance(finished.result, Trained), finished.result
+    return np.asarray(codecs.decode(finished.blobs[finished.result.update.digest], Codec.FLOAT32, layout).params)
+
+
+RECIPES = {
+    "plain": Sgd(steps=5, batch_size=8),
+    "epochs": Sgd(epochs=2, batch_size=8),
+    "adam, clipped": Sgd(steps=5, batch_size=8, optimizer="adam", learning_rate=0.01, clip_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_devices_side_by_side_learn_what_each_learns_alone(case: Case, tmp_path: Path, recipe: str) -> None:
+    """They have different numbers of samples, so all but one get padding, which counts nowhere."""
+    blobs = Blobs(case.task)
+    action = make_train(blobs, RECIPES[recipe])
+    found = []
+    for way in (execute_singly, execute_jobs):
+        workers = [
+            make_worker(case, tmp_path / way.__name__ / str(k), make_data(case, n, k), f"d{k}")
+            for k, n in enumerate((9, 24, 15))
+        ]
+        jobs = [
+            Job(w, msgspec.structs.replace(order(action, task=case.task), device_id=w.id), action, blobs)
+            for w in workers
+        ]
+        found.append(way(jobs))
+    layout = workers[0].network.layout
+    assert can_stack(workers[0].network)
+    for alone, beside in zip(*found, strict=True):
+        np.testing.assert_allclose(find_update(beside, layout), find_update(alone, layout), rtol=1e-3, atol=2e-5)
+        for name in ("loss_before", "loss_after", "gradient_norm"):
+            assert getattr(beside.result, name) == pytest.approx(getattr(alone.result, name), rel=1e-3, abs=1e-5)
+        one, two = beside.result.val_score, alone.result.val_score
+        assert one == two or one == pytest.approx(two, rel=1e-3, abs=1e-5)
+        assert beside.result.n_samples == alone.result.n_samples
+
+
+def test_without_noise_private_training_is_the_training_of_the_others(case: Case, tmp_path: Path) -> None:
+    """In whole batches, with a bound that clips nothing; what leaves is the update alone."""
+    blobs, sgd = Blobs(case.task), Sgd(steps=3, batch_size=64, learning_rate=0.01)
+    privacy = Privacy(clip_norm=1e4, delta=1e-5, participations=4, noise_multiplier=1e-9)
+    private = TrainDp(starts=(Start(model=blobs.model(1)),), sgd=sgd, codec=Codec.FLOAT32, privacy=privacy)
+    one, two = (make_worker(case, tmp_path / name, make_data(case, marked=5)) for name in "ab")
+    found = one.execute(order(private, task=case.task), blobs)
+    assert isinstance(found.result, TrainedDp), found.result
+    assert found.result == TrainedDp(update=found.result.update, n_samples=18)
+    wanted = find_update(two.execute(order(make_train(blobs, sgd), task=case.task), blobs), two.network.layout)
+    np.testing.assert_allclose(find_update(found, one.network.layout), wanted, rtol=1e-3, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------- on a coordinator
+
+
+async def run_fedavg(case: Case, home: Path, protection: Protection, n: int = 8, liars: int = 0) -> NDArray[np.float32]:
+    """The weights after two rounds; the first devices are told wrong targets if they lie."""
+    workers = {}
+    for k in range(n):
+        data = make_data(case, 12 + k, k)
+        if k < liars:
+            data = replace(data, y_train=-5 * data.y_train)
+        workers[f"d{k}"] = make_worker(case, home / f"d{k}", data, f"d{k}")
+    fleet = Fleet(case.task, build.make_initial_model(case.task, 0)[0], workers, seed=0)
+    settings = MethodSettings(
+        rounds=2, sgd=SGD, codec=Codec.FLOAT32, down="float32", protection=protection, participation=1.0
+    )
+    method = make_method("fedavg", settings, Server(case.task))
+    layout, first = build.make_initial_model(case.task, 0)
+    state = await run_rounds(method, method.make_first_state(layout, fleet.put(unflatten(first, layout))), fleet)
+    return np.asarray(fleet.get(state.model, layout).params)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression", "segmentation"])
+async def test_masked_updates_have_the_mean_of_plain_ones(name: str, tmp_path: Path) -> None:
+    case = make_case(name)
+    plain = await run_fedavg(case, tmp_path / "plain", Protection(average="mean"))
+    masked = await run_fedavg(case, tmp_path / "masked", Protection(average="mean", masking=True))
+    np.testing.assert_allclose(masked, plain, atol=1e-4)
+
+
+async def test_robust_means_hold_off_wrong_targets_of_a_regression(tmp_path: Path) -> None:
+    """They compare updates alone: a device that lies moves the model less than it moves the plain mean."""
+    case, moved = make_case("regression"), {}
+    for rule in ("mean", "norm-clipped", "median", "trimmed-mean", "multi-krum"):
+        protection = Protection(average=rule)  # type: ignore[arg-type]
+        honest = await run_fedavg(case, tmp_path / rule / "honest", protection)
+        found = await run_fedavg(case, tmp_path / rule / "lies", protection, liars=1)
+        moved[rule] = float(np.linalg.norm(found - honest))
+    assert all(distance < moved["mean"] / 2 for rule, distance in moved.items() if rule != "mean"), moved
