@@ -87,11 +87,16 @@ def quantise_bundle(
     others decide whether the bundle is written.
 
     Raises:
-        ConfigError: there are too few samples, or `target` exists.
+        ConfigError: answers are no classes that could be compared, there are too few samples, or `target` exists.
         UpdateRejected: the 8-bit graph predicts worse or takes longer than the limits allow, or cannot be run. Nothing
             is written.
         StoreError: the disk is full or broken.
     """
+    problem = bundle.manifest.task.problem
+    if not problem.CLASSED:
+        raise ConfigError(
+            f"8 bits are checked by the classes that they change, and {problem.NAME} has none: run engine fused"
+        )
     if len(validation.x) < MIN_SAMPLES:
         raise ConfigError(
             f"there are {len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"

@@ -17,6 +17,7 @@ from fedge.models.build import make_initial_model
 from fedge.system.files import compute_digest
 from fedge.tensors.layout import to_bytes, unflatten
 from fedge.wire.messages import Role
+from tests.support.problem_bundles import KINDS, make_kind
 from tests.support.tables import mixture_of, write
 
 IMAGES = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(2, 20, 28), model="cnn")
@@ -130,6 +131,17 @@ def test_the_manifest_says_what_was_written(tmp_path):
     # a model's part is the very blob that the coordinator sends
     blob = to_bytes(unflatten(mixture.candidates[1].model, layout))
     assert manifest.candidates[1].part.digest == compute_digest(blob)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_offset_of_another_shape_than_the_problems_is_a_fault_of_the_caller(tmp_path, name):
+    task = make_kind(name).task
+    layout, model = make_initial_model(task, 0)
+    candidate = Candidate(Role.GLOBAL, "global", model, np.zeros(7))
+    mixture = Mixture((candidate,), 0.0, GateWeights.make_untrained(task.input_shape, 1))
+    with pytest.raises(ValueError, match=r"the offset of global has shape \(7,\), expected"):
+        write_images(tmp_path / "1", layout, mixture, np.zeros((0, *task.input_shape)), task=task)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_equal_mixtures_give_equal_bytes(tmp_path, logits):

@@ -26,6 +26,7 @@ from fedge.errors import ConfigError, UpdateRejected
 from fedge.models.build import make_initial_model
 from fedge.models.training import Network
 from fedge.wire.messages import Role
+from tests.support.problem_bundles import KINDS, make_kind
 
 TASK = TaskSpec(
     name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp", model_options={"hidden": 32}
@@ -65,6 +66,16 @@ def home(tmp_path_factory, digits):
     )  # fmt: skip
     Validation(x[1200:1400], y[1200:1400]).save(home)
     return home
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "classification"])
+def test_answers_that_are_no_classes_are_refused_before_anything_is_written(tmp_path, name):
+    """A comparison of classes would let any number pass."""
+    kind = make_kind(name)
+    bundle = read_bundle(kind.write_bundle(tmp_path / "1", release=1, steps=1))
+    with pytest.raises(ConfigError, match="8 bits are checked by the classes"):
+        quantise_bundle(bundle, Validation(kind.x, kind.convert()), tmp_path / "small", ANY_SPEED)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_a_turned_bundle_is_calibrated_and_examined_on_what_the_graph_takes(home, digits, tmp_path):

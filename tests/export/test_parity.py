@@ -44,6 +44,12 @@ def test_a_small_difference_is_reported(difference: float) -> None:
     )
 
 
+def test_a_difference_is_relative_to_a_large_value_and_absolute_below_1() -> None:
+    wanted = np.array([[200.0, 0.01]])
+    assert parity.require_parity(np.add(wanted, [[0.01, 0]]), lambda _: wanted) == pytest.approx(5e-5)
+    assert parity.require_parity(np.add(wanted, [[0, 5e-5]]), lambda _: wanted) == pytest.approx(5e-5)
+
+
 @pytest.mark.parametrize("difference", [1.01e-4, 1.0, np.nan])
 def test_a_large_one_or_none_at_all_is_refused(difference: float) -> None:
     wanted = np.array([[0.5, 0.5]])

@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="bundles are written with it")
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 import deploy
 from deploy.commands.infer import infer
@@ -22,6 +23,7 @@ from fedge.bundle.manifest import BRANCH, MANIFEST, read_bundle
 from fedge.data.problems.calibration import Calibration
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.wire.messages import Role
+from tests.support.problem_bundles import KINDS, make_kind
 from tests.support.tables import inputs, mixture_of, write
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "bundle"
@@ -235,9 +237,17 @@ def test_auto_takes_separate_for_large_candidates(folder):
 
 
 def _enlarged(candidate):
-    from msgspec.structs import replace
+    return replace_struct(candidate, part=replace_struct(candidate.part, size_bytes=LARGE_PART_BYTES))
 
-    return replace(candidate, part=replace(candidate.part, size_bytes=LARGE_PART_BYTES))
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "classification"])
+def test_mixtures_without_a_formula_of_their_own_run_fused_alone(tmp_path, name):
+    bundle = read_bundle(make_kind(name).write_bundle(tmp_path / "1", release=1, steps=1))
+    large = replace_struct(bundle.manifest, candidates=tuple(_enlarged(c) for c in bundle.manifest.candidates))
+    assert choose_engine(replace(bundle, manifest=large), "auto") == "fused"
+    for engine in ("separate", "lazy"):
+        with pytest.raises(ConfigError, match=f"engine {engine} does not run .*no classification.*: use fused"):
+            choose_engine(bundle, engine)
 
 
 def test_an_altered_branch_is_refused(folder):
