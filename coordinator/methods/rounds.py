@@ -129,7 +129,8 @@ def stop_early(before: S, after: S, last: int, patience: int) -> S:
         last: the number of the last round of training.
         patience: the number of rounds without a better score that end training.
     """
-    score, best = after.history[-1].accuracy, before.best
+    score = next((line.accuracy for line in after.history[-1:] if line.round == after.round), None)
+    best = before.best
     if best and best.stopped is not None:  # a person has asked for more rounds since
         best = UNSET
     if score is not None and (not best or score > best.score):

@@ -76,7 +76,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     load_metric(scenario.metric)
     _require_same_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    code = (scenario.task, scenario.model, scenario.metric, *methods)
+    code = (*scenario.code, *methods)
     ours = any(map(is_registered, code))  # no other process has them, now or later
     found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_get_file(out, run))) is not None}
     for number, outcome in enumerate(found.values(), 1):
@@ -231,7 +231,7 @@ def _iterate_on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator
     """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
     from coordinator.fleet.simulated.ray import connect, plan_actors, ray, require_importable
 
-    require_importable(settings.task, settings.model, *parse_methods(settings))
+    require_importable(*settings.code, *parse_methods(settings))
 
     def run_remotely(run: _Run) -> RunOutcome:
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as home:

@@ -330,7 +330,7 @@ def _open_engine(
     from coordinator.fleet.simulated.on_ray import Shards, WorkerSpec
     from coordinator.fleet.simulated.ray import connect, require_importable
 
-    require_importable(scenario.task, scenario.model)
+    require_importable(*scenario.code)
     recipe = WorkerSpec(
         task=federation.task,
         layout=federation.layout,

@@ -120,6 +120,12 @@ class Scenario(Setup, frozen=True, kw_only=True):
     ] = None
 
     @property
+    def code(self) -> tuple[str, ...]:
+        """The names of task, problem, network, metric and augmentation, which may be of the user's own code."""
+        named = (self.task, self.problem, self.model, self.metric, *(self.augment or "").split(","))
+        return tuple(name.strip() for name in named if name)
+
+    @property
     def spacing(self) -> int:
         """Number of rounds between two evaluations."""
         return self.evaluate_every or max(1, self.rounds // 10)

@@ -229,7 +229,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         raise ConfigError("--metric changes nothing in a search, which goes by the accuracy: leave it out")
     name, fixed = parse_method(settings.method)
     ranges = parse_ranges(name, search, scenario.optimizer)
-    require_importable(scenario.task, scenario.model, settings.method)
+    require_importable(*scenario.code, settings.method)
     if scenario.train_on is not Processor.CPU or not scenario.rounds:
         raise ConfigError(
             "a search needs rounds, and shares out processors, no GPUs: leave out --train-on, give --rounds"

@@ -75,10 +75,12 @@ def require_importable(*paths: str | None) -> None:
     """Refuse objects that exist only in this process.
 
     Raises:
-        ConfigError: a task, a network or a method exists only in this process.
+        ConfigError: a task, a network, a method or a function exists only in this process.
     """
     if any(map(is_registered, paths)):
-        raise ConfigError("a task, network or method of this Python process cannot go to Ray: write it into a module")
+        raise ConfigError(
+            "a task, network, method or function of this Python process cannot go to Ray: write it into a module"
+        )
 
 
 def plan_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:

@@ -37,10 +37,6 @@ class Local(Method[ModelState]):
         FINE_TUNED: "local models have nothing to be fine-tuned from",
     }
 
-    def explain_no_patience(self) -> str:
-        """Return why training cannot stop early: devices learn in one order."""
-        return "each device learns alone, in one order"
-
     def is_done(self, state: ModelState) -> bool:
         """Return whether the one round is done."""
         return state.round > self.settings.first

@@ -138,7 +138,6 @@ def test_a_run_stops_early_with_bundles_of_the_best_round() -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "says"),
     [
-        ("local", {}, "each device learns alone"),
         ("ditto", {}, "what devices keep is of their last round"),
         ("fedrep", {}, "what devices keep is of their last round"),
         ("scmoe-pfl", {}, "it stops by itself, after"),

@@ -319,3 +319,12 @@ def test_changes_that_do_not_suit_are_refused_before_the_first_round() -> None:
         fedge.simulate(task=task, augment=lambda x, _: x, dp_epsilon=8.0, method="fedavg", **SMALL)
     with pytest.raises(ConfigError, match=r"training fails .*ZeroDivisionError"):
         fedge.simulate(task=task, augment=lambda _x, _rng: 1 / 0, method="fedavg", **SMALL)
+
+
+def test_functions_of_this_process_go_with_a_comparison_and_not_to_ray() -> None:
+    task = fedge.Task.from_arrays(X, Y)
+    own: dict[str, Any] = {"augment": ["noise", lambda x, _: x], "metric": lambda _said, y: len(y)}
+    found = fedge.compare(task=task, methods=["local", "fedavg"], seeds=[0], **own, **SMALL)
+    assert found.methods[0].metrics["<lambda>"].mean == found.methods[1].metrics["<lambda>"].mean > 0
+    with pytest.raises(ConfigError, match="function of this Python process cannot go to Ray"):
+        fedge.simulate(task="digits", engine="ray", augment=lambda x, _: x, **SMALL)
