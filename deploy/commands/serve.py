@@ -19,7 +19,7 @@ from secrets import token_hex
 from typing import Annotated, Final
 
 import click
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from deploy.commands.install import install_bundle
 from deploy.inference.engines import (
@@ -48,10 +48,11 @@ from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort,
 from fedge.membership.credentials import Credentials, KeepAlive
 from fedge.membership.renewal import Renewal
 from fedge.privacy.egress import Door, Rules, RulesFile, read_rules
-from fedge.settings import NAME, Name, Secret, resolve, settings_options
+from fedge.settings import CODE, NAME, Name, Secret, resolve, settings_options
 from fedge.steps.contract import Reveals
 from fedge.system.background import on_signal, raise_first_failure
 from fedge.system.help import Command, json_lines_option
+from fedge.system.loading import allow_code
 from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
 from fedge.system.systemd import notify_ready
@@ -109,6 +110,12 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
         Heading.PREDICTION,
         "While inputs or the classes' shares drift, a device's answers follow these without labels (docs/runtime.md).",
     ] = False
+    score_with: Annotated[
+        str,
+        CODE,
+        Heading.CODE,
+        "Answers to a problem of your own get their scores from this class of it, package.module:Class.",
+    ] = ""
     broker: Annotated[
         str | None, Heading.BROKER, "Sensors are answered at this MQTT broker, too; it is named as in `fedge agent`."
     ] = None
@@ -145,6 +152,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
     rules = read_rules(settings.home, settings.egress, config)
+    allow_code([settings.score_with] if settings.score_with else [])
     if settings.home is None and not folders:
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
     if settings.home is not None and not settings.home.is_dir():
@@ -195,9 +203,10 @@ def _parse_folder(text: str) -> tuple[str | None, Path]:
 
 
 def _make_options(settings: ServeSettings) -> EngineOptions:
-    return make_engine_options(
+    how = make_engine_options(
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
+    return structs.replace(how, code=(settings.score_with,) if settings.score_with else ())
 
 
 def _load_model(

@@ -68,13 +68,17 @@ ProviderOptions = Annotated[
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """Options for running a device's present and later bundles; they are those of `deploy.load`."""
+    """Options for running a device's present and later bundles; they are those of `deploy.load`.
+
+    `code` names classes of the user's that may score answers, also where bundles are examined.
+    """
 
     engine: EngineChoice = "auto"
     mode: Mode = "normal"
     threads: int = 1
     provider: str = "auto"
     provider_options: dict[str, str] = {}
+    code: tuple[str, ...] = ()
 
 
 def make_engine_options(

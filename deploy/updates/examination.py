@@ -25,6 +25,7 @@ from fedge.data.task import TRAIN, TaskSpec
 from fedge.data.validation import Validation, load_validation
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.system import child
+from fedge.system.loading import allow_code
 from fedge.wire.messages import NonNegative, Quality
 
 log = logging.getLogger("fedge.deploy")
@@ -150,6 +151,7 @@ def examine_in_process(
     running: Path | None, staged: Path, home: Path, limits: Limits, how: EngineOptions
 ) -> Examination:
     """Measure and compare both bundles in this process, for `examine_bundle`."""
+    allow_code(how.code)
     try:
         new = load_update(staged, how, again=True)
         validation, warning = _load_samples(home, new.task)

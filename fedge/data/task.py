@@ -179,6 +179,11 @@ def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
         found.append(f"with class {', '.join(added)}")
     if not gone and not added and old.classes != new.classes:
         found.append("the same classes in another order")
+    if old.asked != new.asked:
+        before, now = old.problem, new.problem
+        fields = [n for n in now.__struct_fields__ if getattr(before, n, None) != getattr(now, n)]
+        other = f"another {now.NAME} ({', '.join(fields)})"
+        found.append(other if before.NAME == now.NAME else f"{now.NAME} in place of {before.NAME}")
     words = {"name": "name", "input_shape": "input", "model": "network", "model_options": "options of the network"}
     for name, word in words.items():
         before, now = (getattr(task, name) for task in (old, new))

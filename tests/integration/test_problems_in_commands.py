@@ -17,6 +17,7 @@ from deploy.commands.serve import serve
 from edge_agent.samples import SampleStore
 from edge_agent.samples.cli import collect, samples
 from edge_agent.samples.label import label
+from fedge.data.task import list_differences
 from fedge.errors import ConfigError
 from tests.integration.test_problems_at_work import install
 from tests.support.own_problem import NEAREST
@@ -135,3 +136,12 @@ def test_what_is_for_classes_alone_says_what_to_do(tmp_path: Path) -> None:
         run(label, tmp_path / "home", "--port", 0)
     with pytest.raises(ConfigError, match="cat is no class, since task regression has none"):
         run(samples, "list", tmp_path / "home", "--class", "cat")
+
+
+def test_a_bundle_and_samples_of_another_problem_are_refused_by_its_name(kind: Kind, tmp_path: Path) -> None:
+    other = make_kind("regression" if kind.task.name == "own" else "own")
+    assert f"{other.problem.NAME} in place of {kind.problem.NAME}" in list_differences(kind.task, other.task)
+    with SampleStore(tmp_path, kind.task) as store:
+        store.add(kind.x[0], kind.convert()[0], origin="python")
+    with pytest.raises(ConfigError, match="give another --home, or move the folder away"):
+        SampleStore(tmp_path, other.task)
