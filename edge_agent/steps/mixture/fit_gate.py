@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from msgspec import structs
 
 from edge_agent.device.device import Device
 from edge_agent.learning import gate, mixture, private_model
@@ -115,8 +116,9 @@ def choose_guard(
     n_groups = int(groups.max(initial=0)) + 1
     if not mixture.is_representative(*(np.bincount(own, minlength=n_groups) for own in (validation, training))):
         return None
+    known = calibration.get(Role.GLOBAL, PLAIN).deviation  # that of its errors, without which nothing is likely
     alternatives = [
-        (role, PLAIN if role is Role.GLOBAL else calibration.get(role, PLAIN))
+        (role, structs.replace(PLAIN, deviation=known) if role is Role.GLOBAL else calibration.get(role, PLAIN))
         for role in (Role.GLOBAL, Role.PRIVATE, Role.LOCAL)
         if role in fitted.roles
     ]

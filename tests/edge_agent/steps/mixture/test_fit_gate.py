@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,10 @@ import pytest
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_gate import FitAblatedGate
 from deploy import load
+from edge_agent.learning.evaluation import Figures
+from edge_agent.steps.mixture import fit_gate as steps
+from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.regression import Regression
 from fedge.steps.contract import Failed
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Start
@@ -65,6 +71,27 @@ def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(
     assert isinstance(unguarded, Installed), unguarded
     assert manifest_of(tmp_path, unguarded).fusion.guard is None
     assert roles_of(tmp_path, unguarded) == (Role.GLOBAL,)
+
+
+def test_the_guards_global_model_has_no_offset_and_keeps_the_deviation_of_its_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = Regression(targets=("delay",), mean=(0.0,), std=(1.0,))
+    y = np.tile(np.arange(10, dtype=np.float32), 2)[:, np.newaxis]
+    data = SimpleNamespace(labelled=(y, y), n_train=10)
+    device: Any = SimpleNamespace(task=SimpleNamespace(problem=problem), data=data)
+    fitted: Any = SimpleNamespace(roles=(Role.GLOBAL,), decode_model=lambda *_: None)
+    seen = []
+
+    def measure_model(_device: object, _model: object, how: Calibration, _offset: object) -> Figures:
+        seen.append(how)
+        return Figures(0.0, 0.0, {})
+
+    monkeypatch.setattr(steps, "measure_model", measure_model)
+    monkeypatch.setattr(steps, "fit_own_offset", lambda *_: np.zeros(1))
+    calibration = {Role.GLOBAL: Calibration(temperature=1.0, kappa=0.5, deviation=(0.4,))}
+    steps.choose_guard(device, fitted, calibration, Figures(0.0, 0.0, {}))
+    assert seen == [Calibration(temperature=1.0, kappa=0.0, deviation=(0.4,))]
 
 
 def test_without_candidates_it_fails_and_no_release_is_used_up(tmp_path: Path) -> None:
