@@ -14,6 +14,7 @@ import msgspec
 
 from coordinator.page.tables import print_table
 from coordinator.store.requests import request_action, request_campaign
+from coordinator.watch.accuracy import find_figure, name_scores
 from coordinator.watch.options import HOME, JSON, STORE, open_store
 from coordinator.watch.state import read_summary
 from coordinator.watch.words import describe_campaign, format_duration
@@ -85,9 +86,11 @@ def status(home: Path, as_json: bool) -> int:
 
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
-    found: dict[str, Any] = read_summary(home).get("campaign") or {"history": []}
+    summary = read_summary(home)
+    found: dict[str, Any] = summary.get("campaign") or {"history": []}
+    figure = find_figure(summary)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(name_scores(found, figure)))
         return 0
     if "number" in found:
         click.echo(escape_controls(f"campaign {describe_campaign(found)}"))
@@ -96,7 +99,7 @@ def status(home: Path, as_json: bool) -> int:
         "began": lambda c: datetime.fromtimestamp(c["began_at"]).astimezone().strftime("%Y-%m-%d %H:%M"),
         "took": lambda c: format_duration(c["ended_at"] - c["began_at"]),
         "rounds": lambda c: c["rounds"],
-        "accuracy": lambda c: "-" if c["accuracy"] is None else f"{c['accuracy']:.3f}",
+        figure.words: lambda c: "-" if c["accuracy"] is None else f"{c['accuracy']:.3f}",
         "experts": lambda c: c["experts"],
         "why": lambda c: "; ".join([*([c["why"]] if c["why"] else []), *c["lineage"]]),
     }

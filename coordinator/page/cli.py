@@ -23,6 +23,7 @@ from msgspec import Struct
 from coordinator.page.tables import print_table
 from coordinator.store.requests import request_action
 from coordinator.store.store import Store
+from coordinator.watch.accuracy import find_figure, name_scores
 from coordinator.watch.attention import describe_attention
 from coordinator.watch.notifying import notify
 from coordinator.watch.options import (
@@ -88,7 +89,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     """
     with _open_watch(home, store) as watch:
         state = watch.get_state()
-    found = state["devices"]
+    found, figure = state["devices"], find_figure(state)
     if text := state["coordinator"]["text"]:
         click.echo(text, err=True)
     for line in describe_attention([item for item in state["attention"] if not item["device"]]):
@@ -101,11 +102,11 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
         "release": lambda d: d["release"] or "-",
         "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
         "trained": itemgetter("trained"),
-        "accuracy": lambda d: _format_shown(d["shown"], d["withholds"]),
+        figure.words: lambda d: _format_shown(d["shown"], d["withholds"]),
         "outliers": lambda d: "not told" if "use" in d["withholds"] else _format_share(d["outliers"]),
         "why": lambda d: "; ".join([*d["attention"], *([d["why"]] if d["why"] else [])]),
     }
-    return print_table(found, as_json, columns)
+    return print_table(name_scores(found, figure) if as_json else found, as_json, columns)
 
 
 @click.command(cls=Command)
@@ -123,15 +124,16 @@ def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
     with _open_watch(home, store) as watch:
-        found = watch.get_state()["rounds_list"][-last:]
+        state = watch.get_state()
+    found, figure = state["rounds_list"][-last:], find_figure(state)
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
         "round": itemgetter("round"),
         "began": lambda r: _format_clock(r["begun_at"]),
         "seconds": lambda r: f"{r['done_at'] - r['begun_at']:.1f}" if r["done_at"] else "under way",
         **{name: itemgetter(name) for name in ("asked", "answered", "late", "failed")},
-        "accuracy": lambda r: _format_share(r["accuracy"]),
+        figure.words: lambda r: _format_share(r["accuracy"]),
     }
-    return print_table(found, as_json, columns)
+    return print_table(name_scores(found, figure) if as_json else found, as_json, columns)
 
 
 def _format_clock(at: float) -> str:

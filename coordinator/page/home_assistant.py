@@ -22,7 +22,9 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import fedge
+from coordinator.watch.accuracy import find_figure
 from coordinator.watch.liveness import UNKNOWN
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.wire.connection.broker import BrokerSettings, Will
 from fedge.wire.transport import Transport
@@ -53,22 +55,26 @@ def parse_broker(url: str) -> BrokerSettings:
 
 def iterate_messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
     """Iterate over the retained messages about server and devices, by topic. `state`: from `Watch.get_state`."""
-    federation = state["federation"]
+    federation, figure = state["federation"], find_figure(state)
     server = f"fedge_{_encode_name(federation)}"
-    yield from _iterate_about(federation, server, f"fedge ({federation})", "server", _collect_server_figures(state))
+    yield from _iterate_about(
+        federation, server, f"fedge ({federation})", "server", _collect_server_figures(state), figure
+    )
     for device in state["devices"]:
         i, name = device["id"], f"{server}_{_encode_name(device['id'])}"
-        yield from _iterate_about(federation, name, f"{i} ({federation})", f"devices/{i}", _collect_figures(device))
+        yield from _iterate_about(
+            federation, name, f"{i} ({federation})", f"devices/{i}", _collect_figures(device, figure), figure
+        )
 
 
 def _iterate_about(
-    federation: str, name: str, shown: str, topic: str, figures: Mapping[str, Any]
+    federation: str, name: str, shown: str, topic: str, figures: Mapping[str, Any], figure: Figure
 ) -> Iterator[tuple[str, bytes]]:
     """Iterate over the messages about one machine: its entities, and their values."""
     config = {
         "device": {"identifiers": [name], "name": shown, "manufacturer": "fedge"},
         "origin": {"name": "fedge", "sw_version": fedge.__version__},
-        "components": {f"{name}_{key}": _make_entity(name, key) for key in figures},
+        "components": {f"{name}_{key}": _make_entity(name, key, figure) for key in figures},
         "state_topic": f"{_make_root(federation)}/{topic}",
         "availability_topic": f"{_make_root(federation)}/available",
     }
@@ -108,7 +114,7 @@ def _collect_server_figures(state: Mapping[str, Any]) -> dict[str, Any]:
         "broker": _format_switch(on=connected) if running else None,
         "attention": "; ".join(texts)[:MAX_TEXT] or "nothing",
         "errors": sum(item["severity"] == "error" for item in items),
-        **_format_accuracy(next(iter(state["shown"]), None)),
+        **_format_score(next(iter(state["shown"]), None), find_figure(state)),
     }
 
 
@@ -116,7 +122,7 @@ def _format_switch(*, on: bool) -> str:
     return "ON" if on else "OFF"
 
 
-def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_figures(device: Mapping[str, Any], figure: Figure) -> dict[str, Any]:
     """Collect a device's values by entity; None if unknown yet."""
     health, context, shown = device["health"] or {}, device["context"] or {}, device["shown"]
     figures = {
@@ -127,23 +133,31 @@ def _collect_figures(device: Mapping[str, Any]) -> dict[str, Any]:
     if (serving := device.get("serving", "none")) != "none":
         figures["serving"] = None if serving == UNKNOWN else _format_switch(on=serving == "serving")
     by_kind = {
-        "loss": {} if shown else _format_accuracy(None),
+        "loss": {} if shown else _format_score(None, figure),
         "load": {"temperature": context.get("temperature_c")},
         "use": {"drift": "ON" if health.get("drift") else "OFF", "failed": health.get("n_failed", 0)} if health else {},
     }
     for kind, values in by_kind.items():
         if kind not in device["withholds"]:
             figures |= values
-    return figures | (_format_accuracy(shown) if shown else {})
+    return figures | (_format_score(shown, figure) if shown else {})
 
 
-def _format_accuracy(shown: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Format the accuracy that is shown first, in percent, and what it is of."""
-    return {"accuracy": round(100 * shown["share"], 1), "measured": shown["of"]} if shown else {"accuracy": None}
+def _format_score(shown: Mapping[str, Any] | None, figure: Figure) -> dict[str, Any]:
+    """Format the score that is shown first, shares in percent, and what it is of."""
+    if not shown:
+        return {figure.name: None}
+    value = round(100 * shown["share"], 1) if figure.share else round(shown["share"], 4)
+    return {figure.name: value, "measured": shown["of"]}
 
 
-def _make_entity(name: str, key: str) -> dict[str, str]:
-    return {**ENTITIES[key], "unique_id": f"{name}_{key}", "value_template": f"{{{{ value_json.{key} }}}}"}
+def _make_entity(name: str, key: str, figure: Figure) -> dict[str, str]:
+    entity = dict(ENTITIES["accuracy" if key == figure.name else key])
+    if key in {figure.name, "measured"}:
+        entity["name"] = entity["name"].replace(ACCURACY.name, figure.words)
+    if key == figure.name and not figure.share:
+        del entity["unit_of_measurement"]
+    return {**entity, "unique_id": f"{name}_{key}", "value_template": f"{{{{ value_json.{key} }}}}"}
 
 
 def _make_root(federation: str) -> str:

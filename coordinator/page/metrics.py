@@ -8,13 +8,15 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from coordinator.watch.accuracy import find_figure
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.wire.openmetrics import make_metric
 
 
 def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
     """Iterate over the metrics of one federation, whose name is a label of each."""
     name, devices = [state["federation"]], state["devices"]
-    running = state["coordinator"]["state"] == "running"
+    running, figure = state["coordinator"]["state"] == "running", find_figure(state)
     broker = state.get("broker") or {"connected": True}
     for metric, about, value in (
         ("fedge_round", "Rounds that are done.", state["round"]),
@@ -22,8 +24,8 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("fedge_done", "1: the run is at its end.", float(state["done"])),
         ("fedge_paused", "1: no further round begins.", float(state["paused"])),
         (
-            "fedge_validation_accuracy",
-            "Of the models in training, on validation samples of the last cohort, between 0 and 1.",
+            f"fedge_validation_{name_score(figure)}",
+            f"Of the models in training, on validation samples of the last cohort, {describe_score(figure)}.",
             state["accuracy"],
         ),
         ("fedge_coordinator_up", "1: the coordinator gave a sign of life in the last seconds.", float(running)),
@@ -64,15 +66,27 @@ def iterate_metrics(state: Mapping[str, Any]) -> Iterator[Metric]:
         )
 
 
+def name_score(figure: Figure) -> str:
+    """Return the part of a metric's name that names the score."""
+    return figure.name if figure == ACCURACY else f"score_{figure.name}"
+
+
+def describe_score(figure: Figure) -> str:
+    """Describe the range of the score."""
+    return "between 0 and 1" if figure.share else figure.words
+
+
 def iterate_accuracies(name: list[str], state: Mapping[str, Any]) -> Iterator[Metric]:
     """Iterate over the accuracies of the fleet and its devices, each with what it is of."""
     rows = [([*name, figure["of"]], figure["share"]) for figure in state["shown"]]
-    about = "At work, of the bundles that answer, and of the models in training, between 0 and 1."
-    yield make_metric("gauge", "fedge_accuracy", about, ["federation", "of"], rows)
+    figure = find_figure(state)
+    kind = name_score(figure)
+    about = f"At work, of the bundles that answer, and of the models in training, {describe_score(figure)}."
+    yield make_metric("gauge", f"fedge_{kind}", about, ["federation", "of"], rows)
     shown = [(d["id"], d["shown"]) for d in state["devices"] if d["shown"] is not None]
     rows = [([*name, i, figure["of"]], figure["share"]) for i, figure in shown]
     about = "Of the bundle that answers there; of the model in training if that is not told."
-    yield make_metric("gauge", "fedge_device_accuracy", about, ["federation", "device", "of"], rows)
+    yield make_metric("gauge", f"fedge_device_{kind}", about, ["federation", "device", "of"], rows)
 
 
 def iterate_attention(name: list[str], items: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

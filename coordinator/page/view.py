@@ -10,7 +10,8 @@ import numpy as np
 
 from coordinator.page.differences import flatten
 from coordinator.store.requests import ACTIONS
-from coordinator.watch.accuracy import Measured
+from coordinator.watch.accuracy import Measured, find_figure
+from fedge.data.problems.scores import ACCURACY
 
 TABLES: Final = ("fleet", "devices", "rounds", "history")
 UNSEEN: Final = frozenset(
@@ -30,6 +31,8 @@ def make_tables(state: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]
     """Make the page's tables from the state (`coordinator.watch.state.Watch.get_state`)."""
     apart = {"devices", "rounds_list", "history"}
     fleet = {name: value for name, value in state.items() if name not in apart} | {"actions": sorted(ACTIONS)}
+    if (figure := find_figure(state)) != ACCURACY:
+        fleet["score"] = {"words": figure.words, "share": figure.share}
     return {
         "fleet": {"": fleet},
         "devices": {device["id"]: _make_device(device) for device in state["devices"]},

@@ -39,7 +39,8 @@ def make_event(event: str, fields: Mapping[str, Any], number: int) -> Event:
     """Make an event as stored. `number`: the round's number, if the event does not give it."""
     if event == "round_done":
         last = fields["history"][-1] if fields["history"] else {"accuracy": None}
-        fields = {"accuracy": last["accuracy"], **{n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s")}}
+        counts = {n: fields[n] for n in ("bytes_up", "bytes_down", "wall_s", "score_name") if n in fields}
+        fields = {"accuracy": last["accuracy"], **counts}
     rest = {name: value for name, value in fields.items() if name not in {"round", "device"}}
     return Event(
         at=time.time(), round=fields.get("round", number), name=event, device=fields.get("device", ""), fields=rest

@@ -28,7 +28,9 @@ from coordinator.store.store import Store
 from coordinator.watch.accuracy import (
     describe_fleet_accuracy,
     find_accuracy,
+    find_figure,
     find_trained,
+    name_scores,
     summarise_accuracy,
 )
 from coordinator.watch.attention import Severity, describe_attention
@@ -45,6 +47,7 @@ from coordinator.watch.words import (
     format_devices,
     format_duration,
 )
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials
@@ -112,7 +115,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         return INTERRUPTED
     with (
         contextlib.closing(opened) as store,
-        _open_observer(as_json) as show,
+        _open_observer(as_json, task.problem.figure) as show,
         _track_rounds(settings, store, show) as observe,
         show_life(settings.home),
     ):
@@ -147,19 +150,19 @@ async def _run_with_page(
 
 
 @contextlib.contextmanager
-def _open_observer(as_json: bool) -> Iterator[Observer]:
+def _open_observer(as_json: bool, figure: Figure = ACCURACY) -> Iterator[Observer]:
     """Open an observer: JSON lines, events as JSON log lines, a live line on a terminal, or a line per round."""
     if as_json or is_json():
 
         def print_event(event: str, fields: dict[str, Any]) -> None:
             if as_json:
-                click.echo(json.dumps({"event": event, **fields}))
+                click.echo(json.dumps(name_scores({"event": event, **fields}, figure)))
             if is_json():
                 _log_event(event, fields)
 
         yield print_event
         return
-    progress = Progress(live=sys.stderr.isatty())
+    progress = Progress(live=sys.stderr.isatty(), figure=figure)
     try:
         yield progress.observe
     finally:
@@ -185,16 +188,17 @@ def _track_rounds(settings: CoordinatorSettings, store: Store, show: Observer) -
                 last = fields["history"][-1] if fields["history"] else {}
                 figures = {name: fields[name] for name in ("bytes_up", "bytes_down", "wall_s")}
                 figures |= {name: last.get(name) for name in ("accuracy", "asked", "answered")}
-                track(fields["round"], {n: float(value) for n, value in figures.items() if value is not None})
+                name = {"accuracy": find_figure(fields).name}
+                track(fields["round"], {name.get(n, n): float(v) for n, v in figures.items() if v is not None})
 
         yield observe
 
 
 class Progress:
-    """Progress for people: rounds, devices, accuracy, bytes, time left."""
+    """Progress for people: rounds, devices, the score, bytes, time left."""
 
-    def __init__(self, *, live: bool) -> None:
-        self._live = live
+    def __init__(self, *, live: bool, figure: Figure = ACCURACY) -> None:
+        self._live, self._figure = live, figure
         self._answers = 0
         self._told = 0
         self._rounds: int | None = None
@@ -251,7 +255,7 @@ class Progress:
             missing = f", NO BUNDLE on {why}" if why else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
             accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
-            how = f", accuracy {accuracy[0]}" if accuracy else ""
+            how = f", {self._figure.words} {accuracy[0]}" if accuracy else ""
             end = "done" if summary["installed"] else "ended"
             return f"{end}: {bundles}{how}, {traffic}, {summary['wall_s']:.0f} s" + (
                 f"; privacy: {promise}" if promise else ""
@@ -259,7 +263,8 @@ class Progress:
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
         return (
-            f"round {number}/{rounds}  {devices}  accuracy in training {shown}  {traffic}{describe_time_left(summary)}"
+            f"round {number}/{rounds}  {devices}  {self._figure.words} in training {shown}  {traffic}"
+            f"{describe_time_left(summary)}"
         )
 
     def _print_line(self, text: str) -> None:
@@ -333,17 +338,18 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
             ]
         case _:
             raise click.UsageError("give either --home, or --broker and --federation")
-    click.echo(json.dumps(summary) if as_json else "\n".join(map(escape_controls, lines)))
+    told = name_scores(summary, find_figure(summary))
+    click.echo(json.dumps(told) if as_json else "\n".join(map(escape_controls, lines)))
     return int(any(item["severity"] == Severity.ERROR for item in summary.get("attention", ())))
 
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
-    history, devices = summary["history"], summary["devices"]
+    history, devices, figure = summary["history"], summary["devices"], find_figure(summary)
     accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
     lines = [
         f"federation  {summary['federation']} ({summary['method']}), as it was {format_duration(summary['age_s'])} ago",
         f"rounds      {summary['round']} of {summary['rounds']}, {describe_progress(summary)}",
-        *(f"{'' if k else 'accuracy':<12}{text}" for k, text in enumerate(accuracy or ["-"])),
+        *(f"{'' if k else figure.words:<11} {text}" for k, text in enumerate(accuracy or ["-"])),
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
@@ -366,7 +372,7 @@ def _format_federation(summary: dict[str, Any]) -> list[str]:
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         shown = find_accuracy(summary["fleet"].get(device, {}), None)
-        accuracy_text = "" if shown is None else f", accuracy {shown.share:.3f} {shown.of}"
+        accuracy_text = "" if shown is None else f", {figure.words} {shown.share:.3f} {shown.of}"
         seen_at = summary["fleet"].get(device, {}).get("seen_at")
         heard = f", heard {format_age(seen_at)}" if seen_at else ""
         presence = f"{was}{devices[device]}" if device in devices else "not seen"

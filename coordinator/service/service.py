@@ -54,6 +54,7 @@ from coordinator.service.campaigns import (
 from coordinator.service.running import Throttle, repeat, run_beside
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.service.summary import (
+    describe_score,
     find_finished,
     log_missing_bundles,
     require_bundles,
@@ -259,7 +260,8 @@ class Service:
         if self._campaigns.now.ended_at is None:
             await self._write_campaigns(end_campaign(self._campaigns, self._method.summarise(self._state), time.time()))
             now = self._campaigns.now
-            self._record_event("campaign_ended", {"number": now.number, "rounds": now.rounds, "accuracy": now.accuracy})
+            told = {"number": now.number, "rounds": now.rounds, "accuracy": now.accuracy}
+            self._record_event("campaign_ended", told | describe_score(self._method.problem.figure))
 
     async def _record_participants(self) -> None:
         """Record what the devices of the round said of their samples, if it is their first in this campaign."""

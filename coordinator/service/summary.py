@@ -25,6 +25,7 @@ from coordinator.store.store import Store
 from coordinator.watch.expiring import Expiring, list_of_broker, list_of_devices, list_own
 from coordinator.watch.state import read_summary
 from coordinator.watch.words import explain_no_bundle
+from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.system.files import write_atomically
 from fedge.system.text import format_time
@@ -120,6 +121,7 @@ def write_summary(
         "seed": settings.seed,
         "privacy": method.settings.protection.describe_promise(),
         **method.summarise(state),
+        **describe_score(method.problem.figure),
         "bytes_up": counters.get("bytes_up", 0),
         "bytes_down": counters.get("bytes_down", 0),
         "wall_s": counters.get("milliseconds", 0) / 1000,
@@ -148,6 +150,11 @@ def write_summary(
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
+
+
+def describe_score(figure: Figure) -> dict[str, str]:
+    """Return the entry that names a score which is no accuracy."""
+    return {} if figure == ACCURACY else {"score_name": figure.name}
 
 
 def list_expiring(settings: CoordinatorSettings, fleet: MqttFleet) -> list[Expiring]:

@@ -17,8 +17,18 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from fedge.data.problems.scores import ACCURACY, Figure, get_figure
+
 ENOUGH: Final = 20
 """Fewest labelled answers whose share comes before the accuracy on validation samples."""
+
+
+SCORES: Final = {"accuracy": "score", "global_accuracy": "global_score", "sample_accuracy": "sample_score"}
+"""Names of accuracies, and what they are called in files if the score is another one."""
+OF_CLASSES: Final = ("macro_f1", "weighted_f1")
+"""Figures of single-label classification, which files of other problems do not have."""
+AS_THEY_ARE: Final = ("metrics", "details", "clusters", "values", "searched")
+"""Entries whose names are not ours."""
 
 
 class Measured(StrEnum):
@@ -41,6 +51,26 @@ class FleetAccuracy(Accuracy, frozen=True, kw_only=True):
     """The mean over the `devices` that tell it, in which answers count alike, and otherwise devices do."""
 
     devices: int | None = None
+
+
+def find_figure(told: Mapping[str, Any]) -> Figure:
+    """Find how people read the score in a summary or an event, which is accuracy unless it names another one."""
+    return get_figure(told.get("score_name", ACCURACY.name))
+
+
+def rename_scores(value: Any) -> Any:
+    """Rename what is called accuracy in JSON values, at any depth."""
+    if isinstance(value, list):
+        return [rename_scores(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: each for key, each in value.items() if key not in OF_CLASSES or each is not None}
+    return {SCORES.get(k, k): each if k in AS_THEY_ARE else rename_scores(each) for k, each in kept.items()}
+
+
+def name_scores(told: Any, figure: Figure) -> Any:
+    """Return JSON values for people's programs, in which a score that is no accuracy is called score."""
+    return told if figure == ACCURACY else rename_scores(told)
 
 
 def find_accuracy(device: Mapping[str, Any], trained: float | None) -> Accuracy | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coordinator.store.records import Entry, Event, OrderStatus
+from coordinator.watch.accuracy import find_figure
 from fedge.wire.messages import Outcome, Presence, Why
 
 
@@ -160,7 +161,7 @@ def _describe_campaign_event(name: str, f: Mapping[str, Any]) -> str:
         case "campaign_begun":
             return f"campaign {f['number']}: {f['reason']}"
         case "campaign_ended":
-            share = "" if f["accuracy"] is None else f", accuracy {100 * f['accuracy']:.1f} %"
+            share = "" if f["accuracy"] is None else f", {_format_score(f)}"
             return f"campaign {f['number']}: {f['rounds']} rounds{share}"
         case "introduction":
             why = f": {'; '.join(f['reasons'])}" if f["reasons"] else ""
@@ -168,6 +169,12 @@ def _describe_campaign_event(name: str, f: Mapping[str, Any]) -> str:
             return f"new bundles {f['state']}, stage {f['stage']} of {f['stages']}, on {runs}{why}"
         case _:
             return f"its new bundle: {f['phase'].replace('_', ' ')}" + (f" ({f['reason']})" if f["reason"] else "")
+
+
+def _format_score(f: Mapping[str, Any]) -> str:
+    """Format the score in an event's fields."""
+    figure = find_figure(f)
+    return f"{figure.words} {figure.format(f['accuracy'])}"
 
 
 def format_devices(n: int) -> str:
@@ -212,7 +219,7 @@ def describe_event(event: Event) -> str:
         case "resting":
             text = "the coordinator watches the devices"
         case "round_done":
-            text = "" if f["accuracy"] is None else f"accuracy {100 * f['accuracy']:.1f} %"
+            text = "" if f["accuracy"] is None else _format_score(f)
         case _:
             text = ", ".join(str(value) for value in f.values() if value != "")
     return text

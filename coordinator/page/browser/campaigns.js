@@ -1,13 +1,13 @@
 // Campaigns, and the introduction of what they learned.
 
 import { chart } from "./chart.js";
-import { data } from "./data.js";
+import { data, formatScore, score, scoreHeading } from "./data.js";
 import { act, INTRODUCTION } from "./dialogs.js";
 import { h } from "./dom.js";
 import { section } from "./fleet.js";
 import { devicesOf, facts, plainList, stages, steer } from "./rollouts.js";
 import { table } from "./table.js";
-import { ago, capital, clock, count, number, percent, pill, span, age } from "./words.js";
+import { ago, capital, clock, count, number, pill, span, age } from "./words.js";
 
 const can = (name) => data.session.may_act && data.fleet.actions.includes(name);
 
@@ -61,11 +61,11 @@ function history(all) {
     points.length > 1 &&
       chart({
         id: "campaigns",
-        label: "Accuracy by campaign",
+        label: `${scoreHeading()} by campaign`,
         tall: 180,
         unit: "campaign",
         hasRanges: false,
-        lines: [{ name: "accuracy", points, color: "var(--accent)", wide: true }],
+        lines: [{ name: score().words, points, color: "var(--accent)", wide: true }],
         times: new Map(all.map((each) => [each.number, each.ended_at ?? each.began_at])),
       }),
     table({
@@ -79,7 +79,7 @@ function history(all) {
         ["took", (each) => (each.ended_at ? span(each.ended_at - each.began_at) : "–"), { kind: "n" }],
         ["why", (each) => each.why || "–", { kind: "why" }],
         ["rounds", (each) => number(each.rounds), { kind: "n", sort: (each) => each.rounds }],
-        ["accuracy", (each) => percent(each.accuracy), { kind: "n", sort: (each) => each.accuracy }],
+        [score().words, (each) => formatScore(each.accuracy), { kind: "n", sort: (each) => each.accuracy }],
         ["experts", (each) => number(each.experts), { kind: "n", sort: (each) => each.experts }],
         [
           "what became of the experts",

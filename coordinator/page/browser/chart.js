@@ -1,5 +1,6 @@
 // Charts: lines with a band, and bars, with axes, a range of time, and figures under the pointer or the arrow keys.
 
+import { score } from "./data.js";
 import { h } from "./dom.js";
 import { hint, number } from "./words.js";
 
@@ -124,11 +125,13 @@ export function chart({
     ...drawn.flatMap((line) => line.points.map(([, v]) => v)),
     ...area.flatMap(([, lo, , hi]) => [lo, hi]),
   ];
-  const lowest = Math.max(Math.min(...values) - 0.01, 0),
-    pace = findStep(lowest, 1, LINES);
-  const least = Math.max(Math.floor(lowest / pace) * pace, 0);
+  const isShare = score().share,
+    top = isShare ? 1 : Math.max(...values) + 0.01,
+    lowest = isShare ? Math.max(Math.min(...values) - 0.01, 0) : Math.min(...values) - 0.01,
+    pace = findStep(lowest, top, LINES);
+  const least = isShare ? Math.max(Math.floor(lowest / pace) * pace, 0) : Math.floor(lowest / pace) * pace;
   const x = (r) => LEFT + (w - LEFT - RIGHT) * (b > a ? (place(r) - a) / (b - a) : 0.5);
-  const y = (v) => tall - LOW - ((tall - LOW - TOP) * (v - least)) / (1 - least || 1);
+  const y = (v) => tall - LOW - ((tall - LOW - TOP) * (v - least)) / (top - least || 1);
   const path = (points) => `M${points.map(([r, v]) => `${x(r).toFixed(1)},${y(v).toFixed(1)}`).join("L")}`;
   const most = Math.max(Math.floor(w / 90), 2);
   const xTicks =
@@ -178,7 +181,7 @@ export function chart({
       axes(
         w,
         tall,
-        ticks(least, 1, LINES).map((v) => [y(v), shareWords(v)]),
+        ticks(least, top, LINES).map((v) => [y(v), shareWords(v)]),
         xTicks,
         from === null && unit === "round" ? unit : "",
       ),
@@ -210,7 +213,7 @@ export function chart({
   );
 }
 
-const shareWords = (v) => `${number(100 * v, 1)}\u00a0%`;
+const shareWords = (v) => (score().share ? `${number(100 * v, 1)}\u00a0%` : number(v, 3));
 
 function axes(w, tall, yTicks, xTicks, under) {
   return h(
@@ -365,12 +368,12 @@ export function bars({ id, label, rows, parts, onPress, tall = 170 }) {
   );
 }
 
-/** A line as small as a word. `low`: the share at its lower edge. */
-export function spark(points, low = 0) {
+/** A line as small as a word. `low` and `high`: the scores at its edges. */
+export function spark(points, low = 0, high = 1) {
   if (points.length < 2) return "–";
   const [first, last] = [points[0][0], points.at(-1)[0]];
   const at = ([r, a]) =>
-    `${(2 + (116 * (r - first)) / Math.max(last - first, 1)).toFixed(1)},${(28 - (26 * (a - low)) / (1 - low || 1)).toFixed(1)}`;
+    `${(2 + (116 * (r - first)) / Math.max(last - first, 1)).toFixed(1)},${(28 - (26 * (a - low)) / (high - low || 1)).toFixed(1)}`;
   return h(
     "svg",
     {

@@ -1,6 +1,6 @@
 // What the server tells: the state, put together from differences, and who is looking.
 
-import { byName } from "./words.js";
+import { byName, number, percent } from "./words.js";
 
 export const data = {
   fleet: {}, // what is true of the federation as a whole
@@ -72,6 +72,11 @@ export function forget() {
     loaded: false,
   });
 }
+
+/** What the score is called, and whether it is a share: accuracy unless the task asks another problem. */
+export const score = () => data.fleet.score ?? { words: "accuracy", share: true };
+export const scoreHeading = () => score().words[0].toUpperCase() + score().words.slice(1);
+export const formatScore = (x) => (x == null || score().share ? percent(x) : number(x, 3));
 
 export const withholds = (d, kind) => Boolean(d?.withholds?.includes(kind));
 

@@ -1,7 +1,7 @@
 // One device, one round, and the experts with their devices.
 
 import { chart } from "./chart.js";
-import { data, drifts, driftKind, findAccuracy, getWork, withholds } from "./data.js";
+import { data, drifts, driftKind, findAccuracy, formatScore, getWork, score, scoreHeading, withholds } from "./data.js";
 import { act } from "./dialogs.js";
 import { h } from "./dom.js";
 import { eventColumns } from "./events.js";
@@ -61,8 +61,8 @@ function facts(d) {
     ["state", [stateCell(d), ` heard ${ago(d.seen_at)}`]],
     (d.why || !listMatters(d.id).length) && ["trouble", d.why || "none is known"],
     [
-      "accuracy",
-      share === null ? (withholds(d, "loss") ? secret() : "not measured yet") : `${percent(share)} ${where}`,
+      score().words,
+      share === null ? (withholds(d, "loss") ? secret() : "not measured yet") : `${formatScore(share)} ${where}`,
     ],
     work.n > 0 && [
       "at work",
@@ -140,14 +140,14 @@ export function device(id, detail) {
           ),
       ),
       section(
-        "Accuracy",
+        scoreHeading(),
         "Of the model that it began a round with, on its own validation samples.",
         withholds(d, "loss")
           ? h("p", {}, secret())
           : told
             ? chart({
                 id: `device:${id}`,
-                label: `Accuracy of ${id}`,
+                label: `${scoreHeading()} of ${id}`,
                 times: times(),
                 tall: 300,
                 isHalf: true,

@@ -1,10 +1,10 @@
 // What has happened: events by kind, device and round, with what belongs together in one row.
 
-import { ask, data } from "./data.js";
+import { ask, data, formatScore, score } from "./data.js";
 import { h } from "./dom.js";
 import { section } from "./fleet.js";
 import { change, look, table } from "./table.js";
-import { clock, count, eventName, hint, link, number, percent, roundLink, stepKey } from "./words.js";
+import { clock, count, eventName, hint, link, number, roundLink, stepKey } from "./words.js";
 
 const KINDS = [
   ["all", "everything"],
@@ -101,7 +101,7 @@ function join(row) {
   return {
     ...row,
     name: isDone ? "round_done" : "round_begun",
-    text: [...of("chosen"), ...of("asked"), told, isDone && share != null && `accuracy ${percent(share)}`]
+    text: [...of("chosen"), ...of("asked"), told, isDone && share != null && `${score().words} ${formatScore(share)}`]
       .filter(Boolean)
       .join("; "),
   };

@@ -1,6 +1,6 @@
 // The fleet: what needs attention, the figures of all together, and its devices.
 
-import { data, driftKind, drifts, findAccuracy, getState, getWork, withholds } from "./data.js";
+import { data, driftKind, drifts, findAccuracy, formatScore, getState, getWork, score, withholds } from "./data.js";
 import { h } from "./dom.js";
 import { change, look, table } from "./table.js";
 import {
@@ -41,7 +41,7 @@ export const context = (d, name, words) => untold(d, "load", d[`context.${name}`
 export function accuracyCell(d) {
   const [share, where] = findAccuracy(d);
   if (share === null) return withholds(d, "loss") ? secret() : "–";
-  return [percent(share), h("span", { class: "under" }, where)];
+  return [formatScore(share), h("span", { class: "under" }, where)];
 }
 
 export function inputsCell(d) {
@@ -134,10 +134,10 @@ function many(key, members) {
 /** An accuracy of the fleet, and of what it is. The one that is shown first is the bundles' that answer. */
 const accuracyTile = ({ of, share, n, devices }) =>
   of === "at work"
-    ? ["accuracy at work", percent(share), `${number(n)} answers labelled later`]
+    ? [`${score().words} at work`, formatScore(share), `${number(n)} answers labelled later`]
     : of === "in training"
-      ? ["in training", percent(share), "last cohort"]
-      : ["accuracy of bundles", percent(share), `validation, on ${count(devices, "device")}`];
+      ? ["in training", formatScore(share), "last cohort"]
+      : [`${score().words} of bundles`, formatScore(share), `validation, on ${count(devices, "device")}`];
 
 function overview() {
   const { fleet, devices } = data;
@@ -147,7 +147,7 @@ function overview() {
     ["devices online", isKnown ? `${number(online)} of ${number(devices.length)}` : "unknown"],
     fleet.campaign && ["campaign", number(fleet.campaign.number), fleet.campaign.state],
     ["round", `${number(fleet.round)} of ${number(fleet.rounds)}`, fleet.paused ? "paused" : ""],
-    ...(fleet.shown?.length ? fleet.shown.map(accuracyTile) : [["accuracy", "–"]]),
+    ...(fleet.shown?.length ? fleet.shown.map(accuracyTile) : [[score().words, "–"]]),
     ["with a bundle", number(devices.filter((d) => d.bundle || d.release).length)],
     ["samples", number(devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
     ["from devices", bytes(fleet.bytes_up), `to them ${bytes(fleet.bytes_down)}`],
@@ -175,12 +175,13 @@ const GROUPS = {
   inputs: ["inputs", (d) => (drifts(d) ? "drift" : "as ever")],
 };
 
+const SCORE = "accuracy"; // the column whose heading is the name of the score
 const COLUMNS = [
   ["device", (d) => link(d.id), { sort: (d) => d.id }],
   ["state", stateCell, { sort: getState, kind: "s", badge: true }],
   ["heard", (d) => ago(d.seen_at), { kind: "n", sort: (d) => d.seen_at, about: "When it last sent anything" }],
   [
-    "accuracy",
+    SCORE,
     accuracyCell,
     {
       kind: "n self",
@@ -257,7 +258,7 @@ export function fleet() {
       bar,
       table({
         id: "fleet",
-        columns: COLUMNS,
+        columns: COLUMNS.map(([name, ...rest]) => [name === SCORE ? score().words : name, ...rest]),
         rows: chosen,
         key: (d) => d.id,
         group: GROUPS[set.group][1],
@@ -271,9 +272,12 @@ export function fleet() {
 
 // --------------------------------------------------------------------------------------------------------- samples
 
-const COLUMNS_OF_SAMPLES = [
+const explainSamples = () => [
   ["may be used", "samples from which the device may learn"],
-  ["kept apart", "samples on which it tries a bundle before it uses it; accuracy there: of the bundle that answers"],
+  [
+    "kept apart",
+    `samples on which it tries a bundle before it uses it; ${score().words} there: of the bundle that answers`,
+  ],
   ["at work", "share of right answers among those that somebody labelled later"],
   ["shift", "how far its inputs lie from the bundle's own samples, in their deviations; above 1 it sees something else"],
   ["outliers", "share of predictions for inputs that are unlike the bundle's own samples"],
@@ -314,8 +318,8 @@ export function samples() {
             { kind: "n", sort: (d) => d["health.now.n"] },
           ],
           [
-            "accuracy there",
-            (d) => measured(d, "accuracy", percent),
+            `${score().words} there`,
+            (d) => measured(d, "accuracy", formatScore),
             { kind: "n", sort: (d) => d["health.now.accuracy"] },
           ],
           [
@@ -349,7 +353,7 @@ export function samples() {
           ["inputs", inputsCell, { kind: "s", sort: (d) => (drifts(d) ? 1 : 0) }],
         ],
       }),
-      meanings(COLUMNS_OF_SAMPLES),
+      meanings(explainSamples()),
     ),
   ];
 }

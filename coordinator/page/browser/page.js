@@ -2,7 +2,7 @@
 
 import * as chartPart from "./chart.js";
 import { campaigns } from "./campaigns.js";
-import { ask, data, readSession, readState } from "./data.js";
+import { ask, data, readSession, readState, scoreHeading } from "./data.js";
 import { clusters, device, round } from "./device.js";
 import { act, isAsking, login, logout, notice, onDone } from "./dialogs.js";
 import { h, keepFocus, patch, whenReleased } from "./dom.js";
@@ -137,7 +137,7 @@ function tabs(view) {
       h(
         "a",
         { key: id, href: `#${id}`, "data-key": `t:${id}`, "aria-current": id === view ? "page" : null },
-        `${words} `,
+        `${id === "accuracy" ? scoreHeading() : words} `,
         id === "fleet" &&
           marked > 0 &&
           h("span", { class: "badge", "aria-label": `, ${count(marked, "matter")} to look at` }, number(marked)),

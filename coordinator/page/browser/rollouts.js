@@ -1,6 +1,6 @@
 // Rollouts of releases, and what each device did with its bundle.
 
-import { data, withholds } from "./data.js";
+import { data, score, withholds } from "./data.js";
 import { act, confirm, INTRODUCTION } from "./dialogs.js";
 import { h } from "./dom.js";
 import { section, untold } from "./fleet.js";
@@ -34,8 +34,11 @@ export function rollouts(detail) {
   return found.map(rollout);
 }
 
+const scoreOf = ([id, d]) =>
+  score().share
+    ? compare(id, d, "accuracy", (x) => (100 * x).toFixed(1), "\u00a0%")
+    : compare(id, d, "accuracy", (x) => number(x, 3));
 const FIGURES = [
-  ["accuracy", ([id, d]) => compare(id, d, "accuracy", (x) => (100 * x).toFixed(1), "\u00a0%"), { kind: "n" }],
   ["latency", ([id, d]) => compare(id, d, "latency_ms", (x) => number(x, 1), "\u00a0ms", "load"), { kind: "n" }],
   ["free energy", ([id, d]) => compare(id, d, "free_energy", (x) => number(x, 2)), { kind: "n" }],
 ];
@@ -62,7 +65,7 @@ export function devicesOf(r) {
         { kind: "s", sort: ([, d]) => (d.takes_part ? 0 : 1) },
       ],
       ["why", ([, d]) => d.reason ?? "", { kind: "why" }],
-      ...(hasFigures ? FIGURES : []),
+      ...(hasFigures ? [[score().words, scoreOf, { kind: "n" }], ...FIGURES] : []),
       ["°C", ([id, d]) => untold(data.byId.get(id), "load", d.temperature_c, number(d.temperature_c)), { kind: "n" }],
       [
         "inputs",

@@ -1,12 +1,12 @@
-// The rounds, and accuracy over them.
+// The rounds, and the score over them.
 
 import { bars, chart, spark } from "./chart.js";
-import { data, findAccuracy, withholds } from "./data.js";
+import { data, findAccuracy, formatScore, score, scoreHeading, withholds } from "./data.js";
 import { times } from "./device.js";
 import { h } from "./dom.js";
 import { accuracyCell, section } from "./fleet.js";
 import { look, table } from "./table.js";
-import { bytes, clock, hint, link, number, percent, roundLink, secret, took } from "./words.js";
+import { bytes, clock, hint, link, number, roundLink, secret, took } from "./words.js";
 
 const PARTS = [
   ["answered", "var(--cluster-2)", "answered"],
@@ -52,7 +52,7 @@ export function rounds() {
           ["answered", (r) => number(r.answered), { kind: "n", sort: (r) => r.answered }],
           ["late", (r) => (r.late ? number(r.late) : "–"), { kind: "n", sort: (r) => r.late }],
           ["failed", (r) => (r.failed ? number(r.failed) : "–"), { kind: "n", sort: (r) => r.failed }],
-          ["accuracy", (r) => percent(r.accuracy), { kind: "n", sort: (r) => r.accuracy }],
+          [score().words, (r) => formatScore(r.accuracy), { kind: "n", sort: (r) => r.accuracy }],
           ["from devices", (r) => bytes(r.bytes_up), { kind: "n", sort: (r) => r.bytes_up }],
           ["to devices", (r) => bytes(r.bytes_down), { kind: "n", sort: (r) => r.bytes_down }],
         ],
@@ -63,12 +63,11 @@ export function rounds() {
 
 /** The devices whose lines the accuracy view needs: those on the page of its table. */
 export const listDrawn = () =>
-  (look("accuracy", WORST).order ?? worst().map((d) => d.id)).slice(
+  (look("accuracy", { sort: score().words }).order ?? worst().map((d) => d.id)).slice(
     look("accuracy").page * 25,
     look("accuracy").page * 25 + 25,
   );
 
-const WORST = { sort: "accuracy" };
 const worst = () =>
   data.devices.filter((d) => findAccuracy(d)[0] !== null).sort((a, b) => findAccuracy(a)[0] - findAccuracy(b)[0]);
 
@@ -85,17 +84,19 @@ export function accuracy(detail) {
   ];
   const of = detail.value?.of ?? {};
   const few = data.devices.length <= 25;
-  const low = Math.min(...Object.values(of).flatMap((points) => points.map(([, share]) => share)), 1);
+  const scores = Object.values(of).flatMap((points) => points.map(([, share]) => share)),
+    low = Math.min(...scores, 1),
+    high = score().share ? 1 : Math.max(...scores, low);
   return [
     section(
-      "Accuracy",
+      scoreHeading(),
       few
         ? "Of the model that each device began a round with, on its own validation samples; bold: the mean of the cohort."
         : "Of the model that each device began a round with, on its own validation samples: the mean of the cohort, and where most devices are.",
       detail.error && h("p", { class: "error", role: "alert" }, detail.error),
       chart({
         id: "accuracy",
-        label: "Accuracy by round",
+        label: `${scoreHeading()} by round`,
         times: times(),
         tall: 260,
         band: detail.value?.band ?? [],
@@ -123,19 +124,19 @@ export function accuracy(detail) {
     ),
     section(
       "Devices, the worst first",
-      "Accuracy of the bundle that answers, as far as it is known.",
+      `${scoreHeading()} of the bundle that answers, as far as it is known.`,
       table({
         id: "accuracy",
         rows: told,
         key: (d) => d.id,
-        begin: WORST,
+        begin: { sort: score().words },
         empty: "Nothing has been measured yet.",
         columns: [
           ["device", (d) => link(d.id), { sort: (d) => d.id }],
-          ["accuracy", accuracyCell, { kind: "n self", sort: (d) => findAccuracy(d)[0], badge: true }],
-          ["in training", (d) => percent(d.accuracy), { kind: "n", sort: (d) => d.accuracy }],
+          [score().words, accuracyCell, { kind: "n self", sort: (d) => findAccuracy(d)[0], badge: true }],
+          ["in training", (d) => formatScore(d.accuracy), { kind: "n", sort: (d) => d.accuracy }],
           ["in round", (d) => number(d.accuracy_round), { kind: "n", sort: (d) => d.accuracy_round }],
-          ["over the rounds", (d) => (of[d.id] ? spark(of[d.id], low) : ""), { kind: "drawn" }],
+          ["over the rounds", (d) => (of[d.id] ? spark(of[d.id], low, high) : ""), { kind: "drawn" }],
         ],
       }),
       hidden.length > 0 && hint(secret(), ": ", names(hidden)),

@@ -8,14 +8,13 @@ from msgspec import Struct
 from rich.console import Console
 
 from coordinator.simulation.reports.outcome import (
-    OF_CLASSES,
-    SCORES,
     Cost,
     RunOutcome,
     decode_figures,
     make_data_frame,
 )
 from coordinator.simulation.settings import Scenario
+from coordinator.watch.accuracy import OF_CLASSES, SCORES
 from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.system.moved import alias_members
 

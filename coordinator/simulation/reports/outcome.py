@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 from numpy.typing import NDArray
 
+from coordinator.watch.accuracy import AS_THEY_ARE, SCORES, rename_scores
 from fedge.data.problems.problem import Problem
 from fedge.data.problems.scores import ACCURACY, Counts, Figure, get_figure
 from fedge.errors import ConfigError
@@ -22,17 +23,11 @@ from fedge.system.text import escape_controls
 
 Ints = NDArray[np.integer]
 S = TypeVar("S", bound=Struct)
-SCORES: Final = {"accuracy": "score", "global_accuracy": "global_score", "sample_accuracy": "sample_score"}
-"""Names of accuracies, and what they are called in files if the score is another one."""
 ACCURACIES: Final = {score: accuracy for accuracy, score in SCORES.items()}
 UNDEFINED: Final = frozenset(
     ("accuracy", "std", "minimum", "percentile_10", "worst_decile", "sample_accuracy", "mean", "seeds")
 )
 """Figures that are NaN, and null in JSON, if no test sample defines the score."""
-OF_CLASSES: Final = ("macro_f1", "weighted_f1")
-"""Figures of single-label classification, which files of other problems do not have."""
-AS_THEY_ARE: Final = ("metrics", "details", "clusters", "values", "searched")
-"""Entries whose names are not ours."""
 
 
 class Score(Struct, frozen=True, kw_only=True):
@@ -202,18 +197,8 @@ def encode_figures(outcome: Any, figure: Figure, indent: int = 1) -> bytes:
     """Encode results as JSON, in which a score that is no accuracy is called score."""
     encoded = msgspec.json.encode(outcome, enc_hook=str)
     if figure != ACCURACY:
-        encoded = msgspec.json.encode(_rename(msgspec.json.decode(encoded)))
+        encoded = msgspec.json.encode(rename_scores(msgspec.json.decode(encoded)))
     return msgspec.json.format(encoded, indent=indent)
-
-
-def _rename(value: Any) -> Any:
-    """Rename what is called accuracy in JSON values, at any depth."""
-    if isinstance(value, list):
-        return [_rename(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {key: each for key, each in value.items() if key not in OF_CLASSES or each is not None}
-    return {SCORES.get(k, k): each if k in AS_THEY_ARE else _rename(each) for k, each in kept.items()}
 
 
 def decode_figures(encoded: bytes, kind: type[S]) -> S:

@@ -37,7 +37,7 @@ from coordinator.simulation.reports.words import (
     name_all,
 )
 from coordinator.simulation.settings import Scenario
-from coordinator.watch.accuracy import find_trained, summarise_accuracy
+from coordinator.watch.accuracy import find_figure, find_trained, summarise_accuracy
 from fedge.data.problems.scores import ACCURACY, Figure, get_figure
 from fedge.system.files import write_atomically
 
@@ -339,7 +339,7 @@ def make_federation_report(summary: dict[str, Any]) -> Report:
         }
         for device in ids
     ] or [dict.fromkeys(("device", "presence"), "")]
-    figure = get_figure(summary.get("score_name", ACCURACY.name))
+    figure = find_figure(summary)
     plot = plots.draw_validation({summary["method"]: curve}, figure)
     shown_first = summarise_accuracy(summary.get("fleet", {}).values(), find_trained(summary["history"]))
     figures = [
