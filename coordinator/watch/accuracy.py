@@ -60,9 +60,9 @@ def find_figure(told: Mapping[str, Any]) -> Figure:
 
 def rename_scores(value: Any) -> Any:
     """Rename what is called accuracy in JSON values, at any depth."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [rename_scores(each) for each in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         return value
     kept = {key: each for key, each in value.items() if key not in OF_CLASSES or each is not None}
     return {SCORES.get(k, k): each if k in AS_THEY_ARE else rename_scores(each) for k, each in kept.items()}
