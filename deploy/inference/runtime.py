@@ -154,7 +154,7 @@ class Runtime:
         One sample has the model's input shape, or is an image with channels last or, if grey, without channels.
         """
         raw, shape = np.asarray(x), self.task.input_shape
-        single = {shape}
+        single = {shape, () if self.task.preprocessing.text else shape}
         if len(shape) == 3:
             single |= {(*shape[1:], shape[0])} | ({shape[1:]} if shape[0] == 1 else set())
         return raw[np.newaxis] if raw.shape in single else raw

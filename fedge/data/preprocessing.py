@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedge.data import tables
 from fedge.data.scaling import are_inputs, choose_precision, explain_unfit
 from fedge.data.task import TaskSpec
+from fedge.data.text import is_text, make_tokens
 from fedge.errors import ConfigError, raise_as
 from fedge.system.moved import alias_names
 
@@ -25,7 +26,8 @@ def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     If the task has a mean and a std for each column or channel, these are used. The numbers are computed in double
     precision if a mean is large compared with its std.
 
-    `raw` is (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
+    `raw` is (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel. For
+    a task of texts it may be texts (n,).
 
     Returns:
         (n, *input_shape) float32, finite, a new array.
@@ -34,6 +36,8 @@ def preprocess(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
         ConfigError: the samples have another shape, are not numbers, or are too large to compute with in single
             precision; the text says where.
     """
+    if task.preprocessing.text and is_text(raw):
+        return make_tokens(task.preprocessing.text, raw).astype(np.float32)
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
     shaped = reshape_samples(task.input_shape, raw)

@@ -15,6 +15,7 @@ from fedge.data.problems.problem import Problem
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import Segmentation
+from fedge.data.text import Text
 from fedge.system.moved import alias_members
 
 INPUT: Final = "x"
@@ -100,7 +101,7 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     `mean` and `std` are one number each, or one for each column of samples (columns,) or channel of (channels, ...).
     `image_mode` is "L" for grey images, "RGB" for colour, None for arrays. With `table`, samples are rows, and each
-    column has its own mean and std.
+    column has its own mean and std. With `text`, samples are texts, or their tokens.
     """
 
     scale: Positive = 1.0
@@ -108,6 +109,7 @@ class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     std: Positive | tuple[Positive, ...] = 1.0
     image_mode: str | None = None
     table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
+    text: Text | UnsetType = UNSET
 
 
 Asked = MultiLabel | Regression | Segmentation | Reconstruction | Own
@@ -123,7 +125,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     name: Annotated[str, Meta(pattern=PRINTABLE)]
     classes: tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...] = ()
-    input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
+    input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4)]  # without batch, channels first
     model: str  # "mlp", "cnn", or the user's own "package.module:factory"
     model_options: dict[str, int | float | str | bool] = {}
     preprocessing: Preprocessing = Preprocessing()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from fedge.data.augmentation import with_augment
-from fedge.data.task import TaskSpec
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.models.weights import ADAPT, SIZE, WEIGHTS, store_weights
+
+TOKENS: Final = frozenset({"bag"})
+"""Built-in networks whose inputs are whole numbers, which are not scaled."""
 
 
 def with_network(
@@ -44,6 +48,8 @@ def with_network(
     task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
     if ADAPT in options and WEIGHTS not in options:
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
+    if model in TOKENS:
+        return msgspec.structs.replace(task, preprocessing=Preprocessing(text=task.preprocessing.text))
     if model is None or ":" not in model:
         return task
     from fedge.models.lookups import unscale_lookups  # needs torch, since only running the network shows what it does

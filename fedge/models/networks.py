@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedge.data.task import TaskSpec
+from fedge.data.text import Text
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
 from fedge.models.resnet_moe import ResNetMoE
@@ -103,6 +104,18 @@ def autoencoder(task: TaskSpec) -> nn.Module:
     )
 
 
+def bag(task: TaskSpec) -> nn.Module:
+    """Build a bag of embeddings for tokens (length,): their mean, 0 left out, then linear. Options: width=32, buckets.
+
+    Tokens are below buckets, by default those of the task's texts, or 4096. Source: Joulin et al., "Bag of Tricks for
+    Efficient Text Classification", EACL 2017.
+    """
+    options = _parse_sizes(task, width=32, buckets=(task.preprocessing.text or Text()).buckets)
+    if len(task.input_shape) != 1:
+        raise ConfigError(f"{task.model} takes texts, or tokens (length,), not {task.input_shape}")
+    return nn.Sequential(_Bag(options["buckets"], options["width"]), *_make_last(task, options["width"]))
+
+
 def _count_outputs(task: TaskSpec) -> int:
     """Return the number of outputs of a network that gives a vector.
 
@@ -126,6 +139,7 @@ NETWORKS: Final[dict[str, Callable[[TaskSpec], nn.Module]]] = {
     "resnet-18": resnet_18,
     "unet": unet,
     "autoencoder": autoencoder,
+    "bag": bag,
 }
 _SMALL: Final = 64
 """Side in pixels below which the first stride is 1; torchvision's networks are made for 224 and shrink images much."""
@@ -193,6 +207,20 @@ def _parse_sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:
 
 _GROUPS = 4
 """Groups of channels that are normalised together; running statistics would be averaged over devices."""
+
+
+class _Bag(nn.Module):
+    """The mean embedding, (n, width), of tokens (n, length); 0 counts nowhere."""
+
+    def __init__(self, n_buckets: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(n_buckets, width)
+        nn.init.uniform_(self.embedding.weight, -1 / width, 1 / width)  # as in the paper's code: rare tokens say little
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.long().clamp(0, self.embedding.num_embeddings - 1)
+        there = (tokens > 0).to(x.dtype).unsqueeze(-1)
+        return (self.embedding(tokens) * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
 
 
 class _UNet(nn.Module):

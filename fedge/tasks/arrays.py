@@ -13,6 +13,7 @@ from fedge.data.npz import load_arrays
 from fedge.data.problems.labels import NUMBERING, require_whole_numbers
 from fedge.data.scaling import explain_unfit
 from fedge.data.task import TEST
+from fedge.data.text import is_text
 from fedge.errors import ConfigError
 from fedge.system.moved import alias_names
 from fedge.system.text import escape_controls, suggest_nearest
@@ -48,23 +49,26 @@ def require_arrays(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
-        x (n, ...) numbers, finite in single precision; y as it is, for the task's problem to check; split (n,) int64 in
-        0..2; sensitive (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; block (n,) int64, the
-        recording from which each sample was cut, 0, 1, ...; classes (C,).
+        x (n, ...) numbers, finite in single precision, or texts (n,); y as it is, for the task's problem to check;
+        split (n,) int64 in 0..2; sensitive (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; block
+        (n,) int64, the recording from which each sample was cut, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.
     """
     found = dict(table)
     x = found["x"]
-    if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
+    text = len(x) > 0 and is_text(x)
+    if text:
+        found["x"] = x = x.astype(str)
+    elif x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
         do = ""
         if x.ndim == 1 and x.dtype.kind in "buif" and len(x):
             do = ": give x[:, np.newaxis] for one number per sample"
         elif x.dtype.kind in "OSU":
-            do = ": turn categories into one-hot columns, and text into counts or numbers of its words"
+            do = ": turn categories into one-hot columns; of texts, give one for each sample, (n,)"
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}{do}")
-    if fault := explain_unfit(x):
+    if not text and (fault := explain_unfit(x)):
         raise ConfigError(f"{where}: {fault}")
     largest = {"split": TEST, "sensitive": 1, "user": len(x) - 1}
     for name in (name for name in largest if name in found):

@@ -16,6 +16,7 @@ from fedge.data.problems.segmentation import Segmentation
 from fedge.data.scaling import describe_fault
 from fedge.data.tables import read_schema
 from fedge.data.task import Asked, Preprocessing, TaskSpec
+from fedge.data.text import Text, is_text
 from fedge.errors import MALFORMED, ConfigError, raise_as
 from fedge.system.files import write_atomically
 from fedge.system.loading import FAILURES, describe_error, require_allowed
@@ -179,20 +180,26 @@ def make_array_spec(name: str, x: NDArray[Any], stated: Stated) -> TaskSpec:
 
     The network is one for the problem's outputs: for images of 16 pixels or more a CNN, else a perceptron.
 
-    Inputs are standardised (`_make_preprocessing`).
+    Inputs are standardised (`_make_preprocessing`); texts become tokens (`fedge.data.text`), for a bag of embeddings.
 
     Raises:
         ConfigError: a number is so large that beside it all others would look the same.
     """
-    shape = x.shape[1:]
+    if is_text(x):
+        how = Text()
+        return _make_spec(name, stated, (how.length,), "bag", Preprocessing(text=how))
+    return _make_spec(name, stated, x.shape[1:], choose_network(x.shape[1:], stated.asked), _make_preprocessing(x))
+
+
+def _make_spec(name: str, stated: Stated, shape: tuple[int, ...], model: str, how: Preprocessing) -> TaskSpec:
     return TaskSpec(
         name=name,
         classes=stated.classes,
         asked=stated.asked,
         first_label=stated.first_label or UNSET,
         input_shape=tuple(int(extent) for extent in shape),
-        model=choose_network(shape, stated.asked),
-        preprocessing=_make_preprocessing(x),
+        model=model,
+        preprocessing=how,
     )
 
 

@@ -51,6 +51,7 @@ NAMES_THAT_STAY = {
     "agglomerative": "an algorithm of that name",
     "aidc": "an algorithm of that name",
     "backward": "torch's word for it",
+    "bag": "as cnn",
     "by_k_means": "entry point whose path and docstring `fedge methods --parts` prints",
     "by_label": "entry point whose path and docstring `fedge methods --parts` prints",
     "by_linkage": "entry point whose path and docstring `fedge methods --parts` prints",

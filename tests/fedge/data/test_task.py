@@ -53,7 +53,7 @@ def test_a_task_of_version_0_1_is_read_and_has_the_fingerprint_that_it_had() -> 
     [
         b'"classes":["a"]',
         b'"input_shape":[]',
-        b'"input_shape":[1,2,3,4]',
+        b'"input_shape":[1,2,3,4,5]',
         b'"unknown":1',
         b'"preprocessing":{"std":0}',
         b'"preprocessing":{"mean":[0,1]}',

@@ -35,7 +35,7 @@ def test_number_of_parameters_by_hand(spec: TaskSpec, n_params: int) -> None:
     assert models.make_layout(build.make_network(spec)).n_params == n_params
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"unet"}))
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"bag", "unet"}))
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (2, 9, 13)])
 def test_one_row_of_logits_per_sample(name: str, shape: tuple[int, ...]) -> None:
     logits = build.make_network(task(name, shape))(torch.zeros(5, *shape))
@@ -67,6 +67,7 @@ def test_outputs_are_as_the_problem_says(shape: tuple[int, ...]) -> None:
             r"resnet_moe gives a vector, but reconstruction asks for \(1, 8, 8\): take another network",
         ),
         (msgspec.structs.replace(task("unet", (9, 128)), classes=(), asked=Reconstruction()), "needs images"),
+        (task("bag", (3, 32, 32)), r"bag takes texts, or tokens \(length,\), not \(3, 32, 32\)"),
     ],
 )
 def test_a_network_whose_outputs_are_not_the_problems_is_refused(spec: TaskSpec, message: str) -> None:
