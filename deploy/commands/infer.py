@@ -27,7 +27,7 @@ from deploy.inference.engines import (
 )
 from deploy.inference.prediction import Prediction, join_predictions
 from deploy.inference.runtime import Runtime, load_runtime
-from fedge.data import images, npz, tables
+from fedge.data import folders, images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.problems.results import Column
 from fedge.data.task import TaskSpec
@@ -153,7 +153,7 @@ def _make_samples(task: TaskSpec, x: NDArray[Any], y: NDArray[Any] | None, path:
 
 def _read_pictures(task: TaskSpec, source: Path) -> Samples:
     """Load the pictures in a folder or .zip, with labels if the pictures lie in class folders."""
-    names = images.list_images(source, labelled=False)
+    names = folders.list_samples(task.problem, source, labelled=False)
     y = images.get_labels(names, task.classes) if images.has_classes(names, task.classes) else None
     return Samples(images.load_images(task, source, names), y, tuple(names))
 

@@ -133,7 +133,7 @@ def _read_samples(
     limit = MANY if of_images else None
     read = load_pool(settings.task, settings.data, problem=settings.problem, limit=limit)
     in_all = {"": samples.count_by_class(task, read.y)}
-    if of_images and settings.data is not None:
+    if of_images and settings.data is not None and task.problem.FOLDER == "classes":
         in_all = samples.count_in_folder(settings.data)
     return prepare_few(read, task), len(read.y), in_all
 

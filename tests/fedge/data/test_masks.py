@@ -1,12 +1,18 @@
 """Masks beside images: which belongs to which, what their pixels are, and what is refused."""
 
+import json
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from coordinator.simulation.commands.check import check
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import Scenario
+from deploy.commands.infer import infer
 from fedge.data import masks
 from fedge.errors import ConfigError
 from fedge.tasks import Task, load_pool, load_task, read_device_data, read_device_inputs
@@ -86,3 +92,16 @@ def test_wrong_masks_are_refused(photos: Path) -> None:
     save(photos / "monday" / "3.mask.png", np.zeros((64, 64, 3), np.uint8))
     with pytest.raises(ConfigError, match=r"pixels are RGB, not class numbers: save it as a grey or palette PNG"):
         read_device_data(task, photos, seed=0)
+
+
+def test_a_folder_with_masks_goes_from_the_check_to_predictions(photos: Path, tmp_path: Path) -> None:
+    checked = CliRunner().invoke(check, ["--task", "image-folder", "--data", str(photos), "--problem", "segmentation"])
+    assert checked.exit_code == 0, checked.output
+    scenario = Scenario(
+        task="image-folder", data=photos, problem="segmentation", devices=2, rounds=1, min_samples=4, hardware="none"
+    )
+    simulate(scenario, "fedavg", {}, 0, tmp_path / "run", lambda _: None, "fedavg")
+    bundle = next((tmp_path / "run").rglob("bundles/1"))
+    told = CliRunner().invoke(infer, [str(bundle), str(photos), "--json"])
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.stdout)["n"] == 10, "a mask is no photo"
