@@ -182,10 +182,7 @@ def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
     if not gone and not added and old.classes != new.classes:
         found.append("the same classes in another order")
     if old.asked != new.asked:
-        before, now = old.problem, new.problem
-        fields = [n for n in now.__struct_fields__ if getattr(before, n, None) != getattr(now, n)]
-        other = f"another {now.NAME} ({', '.join(fields)})"
-        found.append(other if before.NAME == now.NAME else f"{now.NAME} in place of {before.NAME}")
+        found.append(_describe_problem(old.problem, new.problem))
     words = {"name": "name", "input_shape": "input", "model": "network", "model_options": "options of the network"}
     for name, word in words.items():
         before, now = (getattr(task, name) for task in (old, new))
@@ -199,6 +196,14 @@ def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:
         other = [n for n in fields if getattr(old.preprocessing, n) != getattr(new.preprocessing, n)]
         found.append(f"another preprocessing ({', '.join(other)})")
     return found
+
+
+def _describe_problem(before: Problem, now: Problem) -> str:
+    """Describe in words another problem than before."""
+    if before.NAME != now.NAME:
+        return f"{now.NAME} in place of {before.NAME}"
+    fields = [name for name in now.__struct_fields__ if getattr(before, name) != getattr(now, name)]
+    return f"another {now.NAME} ({', '.join(fields)})"
 
 
 def _format_value(value: object) -> str:
