@@ -45,7 +45,8 @@ async def test_amounts_end_in_bundles_and_are_told_by_r2(one_broker: LocalBroker
             await federation.agent(device, **own)
         assert await coordinator.ended() == 0
         assert "accuracy" not in json.dumps(coordinator.events)
-        assert any(line["score"] is not None for line in coordinator.events[-2]["history"])
+        last = [event for event in coordinator.events if event["event"] == "round_done"][-1]
+        assert any(line["score"] is not None for line in last["history"])
     home = ("--home", federation.home)
     for shown in (run(status, *home), run(devices, *home), run(rounds, *home), run(events, *home)):
         assert "R²" in shown

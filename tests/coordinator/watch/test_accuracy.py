@@ -12,7 +12,9 @@ from coordinator.watch.accuracy import (
     Measured,
     describe_fleet_accuracy,
     find_accuracy,
+    find_figure,
     find_trained,
+    name_scores,
     summarise_accuracy,
 )
 
@@ -70,3 +72,13 @@ def test_few_answers_at_work_come_after_the_bundles() -> None:
 def test_nothing_is_made_up() -> None:
     assert summarise_accuracy([{}], find_trained([{"accuracy": None}])) == []
     assert find_trained([{"accuracy": 0.5}, {"accuracy": None}]) == 0.5
+
+
+def test_a_score_that_is_no_accuracy_is_called_score_for_programs() -> None:
+    told = {"score_name": "r2", "history": ({"round": 1, "accuracy": -0.5},), "details": {"accuracy": 1.0}}
+    figure = find_figure(told)
+    assert (figure.words, figure.format(-0.5)) == ("R²", "-0.500")
+    renamed = name_scores(told, figure)
+    assert renamed["history"] == [{"round": 1, "score": -0.5}]
+    assert renamed["details"] == {"accuracy": 1.0}, "names that are not ours stay"
+    assert name_scores(told, find_figure({})) is told, "accuracy stays"
