@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import deploy
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
@@ -47,6 +48,7 @@ from fedge.steps.contract import Action
 from fedge.steps.descriptions.trial import Trial
 from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.fit_energy import FitEnergy
+from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_weights import FitWeights
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
@@ -431,6 +433,23 @@ def test_devices_that_differ_in_sensitive_samples_alone_send_the_same_bytes(case
         assert one == two
         if not isinstance(action, FitWeights):  # those of one's own problem are 0 and 1
             assert three != one, "unmarked samples matter"
+
+
+@pytest.mark.parametrize("n", [0, 1, 6])
+def test_a_device_without_validation_samples_does_its_part(case: Case, tmp_path: Path, n: int) -> None:
+    """With no sample at all, too: it installs what it was sent."""
+    blobs, data = Blobs(case.task), make_data(case, n)
+    data = replace(data, x_val=data.x_val[:0], y_val=data.y_val[:0], sensitive_val=None)
+    worker = make_worker(case, tmp_path, data)
+    pooled = {Role.GLOBAL: 0.5, Role.EXPERT: 0.3, Role.PRIVATE: 0.2}
+    calibration = dict.fromkeys(pooled, case.calibration)
+    gate = FitGate(calibration=calibration, pooled=pooled, shrinkage=20.0, beta=0.5, sgd=SGD)
+    for number, action in enumerate((*make_steps(case, blobs)[2:], gate), 1):
+        result = worker.execute(order(action, number, label=action.STEP, task=case.task), blobs).result
+        assert isinstance(result, action.RESULT), result
+        action.check(result, case.task)
+    said = deploy.load(tmp_path / "bundles" / "1").predict(case.x)
+    assert all(len(answer) == N and np.isfinite(answer).all() for answer in said.answers)
 
 
 def find_update(finished: Any, layout: Layout) -> NDArray[np.float32]:
