@@ -62,7 +62,7 @@ from coordinator.methods.papers.fedge_state import FedgeState, PooledSettings
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation import federation
 from coordinator.simulation.compare import compare, compare_runs
-from coordinator.simulation.reports.comparison import Comparison
+from coordinator.simulation.reports.comparison import Comparison, MethodOutcome
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
 from coordinator.store.records import Device
@@ -562,6 +562,12 @@ def paired(differences: np.ndarray, decimals: int = 2) -> str:
     return f"{mean} ± {np.std(differences, ddof=1) / np.sqrt(len(differences)):.{decimals}f}"
 
 
+def seeds_of(own: MethodOutcome) -> np.ndarray:
+    """Accuracy and macro F1 of each seed, in per cent, (2, seeds)."""
+    assert own.macro_f1 is not None
+    return np.array([own.accuracy.seeds, own.macro_f1.seeds]) * 100
+
+
 def splits(comparisons: Mapping[str, Comparison]) -> str:
     """In how many of its runs the default method split the devices."""
     of_ours = {name: [run.split for run in found.runs if run.method == OURS] for name, found in comparisons.items()}
@@ -582,8 +588,7 @@ def ablation(comparisons: Mapping[str, Comparison]) -> str:
         cells, pairs, ours, specs = [], [], [], []
         for name, methods in found.items():
             m, o = methods[method], before.get(name)
-            pair = np.array([m.accuracy.seeds, m.macro_f1.seeds]) * 100
-            pair -= 0 if o is None else np.array([o.accuracy.seeds, o.macro_f1.seeds]) * 100
+            pair = seeds_of(m) - (0 if o is None else seeds_of(o))
             spec = published.get(method, {}).get(name)
             cells.append(shown(pair.mean(axis=1), spec, sign="+" if before else ""))
             ours.append(pair.mean(axis=1))

@@ -53,6 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def cell(own: MethodOutcome) -> str:
     accuracy, cost = own.accuracy, own.cost
+    assert own.macro_f1 is not None
     return (
         f"{100 * accuracy.mean:.1f} ± {100 * accuracy.std:.1f} / {100 * own.worst_decile.mean:.1f} / "
         f"{100 * own.macro_f1.mean:.1f} / {'-' if cost is None else f'{cost.seconds:.1f}'}"

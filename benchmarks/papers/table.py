@@ -130,6 +130,7 @@ def show_metrics(label: str, found: Comparison) -> None:
 def metrics_of(own: MethodOutcome) -> list[str]:
     """A method's line of METRICS."""
     cost, silhouette = own.cost, own.details.get("silhouette")
+    assert own.macro_f1 is not None
     untrained = own.method == "local"  # its late joiners have nothing but the first model
     return [
         percent(own.accuracy),

@@ -292,6 +292,7 @@ class Method(Generic[S]):
 
     def summarise(self, state: S) -> dict[str, Any]:
         """Return the figures for people and plots, as JSON values."""
+        best = state.best_state
         return {
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
             "round": min(state.round, self.last),
@@ -303,5 +304,5 @@ class Method(Generic[S]):
             "installed": msgspec.to_builtins(state.installed),
             "split": False,
             "clusters": {},
-            **({"stopped": state.best.stopped, "best": state.best.round} if state.best and state.best.stopped else {}),
+            **({"stopped": best.stopped, "best": best.round} if best and best.stopped else {}),
         }

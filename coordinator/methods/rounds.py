@@ -130,7 +130,7 @@ def stop_early(before: S, after: S, last: int, patience: int) -> S:
         patience: the number of rounds without a better score that end training.
     """
     score = next((line.accuracy for line in after.history[-1:] if line.round == after.round), None)
-    best = before.best
+    best = before.best_state
     if best and best.stopped is not None:  # a person has asked for more rounds since
         best = UNSET
     if score is not None and (not best or score > best.score):
@@ -138,7 +138,7 @@ def stop_early(before: S, after: S, last: int, patience: int) -> S:
     elif best:
         best = msgspec.structs.replace(best, since=best.since + 1)
     if not best or not best.since or (best.since < patience and after.round < last):
-        return msgspec.structs.replace(after, best=best)
+        return msgspec.structs.replace(after, best_state=best)
     found = decode_state(best.state, type(after))
     log.info("event=stopped round=%d best=%d score=%.4f", after.round, found.round, best.score)
     return msgspec.structs.replace(
@@ -147,13 +147,13 @@ def stop_early(before: S, after: S, last: int, patience: int) -> S:
         participations=after.participations,
         history=after.history,
         sums=after.sums,
-        best=msgspec.structs.replace(best, state=b"", held=(), stopped=after.round),
+        best_state=msgspec.structs.replace(best, state=b"", held=(), stopped=after.round),
     )
 
 
 def _remember(state: S, score: float) -> Best:
     """Make the record of a state whose models have this score; its tensors stay in the store as long as it is known."""
-    alone = msgspec.structs.replace(state, best=UNSET, descents={}, history=(), participations={})
+    alone = msgspec.structs.replace(state, best_state=UNSET, descents={}, history=(), participations={})
     held = tuple({ref.digest: ref for ref in iterate_blobs(alone)}.values())
     return Best(score=score, round=state.round, state=encode_state(alone), held=held)
 

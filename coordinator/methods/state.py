@@ -51,7 +51,7 @@ class State(Struct, frozen=True, kw_only=True):
 
     `campaign`: the number of the present campaign, from 1; rounds go on over campaigns, but `participations`, `history`
     and `installed` are of this campaign alone. `sums`: the masked sums so far. `descents`: how devices derive the
-    models (`put_successor`). `best`: the best state, if training may stop early; otherwise omitted.
+    models (`put_successor`). `best_state`: the best state, if training may stop early; otherwise omitted.
     """
 
     round: int
@@ -62,7 +62,7 @@ class State(Struct, frozen=True, kw_only=True):
     installed: dict[str, Installed] = {}
     sums: Sums = Sums()
     descents: dict[str, Descent] = {}
-    best: Best | UnsetType = UNSET
+    best_state: Best | UnsetType = UNSET
 
 
 class ModelState(State, frozen=True, kw_only=True):

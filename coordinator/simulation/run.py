@@ -173,8 +173,10 @@ def run_on(
                 print_line(reached + spent + describe_missing(state, fleet))
             elif not made.is_done(state) and time.monotonic() - told_at[0] > QUIET_S:
                 print_line(f"round {state.round}/{scenario.rounds}" + describe_missing(state, fleet))
-            if state.round == made.last and number < made.last and state.best:
-                print_line(f"training stops after round {number}: the best state is that of round {state.best.round}")
+            if state.round == made.last and number < made.last and state.best_state:
+                print_line(
+                    f"training stops after round {number}: the best state is that of round {state.best_state.round}"
+                )
             if state.round == made.last:
                 print_line("the devices write their bundles")
 
@@ -186,7 +188,7 @@ def run_on(
         if evaluation.failure:
             watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
-        done = min(count_rounds(state), scenario.rounds) if state.best else scenario.rounds
+        done = min(count_rounds(state), scenario.rounds) if state.best_state else scenario.rounds
         measure(
             state,
             done,
@@ -219,7 +221,7 @@ def run_on(
 
 def count_rounds(state: State) -> int:
     """Count the rounds of training that were done, fewer than planned if it stopped early."""
-    return state.best.stopped if state.best and state.best.stopped else state.round
+    return state.best_state.stopped if state.best_state and state.best_state.stopped else state.round
 
 
 def describe_missing(state: State, fleet: SimulatedFleet) -> str:

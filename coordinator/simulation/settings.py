@@ -115,7 +115,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
         str | None,
         CODE,
         Heading.EVALUATION,
-        "Your function package.module:function adds figures about each device's answers to the results "
+        "Your function package.module:function gives further figures about each device's answers to the results "
         "(docs/simulation.md).",
     ] = None
 

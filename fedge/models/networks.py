@@ -220,7 +220,8 @@ class _Bag(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.long().clamp(0, self.embedding.num_embeddings - 1)
         there = (tokens > 0).to(x.dtype).unsqueeze(-1)
-        return (self.embedding(tokens) * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
+        mean: Tensor = (self.embedding(tokens) * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
+        return mean
 
 
 class _UNet(nn.Module):

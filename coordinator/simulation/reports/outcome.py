@@ -23,7 +23,7 @@ from fedge.system.text import escape_controls
 
 Ints = NDArray[np.integer]
 S = TypeVar("S", bound=Struct)
-ACCURACIES: Final = {score: accuracy for accuracy, score in SCORES.items()}
+ACCURACIES: Final[dict[str, str]] = {score: accuracy for accuracy, score in SCORES.items()}
 UNDEFINED: Final = frozenset(
     ("accuracy", "std", "minimum", "percentile_10", "worst_decile", "sample_accuracy", "mean", "seeds")
 )
@@ -219,7 +219,9 @@ def _restore(value: Any, name: str = "") -> Any:
         return [_restore(each, name) for each in value]
     if not isinstance(value, dict):
         return value
-    names = {k: k if isinstance(each, dict) and "n" in each else ACCURACIES.get(k, k) for k, each in value.items()}
+    names: dict[str, str] = {
+        k: k if isinstance(each, dict) and "n" in each else ACCURACIES.get(k) or k for k, each in value.items()
+    }
     found = {names[k]: each if k in AS_THEY_ARE else _restore(each, names[k]) for k, each in value.items()}
     if isinstance(metrics := found.get("metrics"), dict):
         found["metrics"] = {name: _restore(each, "mean") for name, each in metrics.items()}

@@ -80,15 +80,15 @@ def train(scores: tuple[float | None, ...], patience: int, last: int) -> ModelSt
         if number > last:
             break
         line = RoundSummary(round=number, asked=1, answered=1, accuracy=score, loss=None)
-        after = msgspec.structs.replace(make_state(number), history=(*state.history, line), best=state.best)
+        after = msgspec.structs.replace(make_state(number), history=(*state.history, line), best_state=state.best_state)
         state = decode_state(encode_state(stop_early(state, after, last, patience)), ModelState)
     return state
 
 
 def test_the_best_state_comes_back_once_there_is_no_better_one_for_so_many_rounds() -> None:
     stopped = train(SCORES, 3, 30)
-    assert stopped.best
-    assert (stopped.round, stopped.best.stopped, stopped.best.round) == (30, 6, 2)
+    assert stopped.best_state
+    assert (stopped.round, stopped.best_state.stopped, stopped.best_state.round) == (30, 6, 2)
     assert stopped.model == make_state(2).model, "the model that reached 0.6 in round 3 came from round 2"
     assert len(stopped.history) == 6
     assert {ref.digest for ref in iterate_blobs(stopped)} == {stopped.model.digest}, "nothing else is kept"
@@ -96,8 +96,8 @@ def test_the_best_state_comes_back_once_there_is_no_better_one_for_so_many_round
 
 def test_until_then_training_goes_on_and_the_best_tensors_stay() -> None:
     state = train(SCORES, 4, 30)
-    assert state.best
-    assert (state.round, state.best.round, state.best.stopped) == (7, 6, None)
+    assert state.best_state
+    assert (state.round, state.best_state.round, state.best_state.stopped) == (7, 6, None)
     waiting = train(SCORES[:5], 4, 30)
     assert {ref.digest for ref in iterate_blobs(waiting)} == {make_state(k).model.digest for k in (5, 2)}
 
@@ -115,10 +115,10 @@ def test_rounds_without_a_score_wait_too() -> None:
 def test_more_rounds_after_a_stop_begin_to_wait_anew() -> None:
     stopped = train(SCORES, 3, 30)
     line = RoundSummary(round=31, asked=1, answered=1, accuracy=0.1, loss=None)
-    after = msgspec.structs.replace(make_state(31), history=(*stopped.history, line), best=stopped.best)
+    after = msgspec.structs.replace(make_state(31), history=(*stopped.history, line), best_state=stopped.best_state)
     again = stop_early(stopped, after, 40, 3)
-    assert again.best
-    assert (again.round, again.best.score, again.best.since) == (31, 0.1, 0)
+    assert again.best_state
+    assert (again.round, again.best_state.score, again.best_state.since) == (31, 0.1, 0)
 
 
 def test_a_run_stops_early_with_bundles_of_the_best_round() -> None:
