@@ -161,9 +161,8 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def code(self) -> tuple[str, ...]:
         """The code that the task calls, as package.module:name: its class, its network, and its augmentation."""
-        own: tuple[str, ...] = (self.asked.code,) if isinstance(self.asked, Own) else ()
-        own += self.augment or ()
-        return tuple(dict.fromkeys(path for path in (self.name, self.model, *own) if ":" in path))
+        named = (self.name, self.model, self.problem.request, *(self.augment or ()))
+        return tuple(dict.fromkeys(path for path in named if ":" in path))
 
     def compute_fingerprint(self) -> str:
         """Return a hash of the whole task in 16 hexadecimal digits."""

@@ -11,8 +11,6 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from fedge.data.problems.reconstruction import Reconstruction
-from fedge.data.problems.segmentation import Segmentation
 from fedge.data.scaling import describe_fault
 from fedge.data.tables import read_schema
 from fedge.data.task import Asked, Preprocessing, TaskSpec
@@ -206,10 +204,8 @@ def _make_spec(name: str, stated: Stated, shape: tuple[int, ...], model: str, ho
 def choose_network(shape: tuple[int, ...], asked: Asked | UnsetType) -> str:
     """Return the name of the built-in network for inputs of this shape."""
     is_image = len(shape) == 3 and min(shape[1:]) >= 16
-    if isinstance(asked, Segmentation):
-        return "unet"
-    if isinstance(asked, Reconstruction):
-        return "autoencoder"
+    if asked and asked.NETWORK:
+        return asked.NETWORK
     return "cnn" if is_image else "mlp"
 
 

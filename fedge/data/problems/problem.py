@@ -57,6 +57,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
         RIGHT_OR_WRONG: whether an answer is right or wrong, so that the share of right ones counts.
         GROUPED: whether the number of a sample's group says its whole target.
         SHARED: whether a sample is of one class, whose shares among recent samples may be others than at home.
+        NETWORK: the built-in network that suits it; "" if one for vectors does.
         TARGET_KINDS: numpy's letters for the types of converted targets.
     """
 
@@ -74,6 +75,7 @@ class Problem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag
     RIGHT_OR_WRONG: ClassVar[bool] = False
     GROUPED: ClassVar[bool] = False
     SHARED: ClassVar[bool] = False
+    NETWORK: ClassVar[str] = ""
     TARGET_KINDS: ClassVar[str] = "iu"
 
     @property

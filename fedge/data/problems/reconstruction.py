@@ -39,6 +39,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     NAME: ClassVar = "reconstruction"
     SCORE: ClassVar = "likelihood"
     SCORES: ClassVar = (-math.inf, math.inf)
+    NETWORK: ClassVar = "autoencoder"
     OUTPUTS: ClassVar = ("surprise",)
     LABELLED: ClassVar = False
     GROUPED: ClassVar = True

@@ -34,6 +34,7 @@ class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):
     NAME: ClassVar = "segmentation"
     SCORE: ClassVar = "mean_iou"
     RAW: ClassVar = "logits"
+    NETWORK: ClassVar = "unet"
     OUTPUTS: ClassVar = ("probabilities",)
     FOLDER: ClassVar = "masks"
 
