@@ -185,7 +185,7 @@ class Method(Generic[S]):
         have described; a method that measures progress within a campaign, or describes devices, overrides this.
         `changed`: the devices whose samples have changed since the last campaign began.
         """
-        afresh: dict[str, Any] = {"participations": {}, "history": (), "installed": {}, "best": UNSET}
+        afresh: dict[str, Any] = {"participations": {}, "history": (), "installed": {}, "best_state": UNSET}
         return msgspec.structs.replace(state, campaign=state.campaign + 1, **afresh)
 
     def add_classes(self, state: S, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> S:
