@@ -53,7 +53,8 @@ edge_agent.steps.training steps. share_private train train_dbe train_ditto train
 fedge config:settings
 fedge.bundle calibration energies fusion:formula onnx_wire:graph_reader ort:runtime
 fedge.commands broker cli doctor egress_cli:egress new
-fedge.data images labels npz preprocess:preprocessing scaling table:tables task validation
+fedge.data images npz preprocess:preprocessing scaling table:tables task validation
+fedge.data.problems labels
 fedge.identity certificates tls
 fedge.membership credentials kit mosquitto:broker_configuration renewal sealed:signed_messages
 fedge.models weights
