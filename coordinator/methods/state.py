@@ -106,7 +106,7 @@ def _find_culprit(state: State) -> str:
     """Find the field of a state that cannot be stored."""
     for field in state.__struct_fields__:
         try:
-            _encode(getattr(state, field))
+            _encode({field: value} if (value := getattr(state, field)) is not UNSET else {})
         except (TypeError, ValueError, OverflowError, NotImplementedError):
             return f"field {field}"
     return "a field"

@@ -166,6 +166,8 @@ def reload(state: S) -> S:
 
 
 def _encode(value: Any) -> bytes:
+    if value is msgspec.UNSET:
+        return b""
     return msgspec.msgpack.encode(value, enc_hook=lambda array: array.tobytes(), order="deterministic")
 
 
