@@ -329,14 +329,15 @@ def test_examples_keep_their_lines_in_the_help(words: list[str], capsys: pytest.
 
 CODE = {
     "agent": ("task", "steps", "allow"),
-    "check": ("task", "model", "method", "allow"),
-    "compare": ("task", "model", "methods", "baseline"),
-    "coordinator": ("task", "model", "method", "allow"),
-    "demo": ("task", "model", "method"),
+    "check": ("task", "model", "method", "allow", "problem", "augment"),
+    "compare": ("task", "model", "methods", "baseline", "problem", "augment", "metric"),
+    "coordinator": ("task", "model", "method", "allow", "problem", "augment"),
+    "demo": ("task", "model", "method", "problem", "augment"),
     "relay": ("task", "allow"),
-    "sample": ("task", "model"),
-    "simulate": ("task", "model", "method"),
-    "tune": ("task", "model", "method"),
+    "sample": ("task", "model", "problem", "augment"),
+    "serve": ("score_with",),
+    "simulate": ("task", "model", "method", "problem", "augment", "metric"),
+    "tune": ("task", "model", "method", "problem", "augment", "metric"),
 }
 """Settings that may name code, by command."""
 REQUIRED = ("broker", "federation", "id", "home", "data", "task", "site_broker", "site_federation")
@@ -368,7 +369,7 @@ def test_code_that_a_file_names_is_not_even_imported(
     assert cli.main([name, "--config", str(file)]) == errors.ConfigError.exit_code
     assert (
         f"{setting} in [{name}] of {file} names code that would be run here: of_a_stranger:run; if you know and trust "
-        f"it, say so on the command line: --{setting} of_a_stranger:run\n"
+        f"it, say so on the command line: --{setting.replace('_', '-')} of_a_stranger:run\n"
     ) in capsys.readouterr().err
     assert "of_a_stranger" not in sys.modules
 
