@@ -66,8 +66,9 @@ def command(*words: str, forked: bool) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of such a command."""
-    return {**os.environ, ADDRESS: forking()} if sys.platform == "linux" else {**os.environ}
+    """The environment of such a command, by which the commands that it starts find this module, too."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    return {**found, ADDRESS: forking()} if sys.platform == "linux" else found
 
 
 # ------------------------------------------------------------------------------------------------------ who forks
