@@ -162,7 +162,7 @@ def try_wheel(checks: Checks, wheel: Path, extras: tuple[str, ...], folder: Path
         ("an environment is made", (sys.executable, "-m", "venv", "--without-pip", folder / "venv"))
     ]
     if "torch" in has:  # its pinned build would else bring gigabytes of CUDA
-        steps.append(("torch is installed", (*install, "--no-deps", "torch", "torchvision")))
+        steps.append(("torch is installed", (*install, "--no-deps", *sorted({"torch", "torchvision"} & has))))
     steps.append(("the wheel is installed", (*install, f"{wheel}[{','.join(extras)}]")))
     steps.append(("pip check", (*pip, "check")))
     if not all(checks.run(f"{called}: {what}", *command, cwd=folder) for what, command in steps):

@@ -146,11 +146,18 @@ _SMALL: Final = 64
 
 
 def _make_torchvision(task: TaskSpec, name: str) -> nn.Module:
+    """Make one of torchvision's networks.
+
+    Raises:
+        ConfigError: an option or the input is wrong, or torchvision is not installed.
+    """
     _parse_sizes(task)
     _require_images(task, 8)
     torchvision_ops.declare_operators()
-    from torchvision import models  # seconds
-
+    try:
+        from torchvision import models  # seconds
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{task.model} is a network of torchvision: pip install 'fedge[vision]'") from error
     net: nn.Module = getattr(models, name)(num_classes=_count_outputs(task))
     return net
 

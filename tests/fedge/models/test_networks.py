@@ -1,3 +1,5 @@
+import sys
+
 import msgspec
 import pytest
 import torch
@@ -73,6 +75,16 @@ def test_outputs_are_as_the_problem_says(shape: tuple[int, ...]) -> None:
 def test_a_network_whose_outputs_are_not_the_problems_is_refused(spec: TaskSpec, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build.make_initial_model(spec, 0)
+
+
+@pytest.mark.parametrize("model", ["mobilenet-v3-small", "resnet-18"])
+def test_without_torchvision_only_its_networks_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"^{model} is a network of torchvision: pip install 'fedge\[vision\]'$"):
+        build.make_network(task(model, (3, 32, 32)))
+    assert build.make_network(task("cnn"))(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
 def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
