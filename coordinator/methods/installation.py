@@ -41,11 +41,13 @@ async def install(
     personal: Selector = (),
     kept_by: str | None = None,
     initial: BlobRef | None = None,
+    fine_tune: bool = False,
 ) -> S:
     """Do the last round of a one-model method: each device installs `model`, or by default what `get_model` returns.
 
     `among`: the devices that install; all if None. Afterwards, unless some layers are personal, devices that do not
-    train get a finished bundle. `personal`, `kept_by`, `initial`: as in `Install`.
+    train get a finished bundle. `personal`, `kept_by`, `initial`: as in `Install`. `fine_tune`: whether devices
+    fine-tune what they install even if the run does not ask for it.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
@@ -56,7 +58,7 @@ async def install(
             personal=personal,
             kept_by=kept_by,
             initial=initial,
-            fine_tune=tuning if settings.fine_tune else None,
+            fine_tune=tuning if fine_tune or settings.fine_tune else None,
         )
         for device in fleet.get_devices()
         if among is None or device.id in among

@@ -60,18 +60,19 @@ class Recipe:
 
     `sgd`: what the order says of the training. `objective`: gives the loss; if None, that of `sgd`. `optimizer`: made
     anew for each phase, from the models that learn; if None, that of `sgd`. `head_steps`: the head first learns alone
-    for so many steps, then the base alone; if 0, everything learns together.
+    for so many steps, then the base alone; if 0, the weights that `moves` names learn together.
     """
 
     sgd: Sgd
     objective: Objective | None = None
     optimizer: Callable[[Learns], Optimizer] | None = None
     head_steps: int = 0
+    moves: Part = "all"
 
     def list_phases(self, n: int) -> tuple[tuple[Part, int], ...]:
         """List which part of the network learns in each phase, and for how many steps, with n samples."""
         steps = self.sgd.count_steps(n)
-        return (("head", self.head_steps), ("base", steps)) if self.head_steps else (("all", steps),)
+        return (("head", self.head_steps), ("base", steps)) if self.head_steps else ((self.moves, steps),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,13 @@ def train_together(
     ready: list[_Ready] = []
     for number, (device, action) in enumerate(zip(devices, actions, strict=True)):
         recipe = recipe_of(action)
-        if action.personal or recipe.head_steps or not device.data.n_shared or not can_stack(device.network):
+        if (
+            action.personal
+            or recipe.head_steps
+            or recipe.moves != "all"
+            or not device.data.n_shared
+            or not can_stack(device.network)
+        ):
             continue
         try:
             begun = begin(device, action)

@@ -23,6 +23,8 @@ SAME = [
     "dbe",  # MeanFeatures; an offset
     "lg-fedavg+ft",  # a base of one's own; fine-tuning
     "ditto",  # a model of one's own, drawn to the global one
+    "apfl",  # two models by turns
+    "pfedme",  # a trainer for each batch
     "fedcoe",  # the server's own networks
     "fedprox@tests.support.networks:noisy",  # running statistics, random numbers
 ]

@@ -33,7 +33,7 @@ EXAMPLES = dict.fromkeys(
         "examples/boxes.py",
         "examples/methods/fedasync.py",
         "examples/methods/fedbn.py",
-        "examples/methods/pfedme.py",
+        "examples/methods/averaged.py",
         "examples/methods/scaffold.py",
     ],
     "minutes",

@@ -41,7 +41,7 @@ CLASSED = {
 }
 """Methods that need the class of each sample, and what for."""
 KINDS = ("classification", "multi-label", "regression", "segmentation", "reconstruction", "own")
-HEADED = {"dbe", "fedper", "fedrep", "lg-fedavg"}
+HEADED = {"dbe", "fedbabu", "fedper", "fedrep", "lg-fedavg"}
 """Methods that part a network into a base and a head, its last linear layer."""
 HEADLESS = {"segmentation", "own"}
 """Kinds whose network here has no linear layer that gives its output."""

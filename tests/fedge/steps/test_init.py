@@ -38,6 +38,9 @@ from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.fit_weights import FitWeights, WeightsFitted
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.mixture.install_bundle import InstallBundle
+from fedge.steps.personal.train_apfl import TrainApfl
+from fedge.steps.personal.train_babu import TrainBabu
+from fedge.steps.personal.train_pfedme import TrainPFedMe
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, find_kept
@@ -62,6 +65,9 @@ UNMEASURED = Train(starts=(START,), sgd=Sgd(), measure=False)
 DITTO = TrainDitto(starts=(START,), sgd=Sgd(), proximal_lambda=0.1)
 ROD = TrainRod(starts=(START,), sgd=Sgd())
 DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
+BABU = TrainBabu(starts=(START,), sgd=Sgd(), personal=HEAD)
+APFL = TrainApfl(starts=(START,), sgd=Sgd(), alpha=0.5)
+PFEDME = TrainPFedMe(starts=(START,), sgd=Sgd(), inner_steps=2, moreau_lambda=1.0, outer_rate=0.1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=3, epsilon=2.0)
 DP = TrainDp(starts=(START,), sgd=Sgd(), privacy=PRIVACY)
 PROFILE, NOISY = Profile(extractor=REF), Profile(extractor=REF, noise=0.1)
@@ -139,6 +145,9 @@ GOOD: list[tuple[Action, Result]] = [
     (DITTO, trained()),
     (ROD, trained()),
     (DBE, trained()),
+    (BABU, trained()),
+    (APFL, trained()),
+    (PFEDME, trained()),
     (DP, trained_dp()),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(1 / 3,) * MAX_FEATURES, n_samples=5)),
@@ -178,7 +187,7 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
     *((TRAIN, trained(val_score=score), "wrong-result") for score in (1.01, -0.01)),
     *((MASKED, masked(val_score=score), "wrong-result") for score in (1.01, -0.01)),
-    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE)),
+    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME)),
     (DP, trained_dp(n_samples=0), "no-samples"),
     *(
         (DP, trained_dp(**{figure: 0.5}), "wrong-result")
@@ -230,6 +239,8 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (trained(), {"update": {"digest": "0" * 64, "size_bytes": 0}}),
     (DITTO, {"proximal_lambda": -1.0}),
     (DBE, {"kappa": -1.0}),
+    (APFL, {"alpha": 1.5}),
+    (PFEDME, {"inner_steps": 0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),
     (NOISY, {"noise": -1.0}),
@@ -334,6 +345,8 @@ KEPT: list[tuple[str, Selector, list[str]]] = [
     ("train_ditto", (), ["in.w", "out.w", "out.b", "mean"]),
     ("train_rod", (), ["out.w", "out.b"]),
     ("train_dbe", (), ["offset"]),
+    ("train_apfl", (), ["in.w", "out.w", "out.b", "mean", "apfl/alpha"]),
+    ("train_pfedme", (), ["in.w", "out.w", "out.b", "mean"]),
 ]
 
 
@@ -355,7 +368,9 @@ def test_without_a_head_it_says_so(step: Train) -> None:
         step.select_kept((), Layout(tensors=(TensorInfo(name="w", shape=(2, 2)),)))
 
 
-@pytest.mark.parametrize(("step", "personal"), [("train", ()), ("profile", HEAD), ("dance", HEAD)])
+@pytest.mark.parametrize(
+    ("step", "personal"), [("train", ()), ("train_babu", HEAD), ("profile", HEAD), ("dance", HEAD)]
+)
 def test_what_keeps_nothing_is_refused(step: str, personal: Selector) -> None:
     with pytest.raises(ConfigError, match=f"step {step} keeps nothing"):
         find_kept(step, personal, LAYOUT)

@@ -14,6 +14,8 @@ from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial
 from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.install import FineTune, Install
+from fedge.steps.personal.train_apfl import TrainApfl
+from fedge.steps.personal.train_pfedme import TrainPFedMe
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.steps.training.train_ditto import TrainDitto
@@ -51,6 +53,14 @@ def test_no_hardware_takes_no_time():
         (
             msgspec.structs.replace(DITTO, sgd=Sgd(epochs=3, batch_size=20)),
             4 * 30 + 10 + 3 * 5 * 20 + 3 * 6 * 20,  # the personal model learns from the sensitive samples, too
+        ),
+        (
+            TrainApfl(starts=(Start(model=REF),), sgd=Sgd(epochs=3, batch_size=20), alpha=0.5),
+            4 * 30 + 10 + 2 * 3 * 5 * 20,
+        ),
+        (
+            TrainPFedMe(starts=(Start(model=REF),), sgd=SGD, inner_steps=4, moreau_lambda=1.0, outer_rate=1.0),
+            4 * 30 + 10 + 4 * 3 * 7 * 20,
         ),
         (train(personal=HEAD, initial=REF, head_steps=2), 4 * 30 + 10 + 3 * 9 * 20),
         (Train(starts=(Start(model=REF),) * 3, sgd=SGD), 4 * 30 + 10 + 2 * 10 + 3 * 7 * 20),

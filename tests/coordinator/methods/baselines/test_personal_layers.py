@@ -31,7 +31,9 @@ from fedge.wire.messages import BlobRef, Role, iterate_blobs
 from tests.support.simulation import Fleet, digits, predicted, roles, rounds
 from tests.support.tables import calibrated
 
-NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
+NAMES = ("apfl", "dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg", "pfedme")
+WHOLE = {"apfl", "ditto", "pfedme"}
+"""Those whose devices keep a whole network."""
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -214,8 +216,8 @@ async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name
     assert min(losses.values()) < -0.01
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"ditto"}))
-def test_a_network_without_a_head_is_refused_before_the_first_round_but_by_ditto(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*NAMES} - WHOLE))
+def test_a_network_without_a_head_is_refused_before_the_first_round_if_it_is_to_be_split(name: str) -> None:
     layout = Layout(tensors=(TensorInfo(name="w", shape=(3, 3)), TensorInfo(name="g", shape=(3,))))
     method: Any = make_method(name, settings())
     with pytest.raises(ConfigError, match="last layer"):

@@ -24,6 +24,8 @@ from fedge.models import build
 from fedge.models.training import Network, Trainer, compute_mean_loss
 from fedge.steps.contract import Declined, Failed, Result, encode_body
 from fedge.steps.mixture.install import Install, Installed
+from fedge.steps.personal.train_apfl import TrainApfl
+from fedge.steps.personal.train_pfedme import TrainPFedMe
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.steps.training.train_dbe import TrainDbe
@@ -60,7 +62,11 @@ KEEPS: dict[str, tuple[type[Train], dict[str, Any]]] = {
     "ditto": (TrainDitto, {"proximal_lambda": 0.1}),
     "fedrod": (TrainRod, {}),
     "dbe": (TrainDbe, {"global_mean": Blobs().put(GOAL)}),
+    "apfl": (TrainApfl, {"alpha": 0.5}),
+    "pfedme": (TrainPFedMe, {"inner_steps": 2, "moreau_lambda": 5.0, "outer_rate": 0.1}),
 }
+APART = {"apfl", "ditto", "fedrod", "pfedme"}
+"""Those for which what is sent depends on nothing that was kept."""
 every = pytest.mark.parametrize("name", list(KEEPS))
 
 
@@ -145,7 +151,7 @@ def test_rounds_build_on_each_other_and_a_round_left_out_changes_nothing(
     found, same, fresh = (own.execute(later, blobs) for own in (one, two, alone))
     assert found == same
     assert store_of(tmp_path / "0") != store_of(tmp_path / "2")  # what was kept in round 1 matters in round 7
-    if name not in {"ditto", "fedrod"}:
+    if name not in APART:
         assert found != fresh
 
 
@@ -189,7 +195,7 @@ def test_what_is_sent_learns_from_no_sensitive_sample(tmp_path: Path, blobs: Blo
         updates.append(update_of(own.execute(order(train(name, blobs, 2, sgd=sgd), 2), blobs), personal_of(name)))
     np.testing.assert_array_equal(updates[0].params, updates[1].params)
     kept_apart = store_of(tmp_path / "0") == store_of(tmp_path / "1")
-    assert kept_apart == (name not in {"ditto", "fedrod"})  # these two learn from all samples what they keep
+    assert kept_apart == (name not in APART - {"pfedme"})  # the others learn from all samples what they keep
 
 
 @every
