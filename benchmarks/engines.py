@@ -44,8 +44,8 @@ from export.int8 import Int8Limits, quantise_bundle
 from export.parity import compute_logits, make_formula
 from fedge.bundle.formula import compute_gate_scores, fuse, standardise
 from fedge.bundle.manifest import read_bundle
+from fedge.data.problems.formulas import fit_em_weights
 from fedge.data.problems.maths import log_softmax, logsumexp
-from fedge.data.problems.problem import fit_em_weights
 from fedge.data.validation import Validation
 from fedge.models.build import make_initial_model
 from fedge.models.training import Network

@@ -79,7 +79,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
         for room in ("fedge/data", "fedge/models", "export")
         for kind in ("classification", "multi_label", "own", "reconstruction", "regression", "segmentation")
     },
-    **{f"fedge/data/problems/{part}.py": BATTERY for part in ("calibration", "maths", "scores")},
+    **{f"fedge/data/problems/{part}.py": BATTERY for part in ("calibration", "formulas", "maths", "scores")},
     "fedge/models/problems/losses.py": BATTERY,
     **{f"export/problems/{part}.py": BATTERY for part in ("answers", "fusion")},
 }

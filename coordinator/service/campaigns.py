@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from coordinator.store.records import DeviceFacts
 from coordinator.watch.words import format_devices, format_duration
+from fedge.data.problems.problem import Problem
 from fedge.errors import ConfigError
 
 PAST: Final = 100
@@ -25,7 +26,7 @@ PAUSE_S: Final = 3600.0
 """Longest time after a campaign in which nothing but a person or the schedule begins the next. It is as long as the
 campaign took, so that devices do not train without a break."""
 ENOUGH_ANSWERS: Final = 20
-"""Fewest answers labelled later, over all devices, from which a fall of accuracy at work is concluded."""
+"""Fewest answers labelled later, over all devices, from which a fall of the score at work is concluded."""
 NAMED: Final = 3
 """Most devices that a reason names."""
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -35,7 +36,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """What begins a campaign without a person; None: it does not.
 
     every_s: time since the last one began. new_samples: samples that came since then. drift: share of the present
-    devices whose bundle drifts. fall: of the accuracy at work.
+    devices whose bundle drifts. fall: of the score at work.
     """
 
     every_s: float | None = None
@@ -78,7 +79,7 @@ class Seen(Struct, frozen=True, kw_only=True):
 class Campaigns(Struct, frozen=True, kw_only=True):
     """The campaigns so far: durable, so that a killed coordinator decides as one that was not.
 
-    best_at_work: highest accuracy at work since the last campaign ended. skipped_at: when the schedule last found
+    best_at_work: highest score at work since the last campaign ended. skipped_at: when the schedule last found
     nothing that calls for a campaign.
     """
 
@@ -130,14 +131,23 @@ def parse_conditions(every: str | None, when: Collection[str]) -> Conditions:
                 found = replace(found, new_samples=int(number))
             case "drift" if 0 < number <= 1:
                 found = replace(found, drift=number)
-            case "accuracy-at-work" if -1 <= number < 0:
+            case "score-at-work" if -1 <= number < 0:
                 found = replace(found, fall=-number)
             case _:
                 raise ConfigError(
                     f"when: {text!r} is no condition; there are new-samples=500 (a whole number), drift=0.1 (a share "
-                    "of the devices) and accuracy-at-work=-0.05 (a fall)"
+                    "of the devices) and score-at-work=-0.05 (a fall)"
                 )
     return found
+
+
+def require_counted(conditions: Conditions, problem: Problem) -> None:
+    """Raise ConfigError if a fall of the score at work begins campaigns, and this problem's answers are not counted."""
+    if conditions.fall is not None and not problem.COUNTED:
+        raise ConfigError(
+            f"when: score-at-work counts answers that are right or wrong, and those of {problem.NAME} are neither; let "
+            "drift=0.1 or new-samples=500 begin a campaign"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- decisions
@@ -197,7 +207,7 @@ def _find_reason(conditions: Conditions, campaigns: Campaigns, present: Collecti
         return f"{len(drifting)} of {format_devices(len(present))} with drift: {names}"
     best, at_work = campaigns.best_at_work, compute_at_work(present)
     if conditions.fall is not None and at_work is not None and best is not None and best - at_work >= conditions.fall:
-        return f"accuracy at work fell from {best:.3f} to {at_work:.3f}"
+        return f"score at work fell from {best:.3f} to {at_work:.3f}"
     return ""
 
 
@@ -235,11 +245,11 @@ def list_drifting(seen: Mapping[str, Seen], devices: Iterable[DeviceFacts]) -> l
 
 
 def compute_at_work(devices: Iterable[DeviceFacts]) -> float | None:
-    """Compute the mean accuracy at work over the devices that report one; None if too few answers were labelled."""
+    """Compute the mean score at work, the share of right answers, over the devices that report one; None if too few answers were labelled."""
     known = [(d.at_work, d.n_answers) for d in devices if d.at_work is not None]
     if sum(n for _, n in known) < ENOUGH_ANSWERS:
         return None
-    return sum(accuracy for accuracy, _ in known) / len(known)
+    return sum(share for share, _ in known) / len(known)
 
 
 # ---------------------------------------------------------------------------------------------------- the record
@@ -257,7 +267,7 @@ def record_participants(campaigns: Campaigns, facts: Iterable[DeviceFacts]) -> C
 
 
 def record_rest(campaigns: Campaigns, facts: Collection[DeviceFacts]) -> Campaigns:
-    """Return the record after a look at the devices at rest: alarms that went out, and a better accuracy at work."""
+    """Return the record after a look at the devices at rest: alarms that went out, and a better score at work."""
     clear = {d.id for d in facts if d.online and not d.drift and d.id in campaigns.seen and campaigns.seen[d.id].drift}
     if clear:
         seen = {i: replace(seen, drift=seen.drift and i not in clear) for i, seen in campaigns.seen.items()}
@@ -266,7 +276,7 @@ def record_rest(campaigns: Campaigns, facts: Collection[DeviceFacts]) -> Campaig
 
 
 def record_best(campaigns: Campaigns, facts: Iterable[DeviceFacts]) -> Campaigns:
-    """Return the record with the accuracy at work of now if it is the best since the last campaign."""
+    """Return the record with the score at work of now if it is the best since the last campaign."""
     at_work = compute_at_work(d for d in facts if d.online)
     if at_work is not None and (campaigns.best_at_work is None or at_work > campaigns.best_at_work):
         campaigns = replace(campaigns, best_at_work=at_work)

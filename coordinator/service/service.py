@@ -50,6 +50,7 @@ from coordinator.service.campaigns import (
     record_best,
     record_participants,
     record_rest,
+    require_counted,
 )
 from coordinator.service.running import Throttle, repeat, run_beside
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
@@ -116,6 +117,7 @@ async def serve(
     tune_malloc(large=True)
     raise_open_files()
     conditions = parse_conditions(settings.every, settings.when)
+    require_counted(conditions, task.problem)
     if settings.dp_epsilon is not None and settings.campaign_rounds is not None:
         raise ConfigError(EQUALLY_LONG)
     if store.find_value("start") is None:

@@ -87,7 +87,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         tuple[str, ...],
         Heading.CAMPAIGNS,
         "A campaign begins under this condition: new-samples=500, drift=0.1 (this share of the devices) or "
-        "accuracy-at-work=-0.05 (a fall). It may be repeated; in the environment the conditions are comma-separated.",
+        "score-at-work=-0.05 (a fall). It may be repeated; in the environment the conditions are comma-separated.",
     ] = ()
     devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "Round 1 waits for this many devices."] = 1
     participation: methods.Participation = DEFAULT.participation

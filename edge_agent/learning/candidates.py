@@ -17,8 +17,8 @@ from edge_agent.learning.evaluation import Figures, fit_offset, measure_answers
 from edge_agent.learning.private_model import Samples
 from fedge.bundle.formula import standardise
 from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.formulas import Answers, find_usable
 from fedge.data.problems.maths import Array, Floats
-from fedge.data.problems.problem import Answers, find_usable
 from fedge.steps.mixture.fit_weights import Products, select_products
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model, flatten, from_bytes, to_bytes, unflatten

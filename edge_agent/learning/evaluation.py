@@ -12,8 +12,8 @@ from edge_agent.device.device import Device
 from edge_agent.learning import mixture
 from edge_agent.learning.private_model import Samples
 from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.formulas import Answers, find_usable
 from fedge.data.problems.maths import Array
-from fedge.data.problems.problem import Answers, find_usable
 from fedge.models.training import compute_loss_and_gradient_norm
 from fedge.steps.training.train import Choice, Start
 from fedge.tensors.layout import Model

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from export.mixture import GATE_HIDDEN, GateWeights
 from fedge.bundle.formula import Library, compute_gate_features, mix
 from fedge.data.problems.maths import Array
+from fedge.models.optimizer import BETA2, EPSILON
 from fedge.models.training import to_tensor
 
 MIN_SAMPLES: Final = 10
 """Fewest validation samples for training the gate."""
 STEPS: Final = 150
 LEARNING_RATE: Final = 0.02
+BETA1: Final = 0.9
+"""Decay of Adam's mean gradient."""
 DECAY: Final = 0.03
 TORCH: Final[Library[Tensor]] = Library(partial(torch.log_softmax, dim=-1), partial(torch.logsumexp, dim=-1))
 _SMALLEST_SPREAD: Final = 0.1
@@ -97,14 +100,19 @@ def _make_network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
 def _fit(
     network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor, decay: float, experts: Tensor, top: int
 ) -> None:
+    """Take the steps of `torch.optim.Adam`, to the last bit, but without the import of torch's compiler by it."""
     parameters = list(network.parameters())
-    optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
-    for _ in range(STEPS):
+    means, squares = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
+    for step in range(1, STEPS + 1):
         likelihood = mix(log_p, _select_top(scores + network(inputs), experts, top), TORCH).mean()
-        squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
-        optimiser.zero_grad()
-        (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        penalty = decay * torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        gradients = torch.autograd.grad(penalty - likelihood, parameters)
+        rate, root = LEARNING_RATE / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
+        with torch.no_grad():
+            for parameter, gradient, m, v in zip(parameters, gradients, means, squares, strict=True):
+                m.lerp_(gradient, 1 - BETA1)
+                v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+                parameter.addcdiv_(m, (v.sqrt() / root).add_(EPSILON), value=-rate)
 
 
 def _select_top(scores: Tensor, experts: Tensor, top: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from export.signing import Repository
 from fedge.commands.broker import find_free_port, find_mosquitto
 from fedge.tasks import load_pool, load_task
+from tests.support import warm
 from tests.support.doc_commands import REASONS, ROOT, blocks, script
 from tests.support.shop import make_shop
 from tests.support.trained_bundles import trained_bundle
@@ -68,6 +70,17 @@ SAYS = {
 """What has to come of it, beside that every command succeeds."""
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `fedge` whose children are forked, so that only one section waits for all their imports."""
+    folder = tmp_path_factory.mktemp("programs")
+    address = warm.environment().get(warm.ADDRESS, "")
+    places = f'PYTHONPATH="{ROOT}${{PYTHONPATH:+:$PYTHONPATH}}" {warm.ADDRESS}="{address}"'
+    (folder / "fedge").write_text(f'#!/bin/sh\n{places} exec {shlex.join(warm.command(forked=True))} "$@"\n')
+    (folder / "fedge").chmod(0o755)
+    return folder
+
+
 @pytest.mark.unit
 def test_what_is_not_run_says_why() -> None:
     assert [block for block in BLOCKS if block.reason not in {None, *REASONS}] == []
@@ -78,13 +91,14 @@ def test_what_is_not_run_says_why() -> None:
 @pytest.mark.parametrize(
     "section", [pytest.param(name, marks=[pytest.mark.smoke] if name == SMOKE else []) for name in SECTIONS]
 )
-def test_the_commands_of_a_section_run_as_they_are_written(section: str, tmp_path: Path) -> None:
+def test_the_commands_of_a_section_run_as_they_are_written(section: str, programs: Path, tmp_path: Path) -> None:
     if section == NEEDS_MOSQUITTO and find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     BEFORE.get(SECTIONS[section][0].page, lambda _: None)(tmp_path)
     port, http = (find_free_port("127.0.0.1") for _ in range(2))
+    places = [programs, Path(sys.executable).parent, os.environ["PATH"]]
     here = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(map(str, places[section == SMOKE :])),
         "HOME": str(tmp_path),
         "FEDGE_SERVE_PORT": str(http),
         "FEDGE_UI_PORT": "0",

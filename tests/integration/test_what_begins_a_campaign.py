@@ -36,7 +36,7 @@ RIGHT, WRONG = 22, 10
 """Labels: those of fewer than 20 answers of a device tell no accuracy."""
 CONFIG = f"""
 [coordinator]
-when = ["new-samples={NEW_SAMPLES}", "drift={DRIFTING}", "accuracy-at-work=-{FALL}"]
+when = ["new-samples={NEW_SAMPLES}", "drift={DRIFTING}", "score-at-work=-{FALL}"]
 
 [introduction]
 stages = "1"
@@ -136,7 +136,7 @@ async def test_wrong_answers_new_rows_and_drift_each_begin_a_campaign_that_says_
     await asyncio.sleep(4 * LOOK_S)  # the coordinator has looked at it
     await fleet.tell("cam0", WRONG, off_by=1)
     await until(lambda: fleet.has_begun(2), every_s=0.1)
-    assert "accuracy at work fell from 1.000 to 0." in fleet.status()
+    assert "score at work fell from 1.000 to 0." in fleet.status()
     await until(lambda: fleet.rests_after(2), every_s=0.1)
 
     fleet.append_rows("cam1", NEW_SAMPLES + 5)

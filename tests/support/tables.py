@@ -18,7 +18,7 @@ from fedge.bundle.formula import Formula, compute_gate_scores
 from fedge.bundle.manifest import Manifest
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.classification import Classification
-from fedge.data.problems.problem import Answers
+from fedge.data.problems.formulas import Answers
 from fedge.data.task import TaskSpec
 from fedge.tensors.layout import Layout, Model, TensorInfo
 from fedge.wire.messages import Role

@@ -17,8 +17,8 @@ from edge_agent.learning.evaluation import fit_final_offset, rank_model
 from edge_agent.learning.private_model import Samples
 from export import Candidate, GateWeights, Mixture
 from fedge.data.problems.calibration import PLAIN
+from fedge.data.problems.formulas import find_usable
 from fedge.data.problems.maths import Array, Floats
-from fedge.data.problems.problem import find_usable
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
 from fedge.tensors.layout import Model

@@ -24,8 +24,8 @@ from edge_agent.learning.frame import assemble_model
 from edge_agent.steps.mixture.install import install_alone, load_kept, make_served_model
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, compute_pool_reference, find_usable
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.maths import Array
-from fedge.data.problems.problem import Answers
 from fedge.errors import ProtocolError
 from fedge.models.training import draw_batches, to_tensor
 from fedge.steps.mixture.fit_pool import FitPool
@@ -272,7 +272,7 @@ def train_gate(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         network = make_gate_network(g.shape[1], len(keep), action.own if anchored else None)
-        optimiser = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+        parameters = list(network.parameters())
         rng = np.random.default_rng(seed)
         for _, batch in zip(range(n_batches), draw_batches(len(y), BATCH_SIZE, rng), strict=False):
             if stop():
@@ -280,9 +280,10 @@ def train_gate(
             i = torch.from_numpy(batch)
             w = select_weights(network(inputs[i]), survivors, top, action.own if anchored else None)
             logits = others[i] + torch.einsum("nm,nmc->nc", w, steps[i])
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(logits, labels[i]).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+            gradients = torch.autograd.grad(nn.functional.cross_entropy(logits, labels[i]), parameters)
+            with torch.no_grad():  # as torch.optim.SGD, which would import torch's compiler
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.add_(gradient, alpha=-LEARNING_RATE)
     layers = [layer for layer in network if isinstance(layer, nn.Linear)]
     return PoolGate(
         weights=tuple(layer.weight.detach().double().numpy() for layer in layers),

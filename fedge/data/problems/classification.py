@@ -14,10 +14,11 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.labels import read_labels
 from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.data.problems.names import HOW_TO_ADD
-from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.problem import Problem
 from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import (
     Counts,
@@ -36,6 +37,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     SCORE: ClassVar = "accuracy"
     RAW: ClassVar = "logits"
     WIDTH: ClassVar = "task.n_classes"
+    COUNTED: ClassVar = True
     OUTPUTS: ClassVar = ("probabilities",)
     CLASSED: ClassVar = True
     APART: ClassVar = True

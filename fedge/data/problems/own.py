@@ -24,9 +24,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.names import PRINTABLE
-from fedge.data.problems.problem import Answers, Problem, require_targets
+from fedge.data.problems.problem import Problem, require_targets
 from fedge.data.problems.results import Column, Result
 from fedge.errors import ConfigError
 from fedge.system.loading import FAILURES, describe_error, is_allowed, load_object

@@ -18,9 +18,10 @@ from msgspec import UNSET, Meta, structs
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.labels import require_whole_numbers
 from fedge.data.problems.maths import Array, Floats, logsumexp
-from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.problem import Problem
 from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_auroc
 from fedge.errors import ConfigError
@@ -40,6 +41,7 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
     SCORE: ClassVar = "likelihood"
     SCORES: ClassVar = (-math.inf, math.inf)
     NETWORK: ClassVar = "autoencoder"
+    COUNTED: ClassVar = True
     OUTPUTS: ClassVar = ("surprise",)
     LABELLED: ClassVar = False
     GROUPED: ClassVar = True

@@ -19,9 +19,10 @@ from msgspec import UNSET, Meta, UnsetType, structs
 from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import Calibration
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.maths import Array, Floats, minimise_on_simplex
 from fedge.data.problems.names import Word
-from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.problem import Problem
 from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import compute_r2
 from fedge.errors import ConfigError

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from fedge.data.problems.calibration import Calibration
 from fedge.data.problems.classification import mix_probabilities
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.maths import Array, Floats, log_softmax, logsumexp
 from fedge.data.problems.names import Word
-from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.problem import Problem
 from fedge.data.problems.results import Column, Result
 from fedge.data.problems.scores import Counts, compute_confusion, compute_mean_iou
 from fedge.errors import ConfigError

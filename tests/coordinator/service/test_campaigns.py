@@ -17,8 +17,11 @@ from coordinator.service.campaigns import (
     parse_conditions,
     record_participants,
     record_rest,
+    require_counted,
 )
 from coordinator.store.records import DeviceFacts
+from fedge.data.problems.reconstruction import Reconstruction
+from fedge.data.problems.regression import Regression
 from fedge.errors import ConfigError
 
 DAY = 86400.0
@@ -40,7 +43,7 @@ def rested(*facts: DeviceFacts, number: int = 1) -> Campaigns:
 
 
 def test_conditions_are_read_as_they_are_written() -> None:
-    found = parse_conditions("1d", ["new-samples=500", "drift=0.1", "accuracy-at-work=-0.05"])
+    found = parse_conditions("1d", ["new-samples=500", "drift=0.1", "score-at-work=-0.05"])
     assert found == Conditions(every_s=DAY, new_samples=500, drift=0.1, fall=0.05)
     assert [parse_conditions(text, ()).every_s for text in ("90", "90s", "15m", "1.5h")] == [90, 90, 900, 5400]
     assert parse_conditions(None, ()) == Conditions()
@@ -52,7 +55,7 @@ def test_conditions_are_read_as_they_are_written() -> None:
         *((text, ()) for text in ("", "d", "0", "-1d", "1w", "nan", "inf")),
         *(
             (None, (text,))
-            for text in ("drift", "drift=0", "drift=2", "drift=nan", "new-samples=0.5", "accuracy-at-work=0.05", "x=1")
+            for text in ("drift", "drift=0", "drift=2", "drift=nan", "new-samples=0.5", "score-at-work=0.05", "x=1")
         ),
     ],
 )
@@ -134,7 +137,16 @@ def test_a_device_that_drifted_before_begins_another_campaign_only_with_other_sa
 # --------------------------------------------------------------------------------------------------------- at work
 
 
-def test_a_fall_of_accuracy_at_work_is_measured_from_the_best_since_the_last_campaign() -> None:
+def test_a_fall_is_of_answers_that_are_right_or_wrong() -> None:
+    fall = parse_conditions(None, ["score-at-work=-0.05"])
+    regression = Regression(targets=("a",), mean=(0.0,), std=(1.0,))
+    require_counted(fall, Reconstruction())
+    require_counted(parse_conditions(None, ["drift=0.1"]), regression)
+    with pytest.raises(ConfigError, match=r"those of regression are neither; let drift=0\.1"):
+        require_counted(fall, regression)
+
+
+def test_a_fall_of_the_score_at_work_is_measured_from_the_best_since_the_last_campaign() -> None:
     wanted = Conditions(fall=0.05)
     campaigns = rested(device("a"))
     good, worse, bad = (device("a", at_work=share, n_answers=20) for share in (0.9, 0.86, 0.84))
@@ -142,7 +154,7 @@ def test_a_fall_of_accuracy_at_work_is_measured_from_the_best_since_the_last_cam
     campaigns = record_rest(campaigns, [good])
     assert record_rest(campaigns, [worse]) is campaigns
     assert decide(wanted, campaigns, [worse], DAY) is None
-    assert decide(wanted, campaigns, [bad], DAY) == Decision(True, "accuracy at work fell from 0.900 to 0.840")
+    assert decide(wanted, campaigns, [bad], DAY) == Decision(True, "score at work fell from 0.900 to 0.840")
     assert decide(wanted, campaigns, [device("a", at_work=0.1, n_answers=19)], DAY) is None, "too few answers"
     assert begin_next(campaigns, "", [], first=1, planned=1, now=DAY).best_at_work is None
 

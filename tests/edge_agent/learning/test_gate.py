@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from edge_agent.learning import gate
 from edge_agent.learning.gate import train_gate
 from fedge.bundle.formula import count_gate_features
 from tests.support.tables import log_mixture, scores_of
@@ -74,3 +76,21 @@ def test_the_gate_of_64_inputs_and_four_candidates_is_small():
     gate = train_gate(x, np.log(np.full((20, 4), 0.5)), np.zeros((20, 4)), seed=0)
     parameters = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias)
     assert sum(p.size for p in parameters) == 1_108
+
+
+def test_the_steps_are_those_of_torchs_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, log_p = halves()
+    found = train_gate(x, log_p, np.zeros(log_p.shape), seed=1)
+
+    def fit(network, inputs, log_p, scores, decay, *_):
+        optimiser = torch.optim.Adam(network.parameters(), lr=gate.LEARNING_RATE)
+        for _ in range(gate.STEPS):
+            penalty = decay * sum(parameter.square().sum() for parameter in network.parameters())
+            optimiser.zero_grad()
+            (penalty - gate.mix(log_p, scores + network(inputs), gate.TORCH).mean()).backward()
+            optimiser.step()
+
+    monkeypatch.setattr(gate, "_fit", fit)
+    expected = train_gate(x, log_p, np.zeros(log_p.shape), seed=1)
+    np.testing.assert_allclose(found.out_weight, expected.out_weight, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.hidden_weight, expected.hidden_weight, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from edge_agent.learning import mixture as mx
 from fedge.bundle.formula import standardise
 from fedge.data.problems.calibration import Calibration
-from fedge.data.problems.problem import fit_em_weights
+from fedge.data.problems.formulas import fit_em_weights
 from fedge.wire.messages import Role
 from tests.support.tables import calibrated, energies_of, log_mixture, problem_of
 

@@ -1,5 +1,6 @@
 """Simulated devices on Ray: equal bits however many actors there are, and whatever dies."""
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,10 +36,10 @@ SEED = 1
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[object]:
-    """A cluster of this machine, with one node of four processors."""
+    """A cluster of this machine, with one node of three processors."""
     from ray.cluster_utils import Cluster  # noqa: TID251
 
-    head = {"num_cpus": 4, "include_dashboard": False}
+    head = {"num_cpus": 3, "include_dashboard": False}
     found = Cluster(initialize_head=True, head_node_args=head)
     with connect(found.address):
         yield found
@@ -68,11 +69,18 @@ def shards(federation: Federation, home: Path, n: int) -> Shards:
     return Shards(recipe, federation.data, (), n)
 
 
-async def test_bits_do_not_depend_on_the_number_of_actors(cluster: object, federation: Federation, tmp_path: Path):
-    of = {n: await trained(federation, tmp_path / str(n), shards(federation, tmp_path / str(n), n)) for n in (1, 2, 4)}
-    assert of[1] == of[2] == of[4]
-    here = await trained(federation, tmp_path / "here", batched.execute_jobs)
-    np.testing.assert_allclose(np.frombuffer(of[1], np.float32), np.frombuffer(here, np.float32), rtol=1e-6, atol=1e-7)
+@pytest.fixture(scope="module")
+def undisturbed(cluster: object, federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The global model of fedavg with one actor."""
+    home = tmp_path_factory.mktemp("quiet")
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(trained(federation, home, shards(federation, home, 1)))
+
+
+async def test_bits_do_not_depend_on_the_number_of_actors(undisturbed: bytes, federation: Federation, tmp_path: Path):
+    assert await trained(federation, tmp_path / "3", shards(federation, tmp_path / "3", 3)) == undisturbed
+    here = np.frombuffer(await trained(federation, tmp_path / "here", batched.execute_jobs), np.float32)
+    np.testing.assert_allclose(np.frombuffer(undisturbed, np.float32), here, rtol=1e-6, atol=1e-7)
 
 
 async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, federation: Federation, tmp_path: Path):
@@ -83,8 +91,7 @@ async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, feder
     assert of[0] == of[1]
 
 
-async def test_a_killed_actor_changes_nothing(cluster: object, federation: Federation, tmp_path: Path):
-    undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
+async def test_a_killed_actor_changes_nothing(undisturbed: bytes, federation: Federation, tmp_path: Path):
     killed = shards(federation, tmp_path / "killed", 2)
 
     def and_kill(jobs: list[batched.Job]) -> list[FinishedOrder]:
@@ -96,12 +103,11 @@ async def test_a_killed_actor_changes_nothing(cluster: object, federation: Feder
 
 
 async def test_a_node_that_dies_under_way_changes_nothing(
-    cluster: Any, federation: Federation, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cluster: Any, undisturbed: bytes, federation: Federation, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
-    second = cluster.add_node(num_cpus=2)
+    second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    lossy = shards(federation, tmp_path / "lost", 6)
+    lossy = shards(federation, tmp_path / "lost", 4)
     loses = Timer(0.2, partial(cluster.remove_node, second, allow_graceful=False))
 
     def and_lose(jobs: list[batched.Job]) -> list[FinishedOrder]:
@@ -142,39 +148,66 @@ async def averaged_by(federation: Federation, fleet: SimulatedFleet, updates: di
     return whole.params.tobytes() + half.params.tobytes()
 
 
+RULES = ("clipped", "mean", "median")
+
+
+@pytest.fixture(scope="module")
+def few_blocks() -> Iterator[None]:
+    """Blocks large enough for the object store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_ray, "BLOCKS", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def averages(
+    cluster: object, few_blocks: None, federation: Federation, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """By rule, with one actor."""
+
+    async def compute() -> dict[str, bytes]:
+        home = tmp_path_factory.mktemp("averages")
+        fleet, updates = await trained_once(federation, home, shards(federation, home, 1))
+        return {rule: await averaged_by(federation, fleet, updates, rule) for rule in RULES}
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(compute())
+
+
+async def test_averages_do_not_depend_on_which_actors_die(
+    averages: dict[str, bytes], federation: Federation, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute_jobs), RULES)
+    expected = b"".join(averages[rule] for rule in RULES)
+    np.testing.assert_allclose(np.frombuffer(expected), np.frombuffer(here), rtol=1e-6, atol=1e-9)
+    there = shards(federation, tmp_path / "there", 2)
+    fleet, updates = await trained_once(federation, tmp_path / "there", there)
+    assert await averaged(federation, fleet, updates, RULES) == expected
+    for shard in there._idle:
+        ray.kill(shard)
+    assert await averaged(federation, fleet, updates, RULES) == expected
+    assert "updates_lost" not in caplog.text
+
+
 @pytest.mark.parametrize("rules", [("clipped", "mean"), ("median",)])
-async def test_averages_do_not_depend_on_who_dies(
+async def test_averages_do_not_depend_on_a_node_that_alone_had_the_updates(
     rules: tuple[str, ...],
     cluster: Any,
+    averages: dict[str, bytes],
     federation: Federation,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Equal bytes after all actors died, and after the node died that alone had the updates."""
-    monkeypatch.setattr(on_ray, "BLOCKS", 3)  # large enough for the object store
-    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute_jobs), rules)
-    there = shards(federation, tmp_path / "there", 2)
-    fleet, updates = await trained_once(federation, tmp_path / "there", there)
-    undisturbed = await averaged(federation, fleet, updates, rules)
-    np.testing.assert_allclose(np.frombuffer(undisturbed), np.frombuffer(here), rtol=1e-6, atol=1e-9)
-    for shard in there._idle:
-        ray.kill(shard)
-    assert await averaged(federation, fleet, updates, rules) == undisturbed
-    assert "updates_lost" not in caplog.text
-
-    for shard in (*there._idle, *there._coming.values()):
-        ray.kill(shard)
-    second = cluster.add_node(num_cpus=2)
+    second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    lossy = shards(federation, tmp_path / "lost", 6)
+    lossy = shards(federation, tmp_path, 4)
     actors = dict(lossy._coming)
     ray.get(list(actors))
     for shard in [shard for shard in actors.values() if node_of(shard) != second.node_id]:
         ray.kill(shard)
-    fleet, updates = await trained_once(federation, tmp_path / "lost", lossy)
+    fleet, updates = await trained_once(federation, tmp_path, lossy)
     cluster.remove_node(second, allow_graceful=False)
-    assert await averaged(federation, fleet, updates, rules) == undisturbed
+    assert await averaged(federation, fleet, updates, rules) == b"".join(averages[rule] for rule in rules)
     assert "updates_lost" in caplog.text
 
 
@@ -183,7 +216,7 @@ def node_of(shard: Any) -> str:
 
 
 async def test_only_sums_travel(cluster: object, federation: Federation, tmp_path: Path) -> None:
-    there = shards(federation, tmp_path, 2)
+    there = shards(federation, tmp_path, 1)
     fleet, updates = await trained_once(federation, tmp_path, there)
     there.fetch = None  # type: ignore[assignment, method-assign]
     await averaged(federation, fleet, updates, ("clipped",))

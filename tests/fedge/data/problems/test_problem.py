@@ -32,10 +32,11 @@ from fedge.bundle.formula import compute_log_weights, softmax
 from fedge.bundle.runtime import onnxruntime
 from fedge.data.problems import scores
 from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.formulas import Answers
 from fedge.data.problems.maths import Array, Floats
 from fedge.data.problems.multi_label import MultiLabel
 from fedge.data.problems.own import Own
-from fedge.data.problems.problem import Answers, Problem
+from fedge.data.problems.problem import Problem
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
 from fedge.data.problems.segmentation import IGNORED, Segmentation
