@@ -245,7 +245,7 @@ def list_drifting(seen: Mapping[str, Seen], devices: Iterable[DeviceFacts]) -> l
 
 
 def compute_at_work(devices: Iterable[DeviceFacts]) -> float | None:
-    """Compute the mean score at work, the share of right answers, over the devices that report one; None if too few answers were labelled."""
+    """Compute the mean score at work of the devices that report one; None if too few answers were labelled."""
     known = [(d.at_work, d.n_answers) for d in devices if d.at_work is not None]
     if sum(n for _, n in known) < ENOUGH_ANSWERS:
         return None

@@ -301,7 +301,7 @@ class Registry:
     def list_facts(self) -> list[DeviceFacts]:
         """List what the known devices last said of their samples and bundles, without those left out.
 
-        Of devices behind a relay its status tells the same, but not their accuracy at work.
+        Of devices behind a relay its status tells the same, but not their score at work.
         """
         found = []
         for i, known in sorted(self._known.items()):

@@ -105,7 +105,7 @@ RECENT: Final = 100
 LEAST_RECENT: Final = 20
 """Fewest labelled answers whose accuracy is reported."""
 NEWS: Final = 1 / 32
-"""Step of the accuracy at work that deserves a message of its own."""
+"""Step of the score at work that deserves a message of its own."""
 DRIFT: Final = "drift.json"
 """Name of the file in HOME that keeps an alarm, since a process that starts again has forgotten the samples."""
 REMEMBERED: Final = 8
@@ -169,7 +169,7 @@ class Link:
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
         self._at_work: AtWork | None = None
-        self._counted: tuple[int, int] | None = None  # release and labels by which accuracy at work was counted
+        self._counted: tuple[int, int] | None = None  # release and labels by which score at work was counted
         self._alarm = _read_json(self.home / DRIFT, Alarm)
         self.answering.raise_alarm(self._alarm)
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files

@@ -1,4 +1,4 @@
-"""Accuracy at work: right and wrong among answers that were labelled later, by class and over time."""
+"""Score at work: right and wrong among answers that were labelled later, by class and over time."""
 
 from __future__ import annotations
 

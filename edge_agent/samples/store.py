@@ -217,7 +217,7 @@ class SampleStore:
                 is kept only if the owner says so.
             origin: where it came from: a word, or `word:path`.
             sensitive: whether it is marked; the owner's rules may mark it, too.
-            answered: what the bundle in service had answered, for the accuracy at work.
+            answered: what the bundle in service had answered, for the score at work.
             at: seconds since the epoch; now if None.
 
         Returns:

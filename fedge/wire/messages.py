@@ -409,7 +409,7 @@ class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, o
     outliers: Outliers | None = None  # only for a bundle from a rollout, if it has a reference
     drift_kind: DriftKind | None = None  # None without drift, and from a runtime that cannot tell
     drift_release: Count = 0  # release of the bundle whose answers showed the drift; older than `release` if it is new
-    at_work: AtWork | None = None  # accuracy at work; only if the owner allows it
+    at_work: AtWork | None = None  # score at work; only if the owner allows it
     serving: bool = True  # False: the runtime has ended; in its last will or its goodbye, whose other fields are older
 
     @property

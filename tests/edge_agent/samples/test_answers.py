@@ -1,4 +1,4 @@
-"""Accuracy at work, of samples that were labelled later."""
+"""Score at work, of samples that were labelled later."""
 
 from __future__ import annotations
 
