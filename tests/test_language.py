@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 from tests.support.language import NAMES_THAT_STAY, PREDICATES, PREPOSITIONS, VERBS
 
@@ -31,12 +31,21 @@ def decorators(function: Function) -> set[str]:
     return {ast.unparse(d).split("(")[0].split(".")[-1] for d in function.decorator_list}
 
 
-def functions() -> Iterator[tuple[str, Function]]:
+class Named(NamedTuple):
+    where: str
+    name: str
+    returns: str | None
+
+
+@functools.cache
+def functions() -> list[Named]:
     """Functions and methods, also nested ones, but for properties, commands and special methods."""
-    for file, tree in sources():
-        for node in ast.walk(tree):
-            if isinstance(node, Function) and not (re.fullmatch(r"__\w+__", node.name) or decorators(node) & NO_NAMES):
-                yield f"{file}:{node.lineno}", node
+    return [
+        Named(f"{file}:{node.lineno}", node.name, None if node.returns is None else ast.unparse(node.returns))
+        for file, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and not (re.fullmatch(r"__\w+__", node.name) or decorators(node) & NO_NAMES)
+    ]
 
 
 def words(name: str) -> list[str]:
@@ -86,8 +95,8 @@ def test_functions_begin_with_a_verb_or_ask_a_question() -> None:
     known = VERBS | PREDICATES | PREPOSITIONS
 
     others = [
-        f"{where}: {function.name}"
-        for where, function in functions()
+        f"{function.where}: {function.name}"
+        for function in functions()
         if function.name not in NAMES_THAT_STAY and words(function.name)[0] not in known
     ]
 
@@ -96,17 +105,17 @@ def test_functions_begin_with_a_verb_or_ask_a_question() -> None:
 
 def test_what_begins_with_a_preposition_goes_on() -> None:
     """`from_arrays` and `on_connect` say from what and on what; a bare preposition does not, but for `without`."""
-    assert not [f"{where}: {f.name}" for where, f in functions() if f.name.strip("_") in PREPOSITIONS - {"without"}]
+    assert not [f"{f.where}: {f.name}" for f in functions() if f.name.strip("_") in PREPOSITIONS - {"without"}]
 
 
 def test_predicates_return_a_truth_value() -> None:
     wrong = [
-        f"{where}: {function.name}"
-        for where, function in functions()
+        f"{function.where}: {function.name}"
+        for function in functions()
         if words(function.name)[0] in {"is", "has", "can", "are"}
         and function.name not in NAMES_THAT_STAY
         and function.returns is not None
-        and not re.search(r"bool|TypeGuard", ast.unparse(function.returns))
+        and not re.search(r"bool|TypeGuard", function.returns)
     ]
 
     assert not wrong
@@ -114,22 +123,21 @@ def test_predicates_return_a_truth_value() -> None:
 
 def test_no_list_names_what_is_gone() -> None:
     """A verb, a preposition or an exception that nothing needs any more is no rule."""
-    names = {function.name for _, function in functions()}
+    names = {function.name for function in functions()}
     firsts = {words(name)[0] for name in names}
 
     assert not NAMES_THAT_STAY.keys() - names
     assert not (VERBS | PREDICATES | PREPOSITIONS) - firsts
 
 
-@pytest.mark.parametrize("opening", ["Of ", "As `", "None:"])
-def test_docstrings_begin_with_a_sentence(opening: str) -> None:
+def test_docstrings_begin_with_a_sentence() -> None:
     """A riddle saves a line and costs each reader a minute."""
     wrong = [
         f"{file}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
         for file, tree in sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.ClassDef | Function)
-        and (text := ast.get_docstring(node) or "").startswith(opening)
+        and (text := ast.get_docstring(node) or "").startswith(("Of ", "As `", "None:"))
     ]
 
     assert not wrong

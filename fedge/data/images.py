@@ -9,7 +9,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Final, Literal
+from typing import IO, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,8 @@ from fedge.system.files import require_there
 from fedge.system.text import is_text, suggest_nearest
 
 log = logging.getLogger("fedge.tasks")
+
+D = TypeVar("D", bound=np.generic)
 
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"
@@ -117,16 +119,14 @@ def load_images(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[
     return read_each(source, images, lambda file, name: load_image(task, file, name))
 
 
-def read_each(
-    source: Path, images: Sequence[str], load: Callable[[Path | IO[bytes], str], NDArray[np.uint8]]
-) -> NDArray[np.uint8]:
+def read_each(source: Path, images: Sequence[str], load: Callable[[Path | IO[bytes], str], NDArray[D]]) -> NDArray[D]:
     """Load the named files of a folder or .zip with `load`, of a path or an open file and its name, as one array.
 
     Raises:
         ConfigError: files cannot be read; the text names them.
     """
     with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
-        found: list[NDArray[np.uint8]] = []
+        found: list[NDArray[D]] = []
         broken: dict[str, ConfigError] = {}
         for image in images:
             try:
@@ -208,7 +208,7 @@ def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
 
 
 def _read_from_archive(
-    archive: zipfile.ZipFile, image: str, load: Callable[[Path | IO[bytes], str], NDArray[np.uint8]]
-) -> NDArray[np.uint8]:
+    archive: zipfile.ZipFile, image: str, load: Callable[[Path | IO[bytes], str], NDArray[D]]
+) -> NDArray[D]:
     with archive.open(image) as file:
         return load(file, image)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.data import images
-from fedge.data.preprocessing import load_mask
+from fedge.data.preprocessing import load_mask, measure_image
 from fedge.data.problems.segmentation import IGNORED
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
@@ -49,12 +49,18 @@ def load_masks(task: TaskSpec, source: Path, names: Sequence[str]) -> NDArray[np
     """Load the masks of these images, (n, height, width), each pixel as its nearest one in the file.
 
     Raises:
-        ConfigError: a mask cannot be read; the text names it.
+        ConfigError: a mask cannot be read, or is of another size than its image; the text names it.
     """
     _, height, width = task.input_shape
-    return images.read_each(
-        source, [get_mask_name(name) for name in names], lambda file, name: load_mask(file, name, (width, height))
-    )
+    masks = [get_mask_name(name) for name in names]
+    sizes = (images.read_each(source, files, measure_image) for files in (names, masks))
+    for mask, wanted, found in zip(masks, *sizes, strict=True):
+        if (found != wanted).any():
+            raise ConfigError(
+                f"{source}: {mask} has {found[0]} x {found[1]} pixels, and its image {wanted[0]} x {wanted[1]}: save "
+                "the mask in the image's size"
+            )
+    return images.read_each(source, masks, lambda file, name: load_mask(file, name, (width, height)))
 
 
 def list_classes(source: Path, names: Sequence[str]) -> tuple[str, ...]:

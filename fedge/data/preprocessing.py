@@ -122,6 +122,22 @@ def load_mask(source: Path | IO[bytes], name: str = "", size: tuple[int, int] | 
         return np.asarray(mask if size is None else mask.resize(size, Image.Resampling.NEAREST), np.uint8)
 
 
+def measure_image(source: Path | IO[bytes], name: str = "") -> NDArray[np.int64]:
+    """Return width and height of an image or a mask, upright, (2,), of which only the head is read.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from PIL import ExifTags, Image
+
+    with (
+        raise_as(ConfigError, f"cannot read the image {name or source}", on=Exception),
+        Image.open(source, formats=("PNG", "JPEG")) as image,
+    ):
+        lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+        return np.array(image.size[::-1] if lies else image.size)
+
+
 def _load_upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
     """Return the image upright and in these colours, copied only if needed, since memory is short."""
     from PIL import Image, ImageOps

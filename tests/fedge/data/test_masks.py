@@ -89,6 +89,9 @@ def test_wrong_masks_are_refused(photos: Path) -> None:
         read_device_data(task, photos, seed=0)
     with pytest.raises(ConfigError, match=r"names 3 classes, and masks have pixels of 7"):
         load_task("image-folder", photos, problem="segmentation")
+    save(photos / "monday" / "3.mask.png", np.zeros((64, 32), np.uint8))
+    with pytest.raises(ConfigError, match=r"3\.mask\.png has 32 x 64 pixels, and its image 64 x 64: save the mask in"):
+        read_device_data(task, photos, seed=0)
     save(photos / "monday" / "3.mask.png", np.zeros((64, 64, 3), np.uint8))
     with pytest.raises(ConfigError, match=r"pixels are RGB, not class numbers: save it as a grey or palette PNG"):
         read_device_data(task, photos, seed=0)

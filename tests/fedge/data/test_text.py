@@ -45,10 +45,10 @@ def write_texts(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_texts_are_learned_and_bundles_take_texts_and_tokens(tmp_path: Path) -> None:
-    x, y = write_texts(400)
+    x, y = write_texts(250)
     task = Task.from_arrays(x, np.array(["leak", "noise", "heat"])[y])
     assert (task.spec.model, task.spec.input_shape) == ("bag", (256,))
-    how = {"devices": 3, "rounds": 12, "optimizer": "adam", "learning_rate": 0.01, "hardware": "none"}
+    how = {"devices": 3, "rounds": 6, "optimizer": "adam", "learning_rate": 0.03, "hardware": "none"}
     scenario = Scenario(task=register_object(task), **how)  # type: ignore[arg-type]
     found = simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "fedavg")
     assert found.accuracy > 0.85

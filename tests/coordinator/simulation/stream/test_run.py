@@ -48,9 +48,9 @@ def test_a_method_that_begins_anew_forgets_all_but_the_samples(tmp_path: Path) -
 
 
 def test_the_default_method_tells_its_experts_lineage(tmp_path: Path) -> None:
-    found = simulate_stream(
-        SCENARIO, "fedge", {"split": "always"}, 0, tmp_path, lambda _: None, "fedge", STREAM
-    )  # fmt: skip
+    scenario = msgspec.structs.replace(SCENARIO, samples=400, rounds=2)
+    how = StreamSettings(campaigns=2, happens=(), store=20)
+    found = simulate_stream(scenario, "fedge", {"split": "always"}, 0, tmp_path, lambda _: None, "fedge", how)
     assert all(len(c.lineage) >= c.experts > 0 for c in found.campaigns)
     assert all("new" in line for line in found.campaigns[0].lineage)
 
