@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from msgspec import UNSET, structs
@@ -19,6 +20,7 @@ from export import parity
 from export.graph import encode_branch, encode_skeleton, make_gate_tensors
 from export.mixture import Mixture
 from export.pool import Pool, compute_expected, encode_pool_parts, encode_pool_skeleton
+from fedge.bundle.conformal import summarise_scores
 from fedge.bundle.energies import compute_reference
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import (
@@ -55,6 +57,8 @@ def write_bundle(
     release: int,
     method: str,
     metrics: Mapping[str, float],
+    targets: NDArray[Any] | None = None,
+    before: Mixture | None = None,
     compared: NDArray[np.floating] | None = None,
     beside: Mapping[str, bytes] = MappingProxyType({}),
     quarters: int = 0,
@@ -72,6 +76,8 @@ def write_bundle(
         release: number of the release, which must increase, since a device refuses to go back.
         method: name of the method that made the candidates, for people.
         metrics: figures for people; all must be finite.
+        targets: the validation samples' converted targets (n, ...), for the scores of prediction sets.
+        before: the mixture before its models learned from the validation samples; by default they have not.
         compared: model inputs for the parity check, if not all of `validation`.
         beside: small files for the folder by name, of which the manifest says nothing.
         quarters: by how many the runtime turns images before the graph takes them; `validation` is turned already.
@@ -103,7 +109,8 @@ def write_bundle(
             task, layout, mixture, insert_file_names(graph, names), unfinished, validation, compared
         )
         manifest = _make_manifest(task, mixture, names, graphs, release, method, metrics, found)
-        manifest = structs.replace(manifest, turned=quarters or UNSET)
+        scores = _compute_scores(task, layout, validation, targets, before, found.answers)
+        manifest = structs.replace(manifest, turned=quarters or UNSET, scores=scores or UNSET)
         write_atomically(unfinished / MANIFEST, encode_manifest(manifest))
     return manifest
 
@@ -171,11 +178,12 @@ def _put(path: Path, data: bytes, part: Part) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ParityResult:
-    """The largest difference to torch, and on validation samples the reference and each candidate's largest energy."""
+    """The largest difference to torch, and on validation samples the reference, largest energies (M,) and answers."""
 
     difference: float
     yardstick: tuple[Reference, float] | None
     energy_max: NDArray[np.floating] | None
+    answers: Sequence[NDArray[np.floating]]
 
 
 def _measure_parity(
@@ -197,12 +205,28 @@ def _measure_parity(
 
     difference = parity.require_parity(_flatten(found[:-2]), compute_wanted)
     if not len(validation):
-        return _ParityResult(difference, None, None)
+        return _ParityResult(difference, None, None, ())
     *answers, weights, energies = (
         found if compared is None else parity.run_graph(graph, folder, parity.select_samples(task, validation))
     )
     highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
-    return _ParityResult(difference, compute_reference(task.problem, answers, weights, energies), highest)
+    return _ParityResult(difference, compute_reference(task.problem, answers, weights, energies), highest, answers)
+
+
+def _compute_scores(
+    task: TaskSpec,
+    layout: Layout,
+    validation: NDArray[np.floating],
+    targets: NDArray[Any] | None,
+    before: Mixture | None,
+    answers: Sequence[NDArray[np.floating]],
+) -> tuple[float, ...]:
+    """Return the sorted scores of answers to validation samples, those of `before` if it is given."""
+    if targets is None or not len(targets):
+        return ()
+    if before is not None and task.problem.SETS:
+        *answers, _, _ = parity.compute_expected(task, layout, before, parity.select_samples(task, validation))
+    return summarise_scores(task.problem, answers, targets[parity.select_rows(len(targets))])
 
 
 def _flatten(answers: Sequence[NDArray[np.floating]]) -> NDArray[np.floating]:

@@ -39,11 +39,16 @@ LEVEL: Final = 1e-5
 MAX_SAMPLES: Final = 256
 
 
+def select_rows(n: int) -> NDArray[np.int64]:
+    """Return at most 256 of the numbers 0 to n - 1, evenly spaced, since samples may be in order of their classes."""
+    return np.linspace(0, n - 1, min(n, MAX_SAMPLES)).astype(np.int64)
+
+
 def select_samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
-    """Return the samples to compare on: at most 256 validation samples or, without any, 8 random inputs."""
+    """Return the samples to compare on: validation samples of `select_rows` or, without any, 8 random inputs."""
     if len(validation) == 0:
         return np.random.default_rng(0).random((8, *task.input_shape), dtype=np.float32)
-    return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
+    return np.ascontiguousarray(validation[select_rows(len(validation))], np.float32)
 
 
 def favour_routes(module: torch.nn.Module, lean: float) -> AbstractContextManager[None]:

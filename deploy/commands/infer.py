@@ -13,11 +13,12 @@ from typing import Annotated, Any, Final
 import click
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from numpy.typing import NDArray
 
 from deploy.inference.engines import (
     APPROXIMATE,
+    CoverageOption,
     ModeOption,
     ProviderOption,
     ProviderOptions,
@@ -27,6 +28,7 @@ from deploy.inference.engines import (
 )
 from deploy.inference.prediction import Prediction, join_predictions
 from deploy.inference.runtime import Runtime, load_runtime
+from fedge.bundle.conformal import count_needed
 from fedge.data import folders, images, npz, tables
 from fedge.data.preprocessing import load_image, preprocess
 from fedge.data.problems.results import Column
@@ -65,6 +67,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    coverage: CoverageOption = None
     out: Annotated[
         Path | None,
         Heading.OUTPUT,
@@ -102,6 +105,7 @@ def infer(
       fedge infer bundles/3 sample.npy --repeat 1000
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
       fedge infer bundles/3 photos --out masks
+      fedge infer bundles/3 test.npz --coverage 0.9
 
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
     bundle is not what its manifest says, or gives no numbers.
@@ -110,7 +114,7 @@ def infer(
     how = make_engine_options(
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
-    runtime = load_runtime(bundle, how)
+    runtime = load_runtime(bundle, structs.replace(how, coverage=settings.coverage))
     allow_code([decode] if decode else [])
     for path in inputs:
         samples = _read(runtime, path)
@@ -252,6 +256,7 @@ def _make_record(
         **problem.make_figures(answers.answers, samples.y),
         "files": [escape_controls(file) for file in samples.files],
         **problem.make_record(answers.answers, answers.usual),
+        **_make_sets(answers, samples.y),
         **extra,
         "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
         "energies": dict(zip(names, _compute_mean_energies(answers), strict=True)),
@@ -264,6 +269,37 @@ def _make_record(
         "latency_p99_ms": float(np.percentile(calls_ms, 99)),
         "imported_torch": "torch" in sys.modules,
     }
+
+
+def _make_sets(answers: Prediction, y: NDArray[Any] | None) -> dict[str, Any]:
+    """Return the prediction sets as JSON has them, and how they were made; nothing if none were asked for."""
+    how, problem = answers.coverage, answers.problem
+    if how is None:
+        return {}
+    sets = {name: each if isinstance(each, tuple) else each.tolist() for name, each in answers.sets.items()}
+    found = None if y is None else float(problem.find_covered(answers.answers, y, how.threshold).mean())
+    sizes = problem.measure_sets(answers.answers, how.threshold)
+    return sets | {"coverage": {"wanted": how.wanted, "enough": how.enough, "n": how.n, "found": found, **sizes}}
+
+
+def _render_sets(answers: Prediction, y: NDArray[Any] | None) -> Iterator[str]:
+    """Yield lines with the coverage that was wanted, and what was found."""
+    how = answers.coverage
+    if how is None:
+        return
+    if not how.enough:
+        yield (
+            f"  coverage {how.wanted:g} needs {count_needed(how.wanted)} validation samples, and the bundle has "
+            f"{how.n}: every answer is in the set"
+        )
+        return
+    figures = _make_sets(answers, y)["coverage"]
+    sizes = ", ".join(
+        f"{name.replace('_', ' ')} {np.array2string(np.asarray(figures[name]), precision=3)}"
+        for name in answers.problem.measure_sets(answers.answers, how.threshold)
+    )
+    found = "" if figures["found"] is None else f", found {figures['found']:.4f}"
+    yield f"  coverage wanted {how.wanted:g}{found}; {sizes}"
 
 
 def _compute_mean_energies(answers: Prediction) -> list[float | None]:
@@ -285,6 +321,8 @@ def _render_table(
     names = [candidate.name for candidate in runtime.manifest.candidates]
     n, shown = len(answers), answers.select_rows(0, MAX_ROWS)
     columns = shown.problem.make_columns(shown.answers, shown.usual)
+    if shown.coverage is not None:
+        columns += shown.problem.make_set_columns(shown.answers, shown.coverage.threshold)
     if isinstance(decoded := extra.get("decoded"), list) and len(decoded) == n:
         columns = (Column("decoded", tuple(msgspec.json.encode(one).decode() for one in decoded[:MAX_ROWS])),)
     head, *rows = zip(*(column.format_cells() for column in columns), strict=True)
@@ -305,6 +343,7 @@ def _render_table(
     if samples.y is not None:
         figures = answers.problem.make_figures(answers.answers, samples.y)
         yield from _render_figures(answers.problem.SCORE, figures, len(head[0]))
+    yield from _render_sets(answers, samples.y)
     median, worst = np.median(calls_ms), np.percentile(calls_ms, 99)
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
     approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""

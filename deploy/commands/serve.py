@@ -23,6 +23,7 @@ from msgspec import Meta, structs
 
 from deploy.commands.install import install_bundle
 from deploy.inference.engines import (
+    CoverageOption,
     EngineOptions,
     ModeOption,
     ProviderOption,
@@ -105,6 +106,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    coverage: CoverageOption = None
     adapt_prior: Annotated[
         bool,
         Heading.PREDICTION,
@@ -142,6 +144,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve cam1/bundles/3
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
       fedge serve --home cam1
+      fedge serve --home cam1 --coverage 0.9
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
@@ -206,7 +209,8 @@ def _make_options(settings: ServeSettings) -> EngineOptions:
     how = make_engine_options(
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
-    return structs.replace(how, code=(settings.score_with,) if settings.score_with else ())
+    code = (settings.score_with,) if settings.score_with else ()
+    return structs.replace(how, code=code, coverage=settings.coverage)
 
 
 def _load_model(

@@ -65,12 +65,18 @@ ProviderOptions = Annotated[
     Heading.PREDICTION,
     "The provider gets these options, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.",
 ]
+CoverageOption = Annotated[
+    Annotated[float, Meta(ge=0.5, lt=1)] | None,
+    Heading.PREDICTION,
+    "Each answer has a set of classes, or an interval, that holds the truth this often (docs/methods/conformal.md).",
+]
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
     """Options for running a device's present and later bundles; they are those of `deploy.load`.
 
-    `code` names classes of the user's that may score answers, also where bundles are examined.
+    `code` names classes of the user's that may score answers, also where bundles are examined. `coverage` is the share
+    of samples whose prediction set must hold the target; without it there are no sets.
     """
 
     engine: EngineChoice = "auto"
@@ -79,6 +85,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     provider: str = "auto"
     provider_options: dict[str, str] = {}
     code: tuple[str, ...] = ()
+    coverage: float | None = None
 
 
 def make_engine_options(

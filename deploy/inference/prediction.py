@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.bundle.conformal import count_needed
 from fedge.bundle.energies import compute_strangeness
 from fedge.data.problems.own import call_code
 from fedge.data.problems.problem import Problem
@@ -19,6 +20,27 @@ Floats = NDArray[np.float32]
 
 SHOWN: Final = 5
 """Number of most frequent classes shown in the text of a prediction."""
+
+
+class Coverage(NamedTuple):
+    """How prediction sets are made (docs/methods/conformal.md).
+
+    Attributes:
+        wanted: the share of samples whose set must hold the target.
+        n: the number of scores from which the threshold is.
+        threshold: what has a score up to it is in the set; infinite if n is too small, and sets then hold everything.
+        alpha: the level of the threshold, 1 - wanted until labels have moved it.
+    """
+
+    wanted: float
+    n: int
+    threshold: float
+    alpha: float
+
+    @property
+    def enough(self) -> bool:
+        """Whether n samples promise the wanted coverage."""
+        return self.n >= count_needed(self.wanted)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -37,6 +59,7 @@ class Prediction:
         usual: lowest and highest strangeness of a sample that is not flagged.
         adapted: whether the probabilities follow other class shares, or other weights of the candidates, than the
             bundle's (`deploy.inference.prior`).
+        coverage: how the prediction sets are made, if there are any (`deploy.load(..., coverage=0.9)`).
     """
 
     problem: Problem
@@ -46,6 +69,7 @@ class Prediction:
     latency_ms: float
     usual: tuple[float, float] = (-math.inf, math.inf)
     adapted: bool = False
+    coverage: Coverage | None = None
 
     def __len__(self) -> int:
         """Return n."""
@@ -105,6 +129,20 @@ class Prediction:
         """
         path = problem if isinstance(problem, str) else register_object(problem)
         return call_code(path, "decode", self.outputs)
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """The prediction sets of a classification: `set` (n, C), `set_names` and `abstains` (n,), if it has several.
+
+        Those of a regression are the ends `low` and `high` of intervals (n, D) in their own units, which may be
+        infinite. Sets hold the targets of the wanted share of samples like the device's own.
+
+        Raises:
+            AttributeError: the bundle was loaded without `coverage`.
+        """
+        if self.coverage is None:
+            raise AttributeError("there are no prediction sets: load the bundle with coverage=0.9 or the like")
+        return self.problem.make_sets(self.answers, self.coverage.threshold)
 
     @property
     def outlier(self) -> NDArray[np.bool_]:

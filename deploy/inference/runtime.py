@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from msgspec import structs
+from msgspec import UnsetType, structs
 from numpy.typing import NDArray
 
 from deploy.inference.engines import (
@@ -24,8 +24,9 @@ from deploy.inference.engines import (
     choose_engine,
     make_engine,
 )
-from deploy.inference.prediction import Floats, Prediction
+from deploy.inference.prediction import Coverage, Floats, Prediction
 from deploy.inference.sessions import CPU, list_provider_chains
+from fedge.bundle.conformal import compute_threshold
 from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
 from fedge.data.preprocessing import preprocess, turn_images
 from fedge.data.task import TaskSpec
@@ -33,6 +34,9 @@ from fedge.errors import ConfigError, UpdateRejected
 from fedge.system.files import lock_for_reading, require_utf8
 
 log = logging.getLogger("fedge.deploy")
+
+WITHOUT_SCORES: Final = "has no scores of labelled validation samples, so it can promise no coverage"
+"""What is wrong with a bundle that was made without such samples, or by an older fedge."""
 
 
 class Runtime:
@@ -51,11 +55,18 @@ class Runtime:
         self._problem = bundle.manifest.task.problem
         self.engine: EngineName = choose_engine(bundle, how.engine)
         self.mode = how.mode
+        wanted = how.coverage if self._problem.SETS else None
+        self.coverage: Coverage | None = None if wanted is None else self.make_coverage(wanted, 1 - wanted)
         outputs = self._start(bundle, how)
         each = (len(self.manifest.candidates),)
         shapes = (*self.task.problem.get_answer_shapes(self.task.input_shape), each, each)
         if [output.shape for output in outputs] != [(1, *shape) for shape in shapes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
+
+    def make_coverage(self, wanted: float, alpha: float) -> Coverage:
+        """Return how this bundle makes prediction sets at the level `alpha`."""
+        scores = () if isinstance(self.manifest.scores, UnsetType) else self.manifest.scores
+        return Coverage(wanted, len(scores), compute_threshold(scores, alpha), alpha)
 
     def _start(self, bundle: Bundle, how: EngineOptions) -> list[Floats]:
         """Make the engine on the first providers that work, and run it on a sample of zeros."""
@@ -142,6 +153,7 @@ class Runtime:
             energies=energies,
             latency_ms=(time.perf_counter() - begin) * 1000,
             usual=self._usual,
+            coverage=self.coverage,
         )
 
     def adapt(self, answer: Prediction, probabilities: Floats) -> Prediction:
@@ -168,6 +180,7 @@ def load(
     mode: Mode = "normal",
     provider: str = "auto",
     provider_options: Mapping[str, str] | None = None,
+    coverage: float | None = None,
 ) -> Runtime:
     """Verify the bundle in a folder and make it ready to predict.
 
@@ -182,16 +195,27 @@ def load(
             XNNPACK and CPU that is installed and works.
         provider_options: ONNX Runtime's options for the named provider. By default TensorRT caches its engines in
             ~/.cache/fedge/tensorrt.
+        coverage: the share of samples, at least 0.5 and below 1, whose prediction set must hold the target
+            (`Prediction.sets`); for classification and regression alone.
 
     Raises:
         ConfigError: there is no such folder, engine or provider; the folder's name is not UTF-8; `threads` is below 1;
-            the bundle lacks what the engine or the mode needs; or the named provider does not run the bundle.
+            `coverage` is out of range; the bundle lacks what the engine, the mode or the sets need; or the named
+            provider does not run the bundle.
         UpdateRejected: the bundle does not match its manifest; ONNX Runtime has then read none of it.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
-    options = dict(provider_options or {})
-    how = EngineOptions(engine=engine, mode=mode, threads=threads or 1, provider=provider, provider_options=options)
+    if coverage is not None and not 0.5 <= coverage < 1:
+        raise ConfigError(f"coverage must be at least 0.5 and below 1, not {coverage}")
+    how = EngineOptions(
+        engine=engine,
+        mode=mode,
+        threads=threads or 1,
+        provider=provider,
+        provider_options=dict(provider_options or {}),
+        coverage=coverage,
+    )
     return load_runtime(Path(path), how)
 
 
@@ -211,8 +235,31 @@ def load_runtime(folder: Path, how: EngineOptions) -> Runtime:
         except OSError as error:
             raise ConfigError(f"cannot open the bundle {folder}: {error}; name one that this user can read") from error
         runtime = Runtime(read_bundle(folder), how)
+        require_sets(runtime, how)
+        if runtime.coverage is not None and not runtime.coverage.n:
+            raise ConfigError(
+                f"{folder} {WITHOUT_SCORES}: take a bundle that this version of fedge made on a device that has some "
+                "(docs/methods/conformal.md)"
+            )
         weakref.finalize(runtime, held.pop_all().close)
     return runtime
+
+
+def require_sets(runtime: Runtime, how: EngineOptions) -> None:
+    """Check that prediction sets exist for the runtime's problem and mode, if a coverage is wanted.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if how.coverage is None:
+        return
+    if not runtime.task.problem.SETS:
+        raise ConfigError(
+            f"there are no prediction sets for {runtime.task.problem.NAME}, only for classification and regression: "
+            "leave out the coverage"
+        )
+    if how.mode != "normal":
+        raise ConfigError("mode shift has no prediction sets, since a bundle's scores are of mode normal: leave it out")
 
 
 def load_update(folder: Path, how: EngineOptions, *, again: bool = False) -> Runtime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.inference.prediction import Prediction
+from deploy.inference.prediction import Coverage, Prediction
 from deploy.inference.runtime import Runtime
 from deploy.serving import protocol
 from deploy.serving.batching import Answer, Batcher, BusyError
@@ -85,6 +86,11 @@ class ServedModel:
         return self.model.runtime.manifest
 
     @property
+    def has_sets(self) -> bool:
+        """Whether answers come with prediction sets."""
+        return self.model.runtime.coverage is not None
+
+    @property
     def drift_kind(self) -> DriftKind | None:
         """In which way recent samples differ from those that the bundle is for; None if they do not."""
         return self.model.drift_kind
@@ -101,7 +107,7 @@ class ServedModel:
 
     async def _answer(self, body: bytes, header_bytes: int | None) -> protocol.Response:
         with self.statistics.read.measure():
-            request = protocol.decode(body, header_bytes, protocol.list_outputs(self.manifest))
+            request = protocol.decode(body, header_bytes, protocol.list_outputs(self.manifest, sets=self.has_sets))
             x = await self._load_samples(request.x)
         y = None if request.target is None else self._parse_target(request.target, len(x))
         runtime, prediction = await self.batcher.predict(x)
@@ -120,6 +126,8 @@ class ServedModel:
             parameters["drift_kind"] = str(kind)
         if prediction.adapted:
             parameters["adapted"] = True
+        if prediction.coverage is not None:
+            parameters |= _describe_coverage(prediction.coverage)
         with self.statistics.written.measure():
             return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
 
@@ -205,6 +213,12 @@ class ServedModel:
             loop = asyncio.get_running_loop()
             x = await loop.run_in_executor(self.pictures, protocol.load_images, runtime.task, x)
         return runtime.add_batch_axis(x)
+
+
+def _describe_coverage(how: Coverage) -> protocol.Parameters:
+    """Return the parameters that say what the sets promise, the level that labels have led to, and if they hold all."""
+    level = min(1.0, max(0.0, 1 - how.alpha))
+    return {"coverage": how.wanted, "coverage_level": round(level, 4), "sets_hold_all": how.threshold == math.inf}
 
 
 def _read_targets(task: TaskSpec, targets: Sequence[Any]) -> NDArray[Any]:

@@ -103,6 +103,7 @@ class Feedback:
         self.model.record_grades(runtime.digest, answer.answers, y)
         known = runtime.task.problem.find_known(y)  # the others are of a class that has joined since
         if known.any():
+            self.model.record_coverage(runtime.digest, [each[known] for each in answer.answers], y[known])
             self.model.add_feedback(x[known], y[known])
         return sum(number is not None for number in numbers)
 
@@ -123,6 +124,8 @@ class Feedback:
                 known = self._recent.get(request)
             if known is not None:
                 self.model.record_grades(known.bundle, known.answers, target[np.newaxis])
+                if self.model.runtime.task.problem.find_known(target[np.newaxis]).all():
+                    self.model.record_coverage(known.bundle, known.answers, target[np.newaxis])
 
 
 def _find_answered(runtime: Runtime, answer: Prediction) -> list[Answered | None]:

@@ -40,7 +40,7 @@ DATATYPES: Final = {
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 """numpy type of each numeric datatype in binary. numpy lacks BF16, read here as the upper half of an FP32 number."""
-MAX_OUTPUTS: Final = 6
+MAX_OUTPUTS: Final = 9
 """Most outputs that a request may name; no model has more."""
 UNFIT: Final = (ValueError, OverflowError, RecursionError)
 """Errors raised when JSON elements cannot be converted to the wanted type."""
@@ -90,16 +90,19 @@ class Response:
     header_bytes: int | None = None
 
 
-def list_outputs(manifest: Manifest) -> dict[str, Result]:
-    """Return the outputs of a model by name: those of its task's problem, then those that all models have."""
-    task, each = manifest.task, (len(manifest.candidates),)
+def list_outputs(manifest: Manifest, *, sets: bool) -> dict[str, Result]:
+    """Return the outputs of a model by name: those of its task's problem, its prediction sets, then those of all."""
+    problem, each = manifest.task.problem, (len(manifest.candidates),)
     every = Result("weights", "FP32", each), Result("energies", "FP32", each), Result("outlier", "BOOL", ())
-    return {result.name: result for result in (*task.problem.list_results(task.input_shape), *every)}
+    own = (*problem.list_results(manifest.task.input_shape), *(problem.list_set_results() if sets else ()))
+    return {result.name: result for result in (*own, *every)}
 
 
 def _compute_values(prediction: Prediction, names: Collection[str]) -> dict[str, Any]:
     """Return arrays (n, ...) or n strings, at least those of the given names."""
     every = {name: getattr(prediction, name) for name in ("weights", "energies", "outlier") if name in names}
+    if prediction.coverage is not None:
+        every |= prediction.sets
     if set(names) <= set(every):
         return every
     return every | prediction.problem.make_results(prediction.answers, prediction.usual)
@@ -332,7 +335,8 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
     """Encode a model's prediction as the response to a request."""
     tensors: list[dict[str, Any]] = []
     tail: list[bytes] = []
-    outputs, found = list_outputs(manifest), _compute_values(prediction, request.outputs)
+    outputs = list_outputs(manifest, sets=prediction.coverage is not None)
+    found = _compute_values(prediction, request.outputs)
     for key, binary in request.outputs.items():
         output, values = outputs[key], found[key]
         shape = [len(values)] if output.datatype == "BYTES" else list(values.shape)
@@ -374,11 +378,11 @@ def list_datatypes(task: TaskSpec) -> tuple[str, ...]:
     return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
 
 
-def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
+def make_metadata(name: str, manifest: Manifest, *, sets: bool = False) -> dict[str, Any]:
     """Describe a model's inputs and outputs in the protocol's terms; -1 in a shape is the number of samples.
 
-    The input is FP64 if single precision would lose differences between the task's samples
-    (`fedge.data.preprocessing.choose_input_precision`).
+    `sets` is whether the model has prediction sets. The input is FP64 if single precision would lose differences
+    between the task's samples (`fedge.data.preprocessing.choose_input_precision`).
     """
     return {
         "name": name,
@@ -394,19 +398,19 @@ def make_metadata(name: str, manifest: Manifest) -> dict[str, Any]:
         ],
         "outputs": [
             {"name": key, "datatype": output.datatype, "shape": [-1, *output.shape]}
-            for key, output in list_outputs(manifest).items()
+            for key, output in list_outputs(manifest, sets=sets).items()
         ],
     }
 
 
-def make_configuration(name: str, manifest: Manifest) -> dict[str, Any]:
-    """Describe a model's inputs and outputs in Triton's model configuration extension."""
+def make_configuration(name: str, manifest: Manifest, *, sets: bool = False) -> dict[str, Any]:
+    """Describe a model's inputs and outputs in Triton's model configuration extension; `sets` as for the metadata."""
 
     def make_tensor(described: dict[str, Any]) -> dict[str, Any]:
         kind = described["datatype"].replace("BYTES", "STRING")
         return {"name": described["name"], "data_type": f"TYPE_{kind}", "dims": described["shape"][1:] or [1]}
 
-    described = make_metadata(name, manifest)
+    described = make_metadata(name, manifest, sets=sets)
     return {
         "name": name,
         "platform": described["platform"],

@@ -184,11 +184,11 @@ class Server:
 
     async def _answer_model_metadata(self, request: web.Request) -> web.Response:
         model = self._find_model(request)
-        return _make_json(protocol.make_metadata(model.name, model.manifest))
+        return _make_json(protocol.make_metadata(model.name, model.manifest, sets=model.has_sets))
 
     async def _answer_model_config(self, request: web.Request) -> web.Response:
         model = self._find_model(request)
-        return _make_json(protocol.make_configuration(model.name, model.manifest))
+        return _make_json(protocol.make_configuration(model.name, model.manifest, sets=model.has_sets))
 
     async def _answer_model_ready(self, request: web.Request) -> web.Response:
         return _make_json({"name": self._find_model(request).name, "ready": True})

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from deploy.inference.engines import EngineOptions
 from deploy.inference.prediction import Prediction
 from deploy.inference.prior import ENOUGH, SharesEstimate
-from deploy.inference.runtime import Runtime, load_update
+from deploy.inference.runtime import WITHOUT_SCORES, Runtime, load_update, require_sets
+from deploy.updates.coverage import AdaptiveCoverage
 from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
 from deploy.updates.quality import MAX_COMPARED, PairedTest, explain_better, grade_answers, measure_home
@@ -51,7 +53,7 @@ class ActiveBundle:
         the candidates while inputs drift (`deploy.inference.prior`). For the latter, engine auto is separate.
 
         Raises:
-            ConfigError: nothing was ever installed.
+            ConfigError: nothing was ever installed, or `how` wants prediction sets where there are none.
             UpdateRejected: neither the running nor the last good bundle can be loaded.
         """
         self._slots = slots
@@ -92,6 +94,7 @@ class ActiveBundle:
                 "`fedge install --home HOME BUNDLE`"
             )
         self._activate(self._load(folder))
+        require_sets(self._runtime, self.how)
         self._on_trial = slots.state.trial is not None
         if self._on_trial and slots.good is not None:
             self._before = _find_digest(slots.good)
@@ -218,6 +221,17 @@ class ActiveBundle:
         if grades is not None and usual is not None:
             self.record_labels(bundle, grades >= usual, problem.get_promise(answers))
 
+    def record_coverage(self, bundle: str, answers: Sequence[NDArray[np.floating]], y: NDArray[Any]) -> None:
+        """Move the level of the prediction sets by the targets (n, ...) of answers of the bundle with this digest.
+
+        Raises:
+            StoreError: the level cannot be written; it is as before.
+        """
+        with self._lock:
+            sets = self._sets if bundle == self._runtime.digest else None
+        if sets is not None:
+            sets.record(answers, y)
+
     @property
     def worse_reason(self) -> str:
         """Why labelled samples favour the previous bundle, or "" if they do not."""
@@ -342,7 +356,9 @@ class ActiveBundle:
 
     def _activate(self, runtime: Runtime, before: str | None = None) -> None:
         """Put a bundle into service, not yet on trial; `before` is the digest of the bundle to compare it with."""
-        reference = runtime.manifest.reference
+        reference, sets = runtime.manifest.reference, AdaptiveCoverage(self._slots.home, runtime)
+        if sets.now is not None and not sets.now.n:
+            log.warning("event=no_coverage bundle=%s reason=%r", runtime.digest, WITHOUT_SCORES)
         log.info(
             "event=answers bundle=%s release=%d engine=%s providers=%s",
             runtime.digest,
@@ -351,7 +367,7 @@ class ActiveBundle:
             ",".join(runtime.providers),
         )
         with self._lock:
-            self._runtime = runtime
+            self._runtime, self._sets = runtime, sets
             self._drift = Drift(
                 reference if isinstance(reference, Reference) else None, runtime.manifest.release, self._drift.alarm
             )
@@ -383,6 +399,7 @@ class ActiveBundle:
                 probabilities = self._classes.observe(answer.probabilities)
                 if self._drift.kind is DriftKind.SHARES:
                     given = runtime.adapt(answer, probabilities)
+            given = replace(given, coverage=self._sets.now)
             if self._on_trial:
                 complaint = self._record_trial(n, answer.latency_ms)
                 self._on_trial = not complaint

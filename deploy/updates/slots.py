@@ -153,7 +153,9 @@ class Slots:
 
     def _clean_up(self) -> None:
         remove_unfinished(self._home)
-        mine = [path for name in ("slots", "outcome", "root") for path in self._home.glob(f".tmp-{name}.json-*")]
+        mine = [
+            path for name in ("slots", "outcome", "root", "coverage") for path in self._home.glob(f".tmp-{name}.json-*")
+        ]
         for left in (*mine, *(self._home / "parts").glob(".tmp-*"), *self._home.glob("slot-?/.tmp-*")):
             left.unlink(missing_ok=True)
         for slot in get_args(Slot):
@@ -163,6 +165,11 @@ class Slots:
         shutil.rmtree(self._home / "slots", ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def home(self) -> Path:
+        """The device's folder."""
+        return self._home
 
     @property
     def parts(self) -> BlobFolder:

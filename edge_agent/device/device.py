@@ -340,11 +340,14 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
-    def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> Installed:
+    def write_bundle(
+        self, made: Mixture | Pool, method: str, metrics: Mapping[str, float], *, before: Mixture | None = None
+    ) -> Installed:
         """Write a bundle with the next release number, and return the result of the step.
 
         The bundle is checked against torch on unmarked validation samples alone, since a failure is reported. A
-        repeated order writes the same release as before.
+        repeated order writes the same release as before. `before` is the mixture before its models learned from the
+        validation samples, if they have.
         """
         from export import write_bundle
 
@@ -355,6 +358,8 @@ class Device:
             layout=self.layout,
             mixture=made,
             validation=data.x_val,
+            targets=data.y_val,
+            before=before,
             compared=data.shared_validation[0] if data.has_sensitive else None,
             release=release,
             method=method,

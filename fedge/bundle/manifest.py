@@ -55,6 +55,7 @@ OUTLIER_BELOW: Final = "outlier_below"
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
+MAX_SCORES: Final = 1024
 
 Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=PRINTABLE)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -140,7 +141,8 @@ class Manifest(_Part, frozen=True, kw_only=True):
 
     `metrics` holds figures for people. It also holds `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown
     fields but reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
-    Runtime at export time.
+    Runtime at export time. `scores` are sorted, one for each validation sample, from which sets of any coverage follow
+    (docs/methods/conformal.md); a bundle without labelled validation samples, or of a problem without sets, has none.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -155,6 +157,7 @@ class Manifest(_Part, frozen=True, kw_only=True):
     fusion: Fusion
     pool: PoolInfo | UnsetType = UNSET  # omitted for mixtures
     reference: Reference | UnsetType = UNSET  # omitted with fewer than 2 validation samples
+    scores: Annotated[tuple[float, ...], Meta(max_length=MAX_SCORES)] | UnsetType = UNSET
     metrics: dict[str, float]
     max_abs_diff: NonNegative
     turned: Annotated[int, Meta(ge=1, le=3)] | UnsetType = UNSET  # quarters; omitted if nothing is turned
@@ -211,6 +214,8 @@ def decode_manifest(data: bytes) -> Manifest:
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):
         raise UpdateRejected(f"manifest: guard names candidate {guard.candidate} of {len(manifest.candidates)}")
+    if manifest.scores and list(manifest.scores) != sorted(manifest.scores):
+        raise UpdateRejected("manifest: the scores are not sorted")
     if manifest.quarters and not is_square_image(manifest.task.input_shape):
         raise UpdateRejected("manifest: only square images can be turned")
     return manifest

@@ -7,12 +7,13 @@ from msgspec import UNSET
 import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
+from fedge.bundle.conformal import summarise_scores
 from fedge.bundle.energies import compute_reference
 from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode_manifest, encode_manifest
 from fedge.data.problems.calibration import Calibration
 from fedge.data.task import TaskSpec, choose_gate_pool
-from fedge.errors import UpdateRejected
+from fedge.errors import ConfigError, UpdateRejected
 from fedge.models.build import make_initial_model
 from fedge.system.files import compute_digest
 from fedge.tensors.layout import to_bytes, unflatten
@@ -102,6 +103,30 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
     )
     assert runtime.manifest.reference.n == 12
     assert deploy.load(tmp_path / "2").manifest.reference is UNSET
+
+
+def test_scores_are_those_of_the_answers_or_of_the_mixture_before_and_give_sets(tmp_path):
+    layout, mixture = image_mixture()
+    _, before = image_mixture(seed=7)
+    x, y = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32), np.arange(12) % 3
+    write_images(tmp_path / "1", layout, mixture, x, targets=y)
+    write_images(tmp_path / "2", layout, mixture, x, targets=y, before=before)
+    write_images(tmp_path / "3", layout, before, x, targets=y)
+    write_images(tmp_path / "4", layout, mixture, x)
+    one, two, three = (deploy.load(tmp_path / name, coverage=0.9) for name in "123")
+    assert one.manifest.scores == summarise_scores(IMAGES.problem, one.predict(x).answers, y)
+    assert two.manifest.scores == pytest.approx(three.manifest.scores, abs=2e-6)
+    assert two.manifest.scores != one.manifest.scores
+    held = one.predict(x).sets["set"][np.arange(12), y]
+    assert held.mean() >= 0.9
+    assert one.predict(x).coverage.threshold == one.manifest.scores[11], "the 12th of 12, ceil(13 * 0.9)"
+    with pytest.raises(ConfigError, match="can promise no coverage"):
+        deploy.load(tmp_path / "4", coverage=0.9)
+    with pytest.raises(AttributeError, match="load the bundle with coverage"):
+        _ = deploy.load(tmp_path / "1").predict(x).sets
+    for wrong, says in (({"coverage": 1.0}, "below 1"), ({"coverage": 0.9, "mode": "shift"}, "mode normal")):
+        with pytest.raises(ConfigError, match=says):
+            deploy.load(tmp_path / "1", **wrong)
 
 
 @pytest.mark.usefixtures("fails_on_sevens")

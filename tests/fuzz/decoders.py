@@ -34,6 +34,7 @@ from deploy.serving.feedback import Feedback
 from deploy.serving.server import Server
 from deploy.updates import link
 from deploy.updates.answering import ActiveBundle
+from deploy.updates.coverage import read_level
 from deploy.updates.drift import Alarm
 from deploy.updates.examination import Limits
 from deploy.updates.introduction import Introduction
@@ -413,8 +414,8 @@ def state(data: bytes) -> None:
     """Files that a device or a coordinator wrote itself, on a disk that has changed them."""
     home = folder() / "state"
     outbox = ("outbox/acked", "outbox/orders/o")
-    of_device = ("slots.json", "outcome.json", "drift.json", "introduced.json", "noise.json", "bundles/2/campaign.json")
-    for name in (*of_device, "rollout/state.json", PRIVACY_LEDGER, *outbox):
+    of_device = ("slots.json", "outcome.json", "drift.json", "coverage.json", "introduced.json", "noise.json")
+    for name in (*of_device, "bundles/2/campaign.json", "rollout/state.json", PRIVACY_LEDGER, *outbox):
         written(f"state/{name}", data)
     written("state/outbox/version", b"2")
     written("state/outbox/reports/o", data)
@@ -424,6 +425,7 @@ def state(data: bytes) -> None:
         lambda: find_highest_release(home),
         lambda: link._read_json(home / "outcome.json", link.Outcome),
         lambda: link._read_json(home / link.DRIFT, Alarm),
+        lambda: read_level(home),
         lambda: Introduction(home, "cam1", waits=True).list_held(1),
         lambda: Folder(home).read(),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(profile.Noise).decode),

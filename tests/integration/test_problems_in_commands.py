@@ -73,6 +73,27 @@ def test_infer_shows_answers_and_the_score_of_every_kind(kind: Kind, bundle: Pat
     assert json.loads(run(infer, bundle, tmp_path / "x.npy", "--json"))[kind.problem.SCORE] is None
 
 
+def test_infer_keeps_the_promised_coverage_or_says_that_the_kind_has_no_sets(
+    kind: Kind, bundle: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "test.npz", x=kind.x[60:], y=kind.y[60:])
+    if not kind.problem.SETS:
+        with pytest.raises(ConfigError, match="only for classification and regression"):
+            run(infer, bundle, tmp_path / "test.npz", "--coverage", 0.9)
+        return
+    record = json.loads(run(infer, bundle, tmp_path / "test.npz", "--coverage", 0.9, "--json"))
+    assert record["coverage"]["found"] > 0.85
+    if kind.task.name == "regression":
+        within = (record["low"] <= kind.y[60:]) & (kind.y[60:] <= record["high"])
+        assert within.all(axis=1).mean() == pytest.approx(record["coverage"]["found"])
+    else:
+        names = ["abc"[y] in held.split(",") for y, held in zip(kind.y[60:], record["set_names"], strict=True)]
+        assert np.mean(names) == pytest.approx(record["coverage"]["found"])
+    assert "coverage wanted 0.9, found " in run(infer, bundle, tmp_path / "test.npz", "--coverage", 0.9)
+    few = run(infer, bundle, tmp_path / "test.npz", "--coverage", 0.99)
+    assert "coverage 0.99 needs 99 validation samples, and the bundle has 60: every answer is in the set" in few
+
+
 def test_masks_become_pictures_whose_pixels_are_class_numbers(tmp_path: Path) -> None:
     kind = make_kind("segmentation")
     bundle = kind.write_bundle(tmp_path / "1", release=1, steps=150)

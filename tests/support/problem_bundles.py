@@ -79,7 +79,7 @@ class Kind:
         gate = GateWeights.make_untrained(self.task.input_shape, 2)
         write_bundle(
             folder, task=self.task, layout=layout, mixture=Mixture(tuple(candidates), 0.0, gate),
-            validation=validation.numpy(), release=release, method="test", metrics={},
+            validation=validation.numpy(), targets=own, release=release, method="test", metrics={},
         )  # fmt: skip
         return folder
 

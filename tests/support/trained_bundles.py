@@ -28,7 +28,7 @@ def trained_bundle(
     module = _train(task, x, y, release, steps)
     layout = make_layout(module, find_head_name(module, task))
     candidate = Candidate(Role.GLOBAL, "global", dump_model(module, layout), make_flat_prior(task))
-    return _write(folder, task, x, (candidate,), release, beta=0.0)
+    return _write(folder, task, (x, y), (candidate,), release, beta=0.0)
 
 
 def mixed_bundle(
@@ -50,7 +50,7 @@ def mixed_bundle(
         mean, std = float(energies.mean()), float(energies.std())
         prior = make_flat_prior(task)
         candidates.append(Candidate(role, str(role), model, prior, energy_mean=mean, energy_std=std, weight=weight))
-    return _write(folder, task, own[0], tuple(candidates), release, beta=1.0)
+    return _write(folder, task, own, tuple(candidates), release, beta=1.0)
 
 
 def make_flat_prior(task: TaskSpec) -> NDArray[np.float64]:
@@ -74,13 +74,13 @@ def _train(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int64], seed: i
 def _write(
     folder: Path,
     task: TaskSpec,
-    x: NDArray[np.float32],
+    samples: tuple[NDArray[np.float32], NDArray[np.int64]],
     candidates: tuple[Candidate, ...],
     release: int,
     *,
     beta: float,
 ) -> Path:
-    module = make_network(task)
+    module, (x, y) = make_network(task), (each[:N_VALIDATION] for each in samples)
     mixture = Mixture(
         candidates,
         beta,
@@ -88,6 +88,6 @@ def _write(
     )
     write_bundle(
         folder, task=task, layout=make_layout(module, find_head_name(module, task)), mixture=mixture,
-        validation=preprocess(task, x[:N_VALIDATION]), release=release, method="test", metrics={},
+        validation=preprocess(task, x), targets=y, release=release, method="test", metrics={},
     )  # fmt: skip
     return folder

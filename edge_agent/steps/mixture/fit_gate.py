@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from edge_agent.learning.evaluation import Figures, fit_final_offset, fit_own_of
 from export import Candidate, GateWeights, Guard, Mixture
 from fedge.bundle.formula import compute_log_weights
 from fedge.data.problems.calibration import PLAIN, Calibration
+from fedge.data.problems.maths import Array
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd
@@ -55,35 +56,47 @@ def run(
     fused = found.measure(device, scores)
     guard = choose_guard(device, found.fitted, action.calibration, fused) if guards and mixed else None
     final = fit_final_models(device, found, action.sgd) if refits else list(found.models)
+    assemble = partial(make_mixture, device, found, weights, beta, trained, guard)
+    before = assemble(found.models, fit_own_offset) if device.task.problem.SETS else None
+    return device.write_bundle(assemble(final, fit_final_offset), "fedge", fused.metrics, before=before)
+
+
+def make_mixture(
+    device: Device,
+    found: Candidates,
+    weights: Array,
+    beta: float,
+    trained: GateWeights,
+    guard: tuple[Role, Calibration] | None,
+    models: Sequence[Model],
+    fit_offset: Callable[[Device, Model], Array],
+) -> Mixture:
+    """Make the mixture of these models, one for each candidate, with offsets of one kind."""
     made = [
         Candidate(
             role=role,
             name=role.value,
             model=model,
-            offset=fit_final_offset(device, model),
+            offset=fit_offset(device, model),
             calibration=chosen,
             energy_mean=float(found.energy_mean[k]),
             energy_std=float(found.energy_std[k]),
             weight=min(float(weights[k]), 1.0),
         )
-        for k, (role, model, chosen) in enumerate(zip(found.roles, final, found.calibrations, strict=True))
+        for k, (role, model, chosen) in enumerate(zip(found.roles, models, found.calibrations, strict=True))
     ]
     if guard is not None and guard[0] not in found.roles:  # the local model, which the pool omitted, for the guard
         role = guard[0]
         model = found.fitted.decode_model(device, role)
-        offset = fit_final_offset(device, model)
+        offset = fit_offset(device, model)
         made.append(Candidate(role=role, name=role.value, model=model, offset=offset, weight=0.0))
         trained = _add_output(trained)
     index = None if guard is None else [c.role for c in made].index(guard[0])
-    return device.write_bundle(
-        Mixture(
-            candidates=tuple(made),
-            beta=beta,
-            gate=trained,
-            guard=None if guard is None or index is None else Guard(index, guard[1]),
-        ),
-        "fedge",
-        fused.metrics,
+    return Mixture(
+        candidates=tuple(made),
+        beta=beta,
+        gate=trained,
+        guard=None if guard is None or index is None else Guard(index, guard[1]),
     )
 
 

@@ -44,6 +44,7 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
     RIGHT_OR_WRONG: ClassVar = True
     GROUPED: ClassVar = True
     SHARED: ClassVar = True
+    SETS: ClassVar = True
     FOLDER: ClassVar = "classes"
 
     classes: tuple[str, ...]
@@ -209,6 +210,42 @@ class Classification(Problem, frozen=True, kw_only=True, tag="classification"):
             if those.any()
         }
         return {"accuracy": float(right.mean()), "by_class": by_class}
+
+    def compute_nonconformity(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array:
+        """Return 1 - p(y), the score of LAC (conformal.md, equation 3)."""
+        return np.asarray(1 - np.asarray(answers[0], np.float64)[np.arange(len(targets)), targets])
+
+    def find_covered(self, answers: Sequence[Floats], targets: NDArray[Any], threshold: float) -> NDArray[np.bool_]:
+        """Return whether each class is in its sample's set."""
+        return np.asarray(self._find_sets(answers, threshold)[np.arange(len(targets)), targets])
+
+    def _find_sets(self, answers: Sequence[Floats], threshold: float) -> NDArray[np.bool_]:
+        """Return the classes that are probable enough, and always the most probable one, (n, C)."""
+        found = ~(1 - np.asarray(answers[0], np.float64) > threshold)
+        found[np.arange(len(found)), answers[0].argmax(axis=1)] = True
+        return np.asarray(found)
+
+    def list_set_results(self) -> tuple[Result, ...]:
+        """Return the classes in the set, their names, and whether they are several."""
+        classes = (len(self.classes),)
+        return Result("set", "BOOL", classes), Result("set_names", "BYTES", ()), Result("abstains", "BOOL", ())
+
+    def make_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return these."""
+        found = self._find_sets(answers, threshold)
+        names = tuple(",".join(self.classes[k] for k in np.flatnonzero(row)) for row in found)
+        return {"set": found, "set_names": names, "abstains": found.sum(axis=1) > 1}
+
+    def make_set_columns(self, answers: Sequence[Floats], threshold: float) -> tuple[Column, ...]:
+        """Return the names of the classes in the set, or that all are."""
+        found = self.make_sets(answers, threshold)
+        pairs = zip(found["set"].all(axis=1), found["set_names"], strict=True)
+        return (Column("set", tuple("all" if every else names for every, names in pairs)),)
+
+    def measure_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return the mean number of classes in a set, and the share of sets with several."""
+        sizes = self._find_sets(answers, threshold).sum(axis=1)
+        return {"mean_set_size": float(sizes.mean()), "abstains": float((sizes > 1).mean())}
 
     def compute_details(self, mixed: Sequence[Floats], targets: NDArray[Any]) -> dict[str, float]:
         """Return the mean AUROC of each class against all others, beside macro F1."""

@@ -38,6 +38,7 @@ class Problem(Formulas, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         COUNTED: whether `find_answered` names answers, so that right and wrong ones are counted at work.
         GROUPED: whether the number of a sample's group says its whole target.
         SHARED: whether a sample is of one class, whose shares among recent samples may be others than at home.
+        SETS: whether answers can come with sets that hold the target as often as was promised (conformal.md).
         NETWORK: the built-in network that suits it; "" if one for vectors does.
         TARGET_KINDS: numpy's letters for the types of converted targets.
     """
@@ -57,6 +58,7 @@ class Problem(Formulas, frozen=True, forbid_unknown_fields=True, kw_only=True, t
     COUNTED: ClassVar[bool] = False
     GROUPED: ClassVar[bool] = False
     SHARED: ClassVar[bool] = False
+    SETS: ClassVar[bool] = False
     NETWORK: ClassVar[str] = ""
     TARGET_KINDS: ClassVar[str] = "iu"
 
@@ -291,6 +293,32 @@ class Problem(Formulas, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         if targets is None:
             return {self.SCORE: None, "metrics": {}}
         return {self.SCORE: self.compute_score(answers, targets), "metrics": self.compute_metrics(answers, targets)}
+
+    # ------------------------------------------------------------------------------- prediction sets (conformal.md)
+
+    def compute_nonconformity(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array:
+        """Return how badly each target fits its answer, (n,)."""
+        raise NotImplementedError
+
+    def find_covered(self, answers: Sequence[Floats], targets: NDArray[Any], threshold: float) -> NDArray[np.bool_]:
+        """Return whether each target is in its sample's set, (n,)."""
+        return np.asarray(self.compute_nonconformity(answers, targets) <= threshold)
+
+    def list_set_results(self) -> tuple[Result, ...]:
+        """Return the outputs of a model server that tell the sets."""
+        return ()
+
+    def make_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return arrays (n, ...) or n strings by name, in the order of `list_set_results`."""
+        return {}
+
+    def make_set_columns(self, answers: Sequence[Floats], threshold: float) -> tuple[Column, ...]:
+        """Return the sets as a table for people has them."""
+        return ()
+
+    def measure_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return how large the sets are on average, by name."""
+        return {}
 
     def draw_masks(self, answers: Sequence[Floats]) -> NDArray[np.uint8] | None:
         """Return a picture of class numbers for each sample, (n, H, W), if the answers are pictures."""

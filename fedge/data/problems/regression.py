@@ -55,6 +55,7 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
     SCORES: ClassVar = (-math.inf, 1.0)
     OUTPUTS: ClassVar = ("mean", "spread")
     TARGET_KINDS: ClassVar = "f"
+    SETS: ClassVar = True
 
     targets: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1000)]
     mean: tuple[float, ...]
@@ -270,6 +271,36 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
     def grade_samples(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array | None:
         """Return minus the mean squared error of each sample, in squared deviations of the task."""
         return np.asarray(-((np.asarray(answers[0], np.float64) - targets) ** 2).mean(axis=1))
+
+    def compute_nonconformity(self, answers: Sequence[Floats], targets: NDArray[Any]) -> Array:
+        """Return the largest error of a sample's targets, in spreads (conformal.md, equation 4)."""
+        mean, spread = (np.asarray(each, np.float64) for each in answers)
+        return np.asarray((np.abs(targets - mean) / spread).max(axis=1))
+
+    def list_set_results(self) -> tuple[Result, ...]:
+        """Return both ends of each target's interval in its own units."""
+        return Result("low", "FP64", (self.width,)), Result("high", "FP64", (self.width,))
+
+    def make_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return these."""
+        found = self.make_results(answers, (-math.inf, math.inf))
+        reach = max(threshold, 0.0) * found["spread"]
+        return {"low": found["values"] - reach, "high": found["values"] + reach}
+
+    def make_set_columns(self, answers: Sequence[Floats], threshold: float) -> tuple[Column, ...]:
+        """Return each target's interval with its unit."""
+        found = self.make_sets(answers, threshold)
+        ends = [[self._format_numbers(row) for row in found[end]] for end in ("low", "high")]
+        pairs = [list(zip(low, high, strict=True)) for low, high in zip(*ends, strict=True)]
+        return tuple(
+            Column(f"{name} within", tuple(f"{row[d][0]} to {row[d][1]}" for row in pairs), left=False)
+            for d, name in enumerate(self.targets)
+        )
+
+    def measure_sets(self, answers: Sequence[Floats], threshold: float) -> dict[str, Any]:
+        """Return the mean width of each target's interval, in its own units."""
+        found = self.make_sets(answers, threshold)
+        return {"mean_width": (found["high"] - found["low"]).mean(axis=0).tolist()}
 
     def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:
         """Return the mean log spread, which rises where the candidates disagree, (n,); rounded, for it may be constant.

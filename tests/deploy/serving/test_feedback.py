@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from deploy.inference.engines import EngineOptions
 from deploy.inference.runtime import load
 from deploy.serving.endpoints import FixedModel
 from deploy.serving.feedback import MAX_REMEMBERED, Feedback
@@ -22,9 +23,9 @@ from edge_agent.samples import SampleStore
 from fedge.data.classes import add_classes
 from fedge.errors import ConfigError
 
-from ..bundles import GOLDEN, source
+from ..bundles import GOLDEN, source, variant
 from ..serve_process import process
-from ..served import binary, body, golden, served
+from ..served import binary, body, golden, outputs, served
 
 pytestmark = pytest.mark.torch_free
 
@@ -178,6 +179,33 @@ async def test_what_is_remembered_is_bounded(home):
         for i in range(MAX_REMEMBERED + 10):
             model.feedback.remember(str(i), X[:1], model.runtime, answer)
         assert len(model.feedback._recent) == MAX_REMEMBERED
+
+
+async def test_the_level_of_prediction_sets_follows_labels_and_outlives_the_process(tmp_path):
+    slots = Slots(tmp_path / "home")
+    slots.stage(*source(variant(tmp_path / "scored", release=2, scores=[i / 1000 for i in range(20)])))
+    slots.switch()
+    slots.confirm()
+    names = list(predicted(X[:2]))
+    wrong = next(name for name in load(GOLDEN).task.classes if name not in names)
+    async with process("--home", tmp_path / "home", "--coverage", 0.9) as (child, said, session):
+        url, seen = f"/v2/models/{said['models'][0]}", []
+        for fields in ({"id": "r1"}, {"parameters": {"label": wrong}}, {}):
+            async with session.post(f"{url}/infer", data=body(X[:1], **fields)) as response:
+                seen.append((await response.json())["parameters"])
+        async with session.post(f"{url}/feedback", data=feedback(id="r1", label=wrong)) as response:
+            assert response.status == 200
+        async with session.post(f"{url}/infer", data=body(X[:1])) as response:
+            last = await response.json()
+        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.wait_for(child.wait(), 60)
+    levels = [one["coverage_level"] for one in (*seen, last["parameters"])]
+    assert levels == [0.9, 0.9, 0.945, 0.99]
+    assert last["parameters"]["sets_hold_all"]
+    assert last["parameters"]["coverage"] == 0.9
+    assert set(outputs(json.dumps(last).encode())["set"]["data"]) == {True}
+    again = ActiveBundle(Slots(tmp_path / "home"), Limits(), EngineOptions(coverage=0.9))
+    assert again.answer(X[:1])[1].coverage.alpha == pytest.approx(0.01)
 
 
 async def test_what_a_process_acknowledged_outlives_its_death(home):

@@ -14,7 +14,7 @@ from deploy.inference.runtime import load
 from deploy.serving import protocol
 from fedge.errors import ConfigError
 
-from ..bundles import GOLDEN
+from ..bundles import GOLDEN, variant
 from ..served import binary, body, golden, outputs
 
 pytestmark = pytest.mark.torch_free
@@ -23,8 +23,8 @@ X = golden()["x"]
 NAMES = ("probabilities", "class", "class_name", "weights", "energies", "outlier")
 
 
-def decode(data, header_bytes=None):
-    return protocol.decode(data, header_bytes, NAMES)
+def decode(data, header_bytes=None, *, names=NAMES):
+    return protocol.decode(data, header_bytes, names)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_bf16_is_the_upper_half_of_fp32_and_comes_in_binary_alone():
         (json.dumps({"inputs": [{"name": "x", "shape": [1], "datatype": "FP32"}]}), "neither data nor"),
         (body(X[:1], outputs=[{"name": "logits"}]), "no output logits; there are probabilities, class,"),
         (body(X[:1], outputs=[{"name": "class"}] * 2), "named twice"),
-        (body(X[:1], outputs=[{"name": "class"}] * 7), "not an inference request"),
+        (body(X[:1], outputs=[{"name": "class"}] * 10), "not an inference request"),
         (body(X[:1], outputs=[{"name": "class", "parameters": {"classification": 2}}]), "class_name"),
     ],
 )
@@ -209,6 +209,22 @@ def test_what_is_not_a_number_is_null_in_json():
 
     assert found["energies"]["data"] == [None, 1.5]
     assert found["outlier"]["data"] == [False]
+
+
+def test_prediction_sets_come_as_outputs_that_the_metadata_describe(tmp_path):
+    runtime = load(variant(tmp_path / "scored", release=2, scores=[i / 20 for i in range(20)]), coverage=0.9)
+    prediction = runtime.predict(X)
+    request = decode(body(X), names=protocol.list_outputs(runtime.manifest, sets=True))
+    found = outputs(protocol.encode("m", runtime.manifest, request, prediction, {}))
+    described = protocol.make_metadata("m", runtime.manifest, sets=True)
+    assert [one["name"] for one in described["outputs"]] == list(found)
+    held = np.array(found["set"]["data"]).reshape(found["set"]["shape"])
+    assert np.array_equal(held, (1 - prediction.probabilities <= 0.9) | np.eye(10, dtype=bool)[prediction.class_index])
+    names = [",".join(np.array(runtime.task.classes)[row]) for row in held]
+    assert found["set_names"]["data"] == names
+    assert found["abstains"]["data"] == [len(name.split(",")) > 1 for name in names]
+    with pytest.raises(ConfigError, match="there is no output set"):
+        decode(body(X[:1], outputs=[{"name": "set"}]))
 
 
 def test_metadata_and_configuration_describe_what_comes(runtime):

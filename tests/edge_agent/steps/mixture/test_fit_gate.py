@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_gate import FitAblatedGate
 from deploy import load
+from deploy.inference.runtime import Runtime
 from edge_agent.learning.evaluation import Figures
 from edge_agent.steps.mixture import fit_gate as steps
+from fedge.bundle.conformal import summarise_scores
 from fedge.data.problems.calibration import Calibration
 from fedge.data.problems.regression import Regression
 from fedge.steps.contract import Failed
@@ -53,6 +56,21 @@ def test_the_final_fit_changes_the_private_and_the_local_model_alone(tmp_path: P
         assert isinstance(installed, Installed), installed
     plain, final = (load(tmp_path / "bundles" / name).manifest.candidates for name in ("1", "2"))
     assert {a.role for a, b in zip(plain, final, strict=True) if a.part != b.part} == {Role.PRIVATE, Role.LOCAL}
+
+
+def test_scores_are_those_of_models_that_have_not_learned_from_the_validation_samples(tmp_path: Path) -> None:
+    here = Mixing(tmp_path).fitted()
+    for refits in (False, True):
+        here.does(ablated(FitAblatedGate, fit_gate(), guards=False, refits=refits), f"gate-{refits}")
+    plain, final = (load(tmp_path / "bundles" / name) for name in ("1", "2"))
+    x, y = here.worker.data.validation
+    assert plain.manifest.scores == final.manifest.scores
+    assert len(y) == len(summarise(final, x, y))
+    assert final.manifest.scores != summarise(final, x, y)
+
+
+def summarise(runtime: Runtime, x: NDArray[np.float32], y: NDArray[np.int64]) -> tuple[float, ...]:
+    return summarise_scores(runtime.task.problem, runtime.predict_inputs(x).answers, y)
 
 
 def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(tmp_path: Path) -> None:
