@@ -22,7 +22,6 @@ from export.mixture import Mixture
 from export.pool import Pool, compute_expected, encode_pool_parts, encode_pool_skeleton
 from fedge.bundle.conformal import summarise_scores
 from fedge.bundle.energies import compute_reference
-from fedge.bundle.formula import count_gate_features
 from fedge.bundle.manifest import (
     BRANCH,
     MANIFEST,
@@ -152,14 +151,14 @@ def _require_consistent(task: TaskSpec, mixture: Mixture) -> None:
     for name, (array, shape) in shapes.items():
         if np.shape(array) != shape:
             raise ValueError(f"{name} has shape {np.shape(array)}, expected {shape}")
-    if features != (given := count_gate_features(task.input_shape)):
-        raise ValueError(f"the gate takes {features} inputs, the task gives {given}")
+    if features not in (given := gate.count_inputs(task.input_shape)):
+        raise ValueError(f"the gate takes {features} inputs, the task gives {given[0]}")
     for candidate in mixture.candidates:
         how = candidate.calibration
         numbers = (how.temperature, how.kappa, candidate.energy_mean, candidate.energy_std)
         if not (all(map(math.isfinite, numbers)) and how.temperature > 0 and 0 <= candidate.weight <= 1):
             raise ValueError(f"candidate {candidate.name}: temperature, kappa, energy or weight out of range")
-    gate_arrays = (gate.hidden_weight, gate.hidden_bias, gate.out_weight, gate.out_bias, *mixture.offsets)
+    gate_arrays = (*gate.arrays, *mixture.offsets)
     if not all(np.isfinite(array).all() for array in gate_arrays) or not math.isfinite(mixture.beta):
         raise ValueError("gate, offset or beta holds a number that is not finite")
 

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from export.branch import OPSET
 from export.graph_nodes import Graph
+from fedge.bundle.trunk import LAYERS, POOLED, make_pooling_matrix
 from fedge.data.task import INPUT
 
 SHARES: Final = "p"
-POOLED: Final = 4
-"""Rows and columns to which images are pooled before the first linear layer (section 4)."""
 
 
 def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int, ...]) -> bytes:
@@ -34,30 +33,25 @@ def encode_gate(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[i
     graph = Graph()
     for name, tensor in sorted(tensors.items()):
         graph.add_array(name, np.asarray(tensor, np.float32))
-    h = INPUT
-    if "conv1.weight" in tensors:
-        for layer in ("conv1", "conv2"):
-            convolved = graph.op("Conv", h, f"{layer}.weight", f"{layer}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
-            h = graph.op("MaxPool", graph.op("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
-        rows, columns = (extent // 2 // 2 for extent in input_shape[1:])
-        left = graph.op("MatMul", graph.add_array("rows", make_pooling_matrix(rows, POOLED)), h)
-        h = graph.op("MatMul", left, graph.add_array("columns", make_pooling_matrix(columns, POOLED).T))
-    hidden = graph.op("Gemm", graph.op("Flatten", h), "hidden.weight", "hidden.bias", transB=1)
+    h = add_trunk(graph, input_shape) if f"{LAYERS[0]}.weight" in tensors else graph.op("Flatten", INPUT)
+    hidden = graph.op("Gemm", h, "hidden.weight", "hidden.bias", transB=1)
     scores = graph.op("Gemm", graph.op("Relu", hidden), "out.weight", transB=1)
     graph.op("Softmax", scores, axis=1, out=SHARES)
     n_experts = len(tensors["out.weight"])
     return graph.encode(input_shape, {SHARES: (n_experts,)}, [onnx.helper.make_opsetid("", OPSET)])
 
 
-def make_pooling_matrix(n_in: int, n_out: int) -> NDArray[np.float32]:
-    """Return the matrix (m, n) of adaptive average pooling: row o averages [floor(o n / m), ceil((o+1) n / m)).
+def add_trunk(graph: Graph, input_shape: tuple[int, ...], prefix: str = "") -> str:
+    """Add the gate's convolutions, whose weights the graph has, and return the name of their features (n, F).
 
-    Example:
-        >>> make_pooling_matrix(3, 2).tolist()
-        [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
+    `prefix`: before the names of the weights. `fedge.bundle.trunk` computes the same in numpy.
     """
-    matrix = np.zeros((n_out, n_in), np.float32)
-    for o in range(n_out):
-        start, stop = o * n_in // n_out, -(-(o + 1) * n_in // n_out)
-        matrix[o, start:stop] = 1 / (stop - start)
-    return matrix
+    h = INPUT
+    for layer in LAYERS:
+        own = f"{prefix}{layer}"
+        convolved = graph.op("Conv", h, f"{own}.weight", f"{own}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
+        h = graph.op("MaxPool", graph.op("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
+    rows, columns = (extent // 2 // 2 for extent in input_shape[1:])
+    left = graph.op("MatMul", graph.add_array(f"{prefix}rows", make_pooling_matrix(rows, POOLED)), h)
+    right = graph.add_array(f"{prefix}columns", make_pooling_matrix(columns, POOLED).T)
+    return graph.op("Flatten", graph.op("MatMul", left, right))

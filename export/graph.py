@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.branch import export_branch
+from export.gate import add_trunk
 from export.graph_nodes import Graph
-from export.mixture import Mixture
+from export.mixture import GateWeights, Mixture
 from export.problems.answers import add_answers
 from fedge.bundle.formula import MIN_ENERGY_STD, compute_log_weights
 from fedge.bundle.manifest import Bundle
+from fedge.bundle.trunk import LAYERS
 from fedge.data.task import INPUT, LOGITS, TaskSpec, choose_gate_pool
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ def make_gate_tensors(
         "energy.beta": mixture.beta,
         "guard.share": [0.5 if guard else 0.0],
     }
+    for layer, (weight, bias) in zip(LAYERS, gate.convolutions, strict=False):
+        floats |= {f"gate.{layer}.weight": weight, f"gate.{layer}.bias": bias}
     floats |= task.problem.make_rows(mixture.calibrations, mixture.offsets)
     tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, dtype) for name, value in floats.items()}
     tensors["order"] = np.array([*range(len(candidates)), guard.candidate if guard else 0], np.int64)
@@ -72,7 +76,7 @@ def encode_skeleton(task: TaskSpec, mixture: Mixture, candidate_part: bytes, gat
     for k in range(m):
         graph.add_branch(model, f"c{k}/", k, candidate_part)
     graph.add_part(m, gate_part)
-    add_gate(graph, task)
+    add_gate(graph, task, mixture.gate)
     answers = add_answers(graph, task, mixture)
     return graph.encode(task.input_shape, answers | {"weights": (m,), "energies": (m,)}, model.opset_import)
 
@@ -85,11 +89,14 @@ def encode_branch(task: TaskSpec, candidate_part: bytes) -> bytes:
     return graph.encode(task.input_shape, {LOGITS: task.problem.get_output_shape(task.input_shape)}, model.opset_import)
 
 
-def add_gate(graph: Graph, task: TaskSpec) -> None:
-    """Add the residual gate, whose last bias includes log ω; its output is gate (n, M)."""
-    kernel = choose_gate_pool(task.input_shape)
+def add_gate(graph: Graph, task: TaskSpec, gate: GateWeights) -> None:
+    """Add the gate, whose last bias includes log ω; its output is gate (n, M)."""
+    whole = np.shape(gate.hidden_weight)[1] == math.prod(task.input_shape)
+    kernel = (1, 1) if whole else choose_gate_pool(task.input_shape)
     seen, weight = INPUT, "gate.hidden.weight"
-    if 1 < math.prod(kernel) <= SMALL_WINDOW:
+    if gate.convolutions:
+        seen = add_trunk(graph, task.input_shape, "gate.")
+    elif 1 < math.prod(kernel) <= SMALL_WINDOW:
         weight = _expand_weights(graph, weight, task.input_shape, kernel)
     elif kernel != (1, 1):
         seen = graph.op("AveragePool", INPUT, kernel_shape=kernel, strides=kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.bundle.formula import ENERGY_CLIP, count_gate_features
+from fedge.bundle.trunk import POOLED, Convolution
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
@@ -43,12 +45,28 @@ class GateWeights:
 
     Its input is the pooled and flattened model input, F numbers. Shapes: hidden_weight (H, F), hidden_bias (H,),
     out_weight (M, H), out_bias (M,); H is 16 (scmoe_pfl.md 11.1). A zero output layer means r = 0, the untrained gate.
+
+    FedCoE's gate has H = 64 (fedcoe.md section 4). It takes the whole model input, so that F is its size, or the
+    features of its own `convolutions`, if it has any.
     """
 
     hidden_weight: NDArray[np.floating]
     hidden_bias: NDArray[np.floating]
     out_weight: NDArray[np.floating]
     out_bias: NDArray[np.floating]
+    convolutions: tuple[Convolution, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.floating], ...]:
+        """All weights and biases."""
+        linear = (self.hidden_weight, self.hidden_bias, self.out_weight, self.out_bias)
+        return (*linear, *(array for layer in self.convolutions for array in layer))
+
+    def count_inputs(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the possible F for model inputs of a shape."""
+        if self.convolutions:
+            return (len(self.convolutions[-1][1]) * POOLED**2,)
+        return count_gate_features(input_shape), math.prod(input_shape)
 
     @classmethod
     def make_untrained(cls, input_shape: tuple[int, ...], n_candidates: int) -> GateWeights:

@@ -16,7 +16,7 @@ from fedge.bundle.formula import (
     LOWEST,
     MIN_ENERGY_STD,
     Formula,
-    compute_gate_features,
+    compute_gate_inputs,
     compute_gate_scores,
     compute_log_weights,
     drop_experts,
@@ -141,7 +141,8 @@ def mix_outputs(
     raw = np.stack([problem.compute_energies(r, a) for r, a in zip(reduced, components, strict=False)], axis=1)
     mean, std = (np.array([getattr(c, name) for c in candidates]) for name in ("energy_mean", "energy_std"))
     energies = (raw - mean) / np.maximum(std, MIN_ENERGY_STD)
-    hidden = np.maximum(compute_gate_features(x) @ gate.hidden_weight.T + gate.hidden_bias, 0)
+    inputs = compute_gate_inputs(x, gate.convolutions, np.shape(gate.hidden_weight)[1])
+    hidden = np.maximum(inputs @ gate.hidden_weight.T + gate.hidden_bias, 0)
     own = compute_log_weights(np.array([c.weight for c in candidates]))
     scores = hidden @ gate.out_weight.T + gate.out_bias + own + favour
     with np.errstate(invalid="ignore"):

@@ -50,13 +50,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.papers.global_model import predict
+import deploy
 from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
+from coordinator.methods.papers import fedcoe_newcomers as newcomers
 from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.methods.server.learning import ServerData
 from coordinator.methods.settings import MethodSettings
@@ -349,11 +350,10 @@ class Trial:
     async def fedcoe(self, variant: str, options: dict[str, Any]) -> tuple[Figures, Figures]:
         """Without and with the profile prior, of the same run."""
         method, state, fleet = await self.run(self.setting.method(variant), self.first, options)
-        x, y = self.split.test
         ids = sorted(fleet.workers)
         last = state.diagnostics[-1]
         plain = Figures(
-            overall=float((predict(method, state, fleet, x).argmax(axis=1) == y).mean()),
+            overall=self.overall(method, state, fleet),
             personal=(
                 self.mean_personal([fleet.after_training[i] for i in ids]),
                 self.mean_personal([fleet.get(state.clients[i], self.layout) for i in ids]),
@@ -364,6 +364,16 @@ class Trial:
             gate_maximum=last.gate_maximum,
         )
         return plain, msgspec.structs.replace(plain, cold=self.cold(method, state, fleet, prior=True))
+
+    def overall(self, method: FedCoE, state: FedCoEState, fleet: Fleet) -> float:
+        """Of the global model as a bundle in ONNX Runtime."""
+        mixture = newcomers.make_global_mixture(method, state, fleet)
+        files = method.server_data.make_bundle(mixture, layout=self.layout, release=1, method="fedcoe")
+        with tempfile.TemporaryDirectory(dir=self.home) as folder:
+            for name, data in files.items():
+                Path(folder, name).write_bytes(data)
+            found = deploy.load(folder).predict_inputs(self.split.test[0]).class_index
+            return float((found == self.split.test[1]).mean())
 
     def cold(self, method: FedCoE, state: FedCoEState, fleet: Fleet, *, prior: bool) -> list[float]:
         """Section 7 for each new client: profile, assembled model, labels for scoring alone."""

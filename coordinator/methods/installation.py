@@ -12,7 +12,7 @@ import msgspec
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.problems import Problem, describe_reasons, select_reasons
 from coordinator.methods.rounds import run_with_retries, select_results
-from coordinator.methods.server.assembling import make_child_bundle
+from coordinator.methods.server.assembling import make_child_bundle, make_mixture
 from coordinator.methods.state import S, State
 from fedge.errors import ConfigError, FruitlessError
 from fedge.steps.mixture.install import FineTune, Install, Installed
@@ -101,10 +101,10 @@ async def _make_bundle(
     method: Method[Any], state: State, fleet: Fleet, model: BlobRef, release: int
 ) -> InstallBundle | None:
     """Make a bundle of the model; None if the network cannot be exported, which must not end the federation."""
-    own = fleet.get(model, state.layout)
+    alone = make_mixture(fleet.task, [fleet.get(model, state.layout)], [1.0])
     try:
         files = await asyncio.to_thread(
-            make_child_bundle, fleet.task, state.layout, own, release=release, method=method.name
+            make_child_bundle, fleet.task, state.layout, alone, release=release, method=method.name
         )
     except ConfigError as error:
         log.error("event=no_bundle reason=%r", str(error))  # noqa: TRY400 - the child's text says it all

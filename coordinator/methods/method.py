@@ -27,7 +27,7 @@ from coordinator.methods.option_values import NoOptions, explain_no_privacy, par
 from coordinator.methods.promises import CheckedFleet, Shared, require_heeded, require_next
 from coordinator.methods.rounds import compute_rate_factor, make_round_rng, stop_early
 from coordinator.methods.settings import MethodSettings, Option, require_takeable
-from coordinator.methods.state import ModelState, S
+from coordinator.methods.state import GlobalModel, ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.augmentation import find_own
 from fedge.data.problems.classification import Classification
@@ -46,10 +46,14 @@ Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 class Server(NamedTuple):
-    """The data of the server: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
+    """The data of the server: the task, and labelled samples x (n, *input_shape), y (n,), or None.
+
+    `learns`: whether rounds will be done; otherwise a state is only read, and nothing else is needed.
+    """
 
     task: TaskSpec | None = None
     samples: Samples | None = None
+    learns: bool = True
 
 
 NO_DATA: Final = Server()
@@ -215,6 +219,10 @@ class Method(Generic[S]):
         """Return the shared model for an unknown device."""
         return self.get_model(state, "")
 
+    def get_global_model(self, state: S) -> GlobalModel:
+        """Return what a device that tells nothing of itself, or the server, can predict with."""
+        return GlobalModel(models=(self.get_default_model(state),))
+
     async def finish(self, state: S, fleet: Fleet) -> S:
         """Do the last round: leave a bundle on each device."""
         return await install(self, state, fleet)
@@ -302,6 +310,7 @@ class Method(Generic[S]):
             "history": msgspec.to_builtins(state.history),
             "selection": state.participations,
             "installed": msgspec.to_builtins(state.installed),
+            "experts": len(self.get_global_model(state).models),
             "split": False,
             "clusters": {},
             **({"stopped": best.stopped, "best": best.round} if best and best.stopped else {}),

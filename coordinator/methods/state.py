@@ -71,6 +71,17 @@ class ModelState(State, frozen=True, kw_only=True):
     model: BlobRef
 
 
+class GlobalModel(Struct, frozen=True, kw_only=True):
+    """What a method has for anybody: one model, or several and a `gate`, by which the `top` best of a sample answer.
+
+    `gate`: tensors as of `coordinator.methods.server.learning`.
+    """
+
+    models: tuple[BlobRef, ...]
+    gate: BlobRef | None = None
+    top: int = 1
+
+
 S = TypeVar("S", bound=State)
 
 

@@ -93,8 +93,8 @@ def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool
     """Release a federation's shared model for all devices, as a signed bundle with the next number.
 
     The number is higher than those of all releases in REPO and of all bundles that devices have reported. The
-    coordinator may be running. Personal layers and the weights of experts are not part of this model. The command needs
-    the keys of targets, snapshot and timestamp.
+    coordinator may be running. Personal layers and the weights of experts are not part of this model; of fedcoe it is
+    the gate with all experts. The command needs the keys of targets, snapshot and timestamp.
 
     Examples:
       fedge rollout make releases --home shop

@@ -13,7 +13,7 @@ import msgspec
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.option_values import list_code
-from coordinator.methods.server.assembling import make_child_bundle
+from coordinator.methods.server.assembling import load_global_mixture, make_child_bundle
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state
 from coordinator.store.blobs import prevent_deletion
@@ -21,6 +21,7 @@ from coordinator.store.classes import read_classes
 from coordinator.store.store import Store, explain_unreadable
 from coordinator.watch.options import open_store
 from coordinator.watch.state import read_summary
+from export import Mixture
 from export.signing import Repository
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError, StoreError, raise_as
@@ -29,7 +30,7 @@ from fedge.models.weights import find_device_weights
 from fedge.system.files import write_atomically
 from fedge.system.loading import find_code, require_allowed
 from fedge.tensors import codecs
-from fedge.tensors.layout import Layout, Model
+from fedge.tensors.layout import Layout, Model, Tensors, view_bytes
 from fedge.wire.messages import BlobRef
 
 
@@ -55,17 +56,17 @@ def make_release(repo: Path, home: Path, store: str | None, allow: Container[str
     """
     repository, summary = Repository(repo), read_summary(home)
     with closing(open_store(home, store)) as tables, prevent_deletion(home):
-        task, layout, model = _load_model(tables, allow)
+        task, layout, mixture = _load_global_mixture(tables, allow)
     known = [*repository.list_releases(), *(device["release"] or 0 for device in summary["fleet"].values())]
-    files = make_child_bundle(task, layout, model, release=1 + max(known, default=0), method=summary["method"])
+    files = make_child_bundle(task, layout, mixture, release=1 + max(known, default=0), method=summary["method"])
     with tempfile.TemporaryDirectory(prefix="fedge-release-") as folder:
         for name, data in files.items():
             write_atomically(Path(folder, name), data)
         return repository.add(Path(folder))
 
 
-def _load_model(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Model]:
-    """Load the task, and the model for any device after the last finished round."""
+def _load_global_mixture(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Mixture]:
+    """Load the task, and what any device can predict with after the last finished round."""
     identity, start, saved = store.find_value("identity"), store.find_value("start"), store.get_state()
     if identity is None or start is None or saved is None:
         raise ConfigError(f"no round is done in {store.home} yet")
@@ -78,12 +79,18 @@ def _load_model(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, 
     require_allowed(f"the run in {store.home}", (*find_code(name), *list_code(options), *task.code), allow, "--allow")
     if (frozen := find_device_weights(task)) is not None:
         weights.store_weights(store.blobs.get(frozen.digest))
-    method = make_method(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task))
+    method = make_method(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task, learns=False))
     with explain_unreadable(store):
         state = decode_state(
             saved, type(method.make_first_state(*msgspec.json.decode(start, type=tuple[Layout, BlobRef])))
         )
     if not state.history:
         raise ConfigError(f"the devices in {store.home} have learned nothing together yet")
-    ref = method.get_default_model(state)
-    return task, state.layout, codecs.decode(store.blobs.get(ref.digest), ref.codec, state.layout, again=True)
+
+    def get_model(ref: BlobRef) -> Model:
+        return codecs.decode(store.blobs.get(ref.digest), ref.codec, state.layout, again=True)
+
+    def get_tensors(ref: BlobRef) -> Tensors:
+        return view_bytes(store.blobs.get(ref.digest))
+
+    return task, state.layout, load_global_mixture(task, method.get_global_model(state), get_model, get_tensors)

@@ -291,7 +291,7 @@ def end_campaign(campaigns: Campaigns, summary: Mapping[str, Any], now: float) -
         ended_at=now,
         rounds=summary["rounds"] - summary["first"],
         accuracy=accuracy,
-        experts=len(summary["clusters"]) if summary["split"] else 1,
+        experts=len(summary["clusters"]) if summary["split"] else summary["experts"],
         lineage=tuple(summary.get("lineage", ())),
     )
     return replace(campaigns, now=ended, best_at_work=None)

@@ -345,12 +345,14 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
     history, devices, figure = summary["history"], summary["devices"], find_figure(summary)
+    experts = summary.get("experts", 1)
+    shared = f"none: {experts} experts for all devices, and a gate" if experts > 1 else "one global model"
     accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
     lines = [
         f"federation  {summary['federation']} ({summary['method']}), as it was {format_duration(summary['age_s'])} ago",
         f"rounds      {summary['round']} of {summary['rounds']}, {describe_progress(summary)}",
         *(f"{'' if k else figure.words:<11} {text}" for k, text in enumerate(accuracy or ["-"])),
-        f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
+        f"clusters    {len(summary['clusters']) if summary['split'] else shared}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
     if campaign := summary.get("campaign"):

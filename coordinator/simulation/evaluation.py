@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -19,20 +19,24 @@ from numpy.typing import NDArray
 
 import deploy
 from coordinator.aggregation.protection import Protection
+from coordinator.methods.installation import get_next_release
 from coordinator.methods.method import Method
+from coordinator.methods.server.assembling import load_global_mixture
 from coordinator.methods.state import State
 from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.own_metric import Metric, compute_own
 from coordinator.simulation.reports.outcome import MOST_COUNTED, SPENT, DeviceOutcome, Score, compute_score
 from edge_agent.device.worker import Worker
 from edge_agent.privacy.dp_ledger import Ledger
+from export import Mixture, parity, write_bundle
 from fedge.data import preprocessing
 from fedge.data.problems.calibration import PLAIN
 from fedge.data.problems.scores import Counts
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.training import CPU, Network
 from fedge.tasks.shares import convert_targets
-from fedge.tensors.layout import Model
+from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import Role
 
 if TYPE_CHECKING:
@@ -42,6 +46,11 @@ if TYPE_CHECKING:
 
     from coordinator.fleet.simulated.fleet import SimulatedFleet
     from deploy.inference.prediction import Prediction
+
+SERVER: Final = "server"
+"""Folder beside those of the devices, with the global model's bundle."""
+CHUNK: Final = 256
+"""Most samples in a pass of a mixture's networks, to limit the memory."""
 
 
 def compute_epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
@@ -63,6 +72,41 @@ def predict_classes(bundle: Path, x: NDArray[Any]) -> NDArray[np.integer]:
 def predict_samples(bundle: Path, x: NDArray[Any]) -> Prediction:
     """Return what a bundle in ONNX Runtime answers for raw samples (n, ...)."""
     return deploy.load(bundle).predict(x)
+
+
+def predict_mixture(task: TaskSpec, layout: Layout, mixture: Mixture, x: NDArray[np.float32]) -> list[NDArray[Any]]:
+    """Return what a mixture answers for model inputs (n, *input_shape), computed as its bundle is checked."""
+    parts = [parity.compute_expected(task, layout, mixture, x[k : k + CHUNK])[:-2] for k in range(0, len(x), CHUNK)]
+    return [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+
+def write_global_bundle(
+    federation: Federation, method: Method[Any], state: State, fleet: SimulatedFleet, home: Path
+) -> None:
+    """Write a bundle of experts with a gate for the server itself, to home/server/bundles, if the method has them."""
+    mixture, apart = _find_global_mixture(federation, method, state, fleet), federation.server_data
+    if mixture is None or apart is None:
+        return
+    release = get_next_release(fleet)
+    write_bundle(
+        home / SERVER / "bundles" / str(release),
+        task=federation.task,
+        layout=federation.layout,
+        mixture=mixture,
+        validation=apart[0],
+        release=release,
+        method=method.name,
+        metrics={},
+    )
+
+
+def _find_global_mixture(
+    federation: Federation, method: Method[Any], state: State, fleet: SimulatedFleet
+) -> Mixture | None:
+    """Return the method's experts and gate (FedCoE's Eq. 4); None if its global model is a single one."""
+    if (given := method.get_global_model(state)).gate is None:
+        return None
+    return load_global_mixture(federation.task, given, lambda ref: fleet.get(ref, federation.layout), fleet.get_tensors)
 
 
 class Evaluation:
@@ -108,7 +152,7 @@ class Evaluation:
             }
 
     def evaluate_globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Compute the accuracy of the method's global prediction, if any (FedCoE's Eq. 4), on the global test set.
+        """Compute the accuracy on the global test set of experts with a gate (FedCoE's Eq. 4), if there are any.
 
         Otherwise compute the mean accuracy of the models that the devices are served.
         """
@@ -116,10 +160,10 @@ class Evaluation:
         if samples is None:
             return None
         with self._add_time():
-            if predict := getattr(method, "predict", None):
-                x, y = samples
-                return compute_score(self._federation.task.problem, [predict(state, fleet, x)], y).accuracy
-            served, layout = [method.get_model(state, i) for i in self._workers], self._federation.layout
+            (x, y), task, layout = samples, self._federation.task, self._federation.layout
+            if (mixture := _find_global_mixture(self._federation, method, state, fleet)) is not None:
+                return compute_score(task.problem, predict_mixture(task, layout, mixture, x), y).accuracy
+            served = [method.get_model(state, i) for i in self._workers]
             each = {ref.digest: ref for ref in served}
             reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in each.items()}
             return float(np.mean([reached[ref.digest] for ref in served]))

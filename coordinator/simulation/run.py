@@ -28,7 +28,7 @@ from coordinator.service.checks import N_SAMPLES, examine, explain_no_profile, r
 from coordinator.service.findings import Finding
 from coordinator.service.samples import count_by_class, find_missing_classes
 from coordinator.simulation import rounds
-from coordinator.simulation.evaluation import Evaluation, compute_epsilon_spent
+from coordinator.simulation.evaluation import Evaluation, compute_epsilon_spent, write_global_bundle
 from coordinator.simulation.federation import Federation, make_fleet, partition_samples
 from coordinator.simulation.own_metric import load_metric
 from coordinator.simulation.reports.outcome import (
@@ -189,11 +189,9 @@ def run_on(
             watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
         done = min(count_rounds(state), scenario.rounds) if state.best_state else scenario.rounds
-        measure(
-            state,
-            done,
-            _average_accuracy({i: end.score for i, end in final.items()}, federation.late_joiners),
-        )
+        reached = _average_accuracy({i: end.score for i, end in final.items()}, federation.late_joiners)
+        measure(state, done, reached)
+    write_global_bundle(federation, made, state, fleet, home)
     summary = made.summarise(state)
     return make_outcome(
         tuple(final.values()),
@@ -212,6 +210,8 @@ def run_on(
         evaluation_s=round(evaluation.seconds, 3),
         validation={line.round: line.accuracy for line in state.history if line.accuracy is not None},
         details={name: value for name, value in summary.items() if isinstance(value, float)} | spent,
+        experts=summary["experts"],
+        diagnostics=tuple(summary.get("diagnostics", ())),
         draws=federation.milder.draws,
         moved=federation.milder.moved,
         counts=evaluation.counts,

@@ -24,7 +24,7 @@ from deploy.inference.sessions import Provider, Session
 from fedge.bundle import formula
 from fedge.bundle.formula import Formula, compute_gate_scores, fuse
 from fedge.bundle.graph_reader import find_largest_int8
-from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Part, PoolInfo
+from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Manifest, Part, PoolInfo
 from fedge.data.problems.maths import Floats
 from fedge.data.task import INPUT, LOGITS
 from fedge.errors import ConfigError
@@ -162,6 +162,8 @@ def make_engine(
     """
     if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
         raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
+    if mode == "shift" and _is_chosen_by_gate(bundle.manifest):
+        raise ConfigError("the gate alone chooses the experts of a sample and cannot be flattened: use mode normal")
 
     def read_numbers() -> Tensors:
         return view_bytes((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
@@ -176,6 +178,12 @@ def make_engine(
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
     how = formula.prepare_formula(read_numbers() | changed, experts, bundle.manifest.fusion.top)
     return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, threads, providers)
+
+
+def _is_chosen_by_gate(manifest: Manifest) -> bool:
+    """Return whether only the gate chooses the experts of a sample, as in FedCoE's global model (fedcoe.md, E13)."""
+    candidates, fusion = manifest.candidates, manifest.fusion
+    return fusion.beta == 0 and all(c.role.is_shared for c in candidates) and fusion.top < len(candidates)
 
 
 class FusedEngine:

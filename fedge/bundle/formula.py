@@ -21,6 +21,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.bundle.trunk import LAYERS, Convolution, compute_trunk
 from fedge.data.problems.maths import Array, Floats, log_softmax
 from fedge.data.task import choose_gate_pool
 
@@ -98,6 +99,17 @@ def compute_gate_features(x: NDArray[F]) -> NDArray[F]:
     return x.reshape(len(x), -1)
 
 
+def compute_gate_inputs(x: NDArray[F], convolutions: Sequence[Convolution], n_inputs: int) -> NDArray[F]:
+    """Return what the gate's first layer takes of model inputs, (n, n_inputs).
+
+    These are the features of the gate's own convolutions, if it has any; all numbers of a sample, if it takes so many;
+    otherwise `compute_gate_features`.
+    """
+    if convolutions:
+        return compute_trunk(x, convolutions)
+    return x.reshape(len(x), -1) if n_inputs == math.prod(x.shape[1:]) else compute_gate_features(x)
+
+
 def count_gate_features(input_shape: tuple[int, ...]) -> int:
     """Return F, the number of the gate's inputs."""
     return compute_gate_features(np.zeros((1, *input_shape))).size
@@ -116,7 +128,8 @@ class Formula:
     probabilities softmax(l / T_k + κ_k π), unless these are the same. One more serves the guard if it has a share.
 
     Attributes:
-        hidden: weights (F, H) of the gate's first layer, over `compute_gate_features`.
+        convolutions: those of the gate before its first layer; empty for all gates but FedCoE's of images.
+        hidden: weights (F, H) of the gate's first layer, over `compute_gate_inputs`.
         hidden_bias: bias (H,) of that layer.
         out: weights (H, M) of the gate's second layer, which gives r + log ω.
         out_bias: bias (M,) of that layer.
@@ -135,6 +148,7 @@ class Formula:
         tame: bound on the absolute logits up to which no row exceeds `SAFE`.
     """
 
+    convolutions: tuple[Convolution, ...]
     hidden: Floats
     hidden_bias: Floats
     out: Floats
@@ -167,6 +181,11 @@ def prepare_formula(numbers: Numbers, experts: Sequence[int], top: int) -> Formu
         prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
         mixed = n_candidates
     return Formula(
+        convolutions=tuple(
+            (numbers[f"gate.{layer}.weight"], numbers[f"gate.{layer}.bias"])
+            for layer in LAYERS
+            if f"gate.{layer}.weight" in numbers
+        ),
         hidden=np.ascontiguousarray(numbers["gate.hidden.weight"].T),
         hidden_bias=numbers["gate.hidden.bias"],
         out=np.ascontiguousarray(numbers["gate.out.weight"].T),
@@ -207,7 +226,7 @@ def flatten_prior(numbers: Numbers) -> dict[str, NDArray[Any]]:
 
 def compute_gate_scores(how: Formula, x: Floats) -> Floats:
     """Return the scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
-    hidden = compute_gate_features(x) @ how.hidden
+    hidden = compute_gate_inputs(x, how.convolutions, len(how.hidden)) @ how.hidden
     hidden += how.hidden_bias
     scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ how.out
     scores += how.out_bias

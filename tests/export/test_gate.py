@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from coordinator.methods.server.learning import Gate
-from export.gate import encode_gate, make_pooling_matrix
+from export.gate import encode_gate
 from fedge.bundle.runtime import onnxruntime
 
 
@@ -60,10 +60,3 @@ def test_equal_weights_give_equal_bytes_without_traces_of_this_machine() -> None
     onnx.checker.check_model(model)
     assert not model.metadata_props
     assert not any(node.doc_string or node.metadata_props for node in model.graph.node)
-
-
-@pytest.mark.parametrize(("n_in", "n_out"), [(1, 4), (2, 4), (3, 4), (4, 4), (7, 4), (8, 4), (9, 4)])
-def test_pooling_is_torchs(n_in: int, n_out: int) -> None:
-    x = torch.randn(1, 1, n_in)
-    expected = torch.nn.functional.adaptive_avg_pool1d(x, n_out)[0, 0].numpy()
-    np.testing.assert_allclose(make_pooling_matrix(n_in, n_out) @ x[0, 0].numpy(), expected, atol=1e-6)

@@ -16,11 +16,14 @@ from coordinator.aggregation import correlation
 from coordinator.methods.papers.fedcoe import FedCoEState
 from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.server.learning import ServerData
+from coordinator.rollout.making import make_release
 from export import parity
+from export.signing import Repository
+from fedge.bundle.manifest import decode_manifest
 from fedge.commands.broker import find_mosquitto
-from fedge.system.files import find_highest_release
+from fedge.system.files import compute_digest, find_highest_release
 from fedge.tasks import load_pool, read_device_inputs, read_labelled
-from fedge.tensors.layout import flatten, from_bytes
+from fedge.tensors.layout import flatten, from_bytes, to_bytes, unflatten
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, ROOT, Federation, Running
 from tests.support.torch_free import environment
@@ -76,6 +79,16 @@ async def test_a_device_without_torch_gets_a_bundle_that_runs(tmp_path: Path) ->
     expected = server_data.compute_probabilities(theta, x) * np.exp(t)
     expected /= expected.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(runtime.predict(samples.x[few]).probabilities, expected, atol=1e-4)
+
+    # The release for anybody: the experts and the gate, without the server's samples.
+    repository = Repository.make(tmp_path / "releases")
+    target = make_release(tmp_path / "releases", federation.home, None)
+    files = repository.find_files(target)
+    manifest = decode_manifest(next(path.read_bytes() for name, path in files.items() if "manifest" in name))
+    assert [c.part.digest for c in manifest.candidates] == [
+        compute_digest(to_bytes(unflatten(expert, state.layout))) for expert in experts
+    ]
+    assert (manifest.fusion.top, manifest.method) == (2, "fedcoe")
 
 
 async def test_the_default_method_gives_a_device_without_torch_the_global_model(tmp_path: Path) -> None:

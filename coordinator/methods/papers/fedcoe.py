@@ -20,24 +20,24 @@ from msgspec import Meta, Struct
 from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.installation import get_next_release, install
+from coordinator.methods.installation import install
 from coordinator.methods.method import Method
+from coordinator.methods.papers import fedcoe_newcomers as newcomers
 from coordinator.methods.parts.averaging import compute_update_factors
-from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, draw_devices, train_cohort
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import finish_round, make_round_rng, run_with_retries, select_results
 from coordinator.methods.server.learning import ServerData, Trunk
 from coordinator.methods.settings import Option
+from coordinator.methods.state import GlobalModel
 from export.gate import encode_gate
 from fedge.errors import ConfigError
 from fedge.models.training import get_torch_device
-from fedge.steps.contract import Declined
-from fedge.steps.descriptions.route import Route, Routed
+from fedge.steps.descriptions.route import Route
 from fedge.steps.mixture.install import Installed
-from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Layout, Model, Tensors
-from fedge.wire.messages import BlobRef, Share, Why
+from fedge.wire.messages import BlobRef, Share
 
 log = logging.getLogger("fedge.method")
 
@@ -45,7 +45,6 @@ COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 1
 UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10, point 1
 REFRESH_EPOCHS: Final = 5  # section 5
 WEIGHT_DECAY: Final = 5e-4  # of the SGD of clients and experts, section 5, unless the settings have another
-DELTA: Final = 0.02  # of the profile prior, section 7
 
 
 class Preset(Struct, frozen=True, kw_only=True):
@@ -67,13 +66,14 @@ PRESETS: Final = {
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of FedCoE. `preset`: repaired (section 5) or printed (the paper). `tau`: tau_E = tau_C.
 
-    `n_experts`: K. `assemble`: new clients get one model of mixed parameters, or the best two experts.
+    `n_experts`: K. `assemble`: devices that do not train get one model of mixed parameters, or the best two experts,
+    by a profile of their samples; or the global model, which asks for none.
     """
 
     preset: Literal["repaired", "printed"] = "repaired"
     n_experts: Annotated[int, Meta(ge=1)] = 5
     tau: Share | None = None
-    assemble: Literal["parameters", "functions"] = "parameters"
+    assemble: Literal["parameters", "functions", "global"] = "parameters"
 
 
 ABLATION: Final = "it only remade a row of fedcoe.md section 12: benchmarks/papers/fedcoe.py has it as a class"
@@ -104,7 +104,7 @@ class FedCoEState(ChoosingState, frozen=True, kw_only=True):
     gate_file: BlobRef | None = None
     clients: dict[str, BlobRef] = {}
     diagnostics: tuple[Diagnostics, ...] = ()
-    profiles: dict[str, tuple[float, ...]] = {}  # rho of devices that started cold
+    profiles: dict[str, tuple[float, ...]] = {}  # rho of devices that started from it
 
 
 class FedCoE(Method[FedCoEState]):
@@ -134,13 +134,15 @@ class FedCoE(Method[FedCoEState]):
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Epochs of the experts' and the gate's training before round 1, section 3."""
     TOP: ClassVar[int] = 2
-    """k, experts of a new client with "functions" and of a sample in the global model (benchmarks/papers/fedcoe.py)."""
+    """k, experts of a new client with "functions" and of a sample in the global model."""
     TRUNK: ClassVar[Trunk] = "auto"
     """Trunk of the gate's network."""
 
     def set_up(self) -> None:
         """Refuse to run without labelled samples on the server."""
-        settings, (task, server_data) = self.settings, self.server
+        settings, (task, server_data, learns) = self.settings, self.server
+        if not learns:
+            return
         if task is None or server_data is None:
             raise ConfigError(
                 "fedcoe needs labelled samples on the server: name them with --server-data (an .npz or a folder of "
@@ -149,8 +151,8 @@ class FedCoE(Method[FedCoEState]):
             )
         self.preset = self.make_parameters()
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
+        self.groups = correlation.assign_classes(task.n_classes, self.options.n_experts)
         self.server_data = ServerData(task, *server_data, get_torch_device(settings.train_on))
-        self._groups = correlation.assign_classes(task.n_classes, self.options.n_experts)
 
     @classmethod
     def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - with all of them
@@ -180,12 +182,15 @@ class FedCoE(Method[FedCoEState]):
         """Do a round of section 5; the first time, do section 3 before it."""
         if not state.experts:
             state = await self._pretrain(state, fleet)
-        before = state
+        ids, _ = draw_devices(self.selection, state, fleet.get_devices(), self.settings, state.common)
+        profiles, starts = await newcomers.assemble_starts(self, state, fleet, ids)
+        before = msgspec.structs.replace(state, clients=state.clients | starts)
         state, asked, updates = await train_cohort(
             self, state, fleet, state.common, lambda i: self._make_order(before, i)
         )
+        state = msgspec.structs.replace(state, profiles=dict(sorted((state.profiles | profiles).items())))
         if len(updates) >= self.settings.min_reports:
-            state = await self._aggregate(state, fleet, updates)
+            state = await self._aggregate(state, before, fleet, updates)
         return finish_round(state, asked, updates)
 
     async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
@@ -204,7 +209,7 @@ class FedCoE(Method[FedCoEState]):
         experts = await asyncio.to_thread(
             self.server_data.pretrain,
             fleet.get(state.common, state.layout),
-            self._groups,
+            self.groups,
             self.options.n_experts,
             epochs=self.PRETRAINING_EPOCHS,
             sgd=self.sgd,
@@ -239,22 +244,27 @@ class FedCoE(Method[FedCoEState]):
 
     # --------------------------------------------------------------------------------------- section 5: one round
 
-    async def _aggregate(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
-        """Compute scores, correlation, experts (Eq. 9), gate, and clients (Eq. 11)."""
+    async def _aggregate(
+        self, state: FedCoEState, before: FedCoEState, fleet: Fleet, updates: dict[str, Trained]
+    ) -> FedCoEState:
+        """Compute scores, correlation, experts (Eq. 9), gate, and clients (Eq. 11).
+
+        `before`: a state with the models that the clients started from.
+        """
         factors = compute_update_factors(self, fleet, updates, state.layout)
 
         def iterate_clients() -> Iterator[Model]:
             """Iterate over theta_Ci; they are read twice, so that only one is in memory at a time."""
-            return (self._apply_update(state, fleet, i, update, *factors[i]) for i, update in updates.items())
+            return (self._apply_update(before, fleet, i, update, *factors[i]) for i, update in updates.items())
 
         a = await asyncio.to_thread(lambda: self.server_data.compute_scores(iterate_clients()))  # Eq. 5
-        p = self._compute_routing(state, fleet)  # Eq. 6
+        p = self.compute_routing(state, fleet)  # Eq. 6
         m = correlation.compute_correlation(p, a)  # Eq. 7
         m_e, m_c = correlation.normalise_rows(m), correlation.normalise_columns(m)  # Eq. 8
         n_top = len(updates) if self.options.n_experts == 1 else -(-len(updates) // 2)  # one expert: all (section 11)
         selected = correlation.select_clients(m_c if self.preset.ranking == "affinity" else m_e, n_top)
         w = correlation.compute_expert_weights(m, selected)  # Eq. 10
-        old = self._load_experts(state, fleet)
+        old = self.load_experts(state, fleet)
         towards = correlation.mix_models(iterate_clients(), w)
         experts = [
             correlation.interpolate(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
@@ -291,10 +301,12 @@ class FedCoE(Method[FedCoEState]):
         params = start.params + np.float32(of_params) * change.params
         return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
 
-    def _load_experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
+    def load_experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
+        """Load theta_Ej."""
         return [fleet.get(expert, state.layout) for expert in state.experts]
 
-    def _compute_routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
+    def compute_routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
+        """Compute p(x) for D_s, (n, K) (Eq. 6)."""
         assert state.gate is not None
         return self.server_data.compute_routing(fleet.get_tensors(state.gate))
 
@@ -324,51 +336,18 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------ section 7: cold start
 
     async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Leave a mix of experts, by a profile of its data, on each device without a bundle or a model of its own."""
-        assert state.gate_file is not None
+        """Leave a bundle on each device without a bundle or a model of its own."""
         here = [device.id for device in (*fleet.get_devices(), *fleet.get_inference_devices())]
         new = sorted(i for i in here if i not in state.clients and i not in state.installed)
-        answers = await fleet.run("route", dict.fromkeys(new, Route(gate=state.gate_file)))
-        profiles = {
-            i: a.result.shares
-            for i, a in answers.items()
-            if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
-        }
-        withheld = [i for i, a in answers.items() if isinstance(a.result, Declined) and a.result.why is Why.NOT_ALLOWED]
-        equal = (1 / len(state.experts),) * len(state.experts)
-        profiles |= dict.fromkeys(withheld, equal)  # a device whose owner withholds the shares gets a bundle, too
-        if left := sorted(set(new) - set(profiles)):
+        profiles, orders = await newcomers.make_bundles(self, state, fleet, new)
+        if left := sorted(set(new) - set(orders)):
             log.warning("event=no_profile devices=%s", left)
-        orders = {i: await self._make_bundle(state, fleet, np.array(rho)) for i, rho in profiles.items()}
         installed = select_results(await run_with_retries(fleet, "assemble", orders), Installed)
         return msgspec.structs.replace(
             state,
             installed=dict(sorted((state.installed | installed).items())),
             profiles=dict(sorted((state.profiles | profiles).items())),
         )
-
-    async def _make_bundle(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
-        """Make a bundle for ONNX Runtime of Eq. 13 with the profile prior."""
-        release = get_next_release(fleet)
-        rho = rho / rho.sum()
-        experts = self._load_experts(state, fleet)
-        prior = None
-        if self.preset.profile_prior:
-            typical = self._compute_routing(state, fleet).mean(axis=0)
-            prior = correlation.compute_profile_prior(rho, typical, self._groups, DELTA)
-        if self.options.assemble == "parameters":
-            models, shares = [self.assemble(experts, rho)], [1.0]
-        else:
-            best = sorted(np.argsort(-rho, kind="stable")[: self.TOP].tolist())
-            models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
-
-        def write() -> dict[str, bytes]:
-            return self.server_data.make_bundle(
-                models, shares, layout=state.layout, log_prior=prior, release=release, method=self.name
-            )
-
-        files = await asyncio.to_thread(write)
-        return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
 
     @staticmethod
     def assemble(experts: list[Model], rho: correlation.Array) -> Model:
@@ -378,6 +357,12 @@ class FedCoE(Method[FedCoEState]):
         return model
 
     # ------------------------------------------------------------------------------------------------- what is seen
+
+    def get_global_model(self, state: FedCoEState) -> GlobalModel:
+        """Return the gate and the experts, of which the best answer each sample (Eq. 4)."""
+        if not state.experts:
+            return super().get_global_model(state)
+        return GlobalModel(models=state.experts, gate=state.gate, top=min(self.TOP, len(state.experts)))
 
     def get_model(self, state: FedCoEState, device_id: str) -> BlobRef:
         """Return the client's own model, or the mean of the experts if it has none."""

@@ -1,4 +1,4 @@
-"""Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
+"""Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md sections 6 and 7).
 
 `make_files` needs torch, for comparison. `make_child_bundle` runs it in a short-lived child, so that this process does
 not load torch.
@@ -7,31 +7,44 @@ not load torch.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.methods.state import GlobalModel
 from export import Candidate, GateWeights, Mixture, write_bundle
+from fedge.bundle.trunk import LAYERS
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.system import child
-from fedge.tensors.layout import Layout, Model
-from fedge.wire.messages import Role
+from fedge.tensors.layout import Layout, Model, Tensors
+from fedge.wire.messages import BlobRef, Role
 
 
 def make_mixture(
-    task: TaskSpec, models: Sequence[Model], shares: Sequence[float], log_prior: NDArray[np.float64] | None
+    task: TaskSpec,
+    models: Sequence[Model],
+    shares: Sequence[float],
+    log_prior: NDArray[np.float64] | None = None,
+    *,
+    gate: Tensors | None = None,
+    top: int | None = None,
 ) -> Mixture:
-    """Mix several models' outputs in fixed shares, or leave one model unchanged.
+    """Mix several models' outputs in fixed shares or by a gate, or leave one model unchanged.
+
+    With a gate of `coordinator.methods.server.learning` and shares of 1 this is FedCoE's global model (fedcoe.md, E13):
+    the scores of a mixture without energies are the gate's own, so its softmax over the best is p_j / Σ p_j.
 
     Args:
         task: the task of the models.
         models: at least one.
-        shares: the share of each model in the output; shares sum to 1.
+        shares: the share of each model in the output, before the gate; without a gate they sum to 1.
         log_prior: added to the logits of class c, (C,); nothing (kappa = 0) if None.
+        gate: the tensors of a gate over the models; the shares are fixed if None.
+        top: how many models take part in a sample; all if None.
     """
     alone = len(models) == 1
     return Mixture(
@@ -47,8 +60,30 @@ def make_mixture(
             for k, (model, share) in enumerate(zip(models, shares, strict=True))
         ),
         beta=0.0,
-        gate=GateWeights.make_untrained(task.input_shape, len(models)),
-        top=len(models),
+        gate=GateWeights.make_untrained(task.input_shape, len(models)) if gate is None else _make_gate(gate),
+        top=top or len(models),
+    )
+
+
+def load_global_mixture(
+    task: TaskSpec, given: GlobalModel, get_model: Callable[[BlobRef], Model], get_tensors: Callable[[BlobRef], Tensors]
+) -> Mixture:
+    """Load a method's global model as a mixture: one model, or experts and the gate that chooses among them."""
+    gate = None if given.gate is None else get_tensors(given.gate)
+    models = [get_model(ref) for ref in given.models]
+    return make_mixture(task, models, [1.0] * len(models), gate=gate, top=given.top)
+
+
+def _make_gate(tensors: Tensors) -> GateWeights:
+    """Return the shared gate's tensors as the gate of a mixture; its last layer has no bias (fedcoe.md section 4)."""
+    return GateWeights(
+        hidden_weight=tensors["hidden.weight"],
+        hidden_bias=tensors["hidden.bias"],
+        out_weight=tensors["out.weight"],
+        out_bias=np.zeros(len(tensors["out.weight"])),
+        convolutions=tuple(
+            (tensors[f"{layer}.weight"], tensors[f"{layer}.bias"]) for layer in LAYERS if f"{layer}.weight" in tensors
+        ),
     )
 
 
@@ -83,8 +118,10 @@ def make_files(
         return {file.name: file.read_bytes() for file in sorted(Path(folder, "bundle").iterdir())}
 
 
-def make_child_bundle(task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str) -> dict[str, bytes]:
-    """Make the files of a bundle with the model's predictions, without torch in this process.
+def make_child_bundle(
+    task: TaskSpec, layout: Layout, mixture: Mixture, *, release: int, method: str
+) -> dict[str, bytes]:
+    """Make the files of a bundle with the mixture's predictions, without torch in this process.
 
     Raises:
         ConfigError: the network cannot be exported; the text says why.
@@ -94,19 +131,19 @@ def make_child_bundle(task: TaskSpec, layout: Layout, model: Model, *, release: 
             "coordinator.methods.server.assembling:make_bundle",
             task,
             layout,
-            model,
+            mixture,
             release,
             method,
             returns=dict[str, bytes],
         )
 
 
-def make_bundle(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
-    """Make the files of a bundle with the model's predictions; loads torch.
+def make_bundle(task: TaskSpec, layout: Layout, mixture: Mixture, release: int, method: str) -> dict[str, bytes]:
+    """Make the files of a bundle with the mixture's predictions; loads torch.
 
     Raises:
         ConfigError: the network cannot be built or expressed in ONNX.
         UpdateRejected: torch and ONNX Runtime disagree.
     """
-    mixture, none = make_mixture(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
+    none = np.zeros((0, *task.input_shape), np.float32)
     return make_files(mixture, none, task=task, layout=layout, release=release, method=method)

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.aggregation.correlation import Array
-from coordinator.methods.server.assembling import make_files, make_mixture
-from export.gate import POOLED
+from coordinator.methods.server.assembling import make_files
+from export import Mixture
 from fedge.bundle.formula import softmax
+from fedge.bundle.trunk import POOLED
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models.training import CPU, Network, Trainer, draw_batches, seed_torch, to_tensor
@@ -184,25 +185,13 @@ class ServerData:
 
     # ------------------------------------------------------------------------------------------------ cold start
 
-    def make_bundle(
-        self,
-        models: Sequence[Model],
-        shares: Sequence[float],
-        *,
-        layout: Layout,
-        log_prior: Array | None,
-        release: int,
-        method: str,
-    ) -> dict[str, bytes]:
-        """Make a new client's bundle, by file name (section 7); torch and ONNX Runtime agree on D_s.
+    def make_bundle(self, mixture: Mixture, *, layout: Layout, release: int, method: str) -> dict[str, bytes]:
+        """Make a bundle by file name (sections 6 and 7); torch and ONNX Runtime agree on D_s.
 
         Args:
-            models: the assembled model alone, or the experts whose outputs are mixed.
-            shares: the share of each model in the output; shares sum to 1.
+            mixture: an assembled model alone, experts whose outputs are mixed, or the global model.
             layout: the layout of the models.
-            log_prior: t_c, added to the logits of class c, (C,); nothing is added if None.
             release: the release of the bundle.
             method: named in the manifest.
         """
-        mixture = make_mixture(self.task, models, shares, log_prior)
         return make_files(mixture, self.x, task=self.task, layout=layout, release=release, method=method)

@@ -95,7 +95,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
     such as the silhouette of its clusters. `validation`: accuracy by round of the received model on validation samples,
     as devices reported it. `evaluation_s`: the part of `wall_s` spent on measuring. `draws`: draws of the partition;
-    `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `metrics`: further
+    `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `experts`: models
+    for all devices, without clusters. `diagnostics`: what the method found in each round, by name. `metrics`: further
     figures, means over the devices that have them. `counts`: the confusion matrix of all devices' bundles, if there is
     one of at most `MOST_COUNTED` classes.
 
@@ -131,6 +132,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     cold_start: float | None = None
     draws: int | None = None
     moved: int | None = None
+    experts: int = 1
+    diagnostics: tuple[dict[str, float], ...] = ()
     metrics: dict[str, float] = {}
     counts: Counts | None = None
     score_name: str | UnsetType = UNSET

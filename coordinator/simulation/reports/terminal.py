@@ -116,10 +116,9 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
     overall, figure = NOTHING, outcome.figure
     whole, cell = figure.format, figure.format_cell
     if outcome.global_accuracy is not None:
-        overall = (
-            f"{figure.format(outcome.global_accuracy)}  (served models, on samples from all devices' distributions)"
-        )
-    experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
+        whose = "experts and gate" if outcome.experts > 1 else "served models"
+        overall = f"{figure.format(outcome.global_accuracy)}  ({whose}, on samples from all devices' distributions)"
+    experts = f"{outcome.experts} for all devices, and a gate" if outcome.experts > 1 else "one shared model"
     n_late = sum(device.late_joiner for device in outcome.devices)
     n_measured = len(outcome.devices) - n_late
     lines = [
@@ -132,7 +131,7 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
             if outcome.macro_f1 is None or name not in UNPRINTED
         ),
         (f"global {figure.words}", overall),
-        ("experts", experts),
+        ("experts", f"{len(outcome.clusters)} clusters" if outcome.split else experts),
         ("traffic", f"{format_megabytes(outcome.bytes_up)} up, {format_megabytes(outcome.bytes_down)} down"),
         ("simulated time", f"{outcome.seconds:.1f} s"),
         *((name, f"{value:.2f}") for name, value in outcome.details.items()),

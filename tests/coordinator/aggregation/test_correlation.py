@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from benchmarks.papers.global_model import routed
 from coordinator.aggregation import correlation as c
 from fedge.tensors.layout import Model
 
@@ -183,15 +182,6 @@ def test_moving_by_nothing_or_towards_nobody_changes_nothing() -> None:
 )
 def test_a_profile_is_on_the_simplex(shares: tuple[float, ...], fine: bool) -> None:
     assert c.is_profile(shares, 2) is fine
-
-
-def test_the_global_model_mixes_the_best_experts() -> None:
-    experts = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[0.5, 0.5]]])
-    p = np.array([[0.5, 0.3, 0.2]])
-    np.testing.assert_allclose(routed(p, experts, 1), [[1, 0]])
-    np.testing.assert_allclose(routed(p, experts, 2), [[0.625, 0.375]])
-    np.testing.assert_allclose(routed(p, experts, 3), [[0.6, 0.4]])
-    np.testing.assert_allclose(routed(np.full((1, 3), 1 / 3), experts, 1), [[1, 0]])  # a tie: the lower index
 
 
 def test_spread() -> None:

@@ -35,7 +35,7 @@ def device(i: str, n_arrived: int = 0, **changes: object) -> DeviceFacts:
 def rested(*facts: DeviceFacts, number: int = 1) -> Campaigns:
     """After a campaign from 0 to 100 s in which these devices took part."""
     begun = Campaigns(now=Campaign(number=number, began_at=0.0))
-    summary = {"history": [], "rounds": 3, "first": 0, "clusters": {}, "split": False}
+    summary = {"history": [], "rounds": 3, "first": 0, "clusters": {}, "split": False, "experts": 1}
     return end_campaign(record_participants(begun, facts), summary, 100.0)
 
 

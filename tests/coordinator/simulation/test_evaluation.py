@@ -6,13 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
+import deploy
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.papers.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.methods.settings import Option
-from coordinator.simulation.evaluation import Evaluation
+from coordinator.simulation.evaluation import SERVER, Evaluation, write_global_bundle
 from coordinator.simulation.federation import Federation, make_fleet, partition_samples
 from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import Scenario
@@ -113,6 +114,16 @@ async def test_the_global_accuracy_is_the_mean_over_devices_of_what_they_are_ser
     logits = Network(federation.task).compute_logits(fleet.get(state.model, federation.layout), x)
     found = Evaluation(federation, workers, list(workers)).evaluate_globally(method, state, fleet)
     assert found == pytest.approx(np.mean(logits.argmax(axis=1) == y))
+
+
+async def test_experts_with_a_gate_are_judged_together_and_left_as_a_bundle_for_the_server(tmp_path: Path) -> None:
+    federation, method, fleet, workers, state = await finished(tmp_path, "fedcoe")
+    found = Evaluation(federation, workers, list(workers)).evaluate_globally(method, state, fleet)
+    write_global_bundle(federation, method, state, fleet, tmp_path)
+    x, y = federation.global_test
+    runtime = deploy.load(tmp_path / SERVER / "bundles" / "1")
+    assert len(runtime.manifest.candidates) == 5
+    assert found == np.mean(runtime.predict_inputs(x).class_index == y) > 0.5
 
 
 async def test_without_a_global_test_set_there_is_no_global_accuracy(tmp_path: Path) -> None:

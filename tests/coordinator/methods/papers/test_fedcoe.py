@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 import deploy
-from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
+from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Answer
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Samples, Server
+from coordinator.methods.papers import fedcoe_newcomers as newcomers
 from coordinator.methods.papers.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
 from coordinator.methods.rounds import select_updates
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state, encode_state
+from coordinator.simulation.evaluation import predict_mixture
 from coordinator.simulation.rounds import run_rounds
 from coordinator.store.records import Device
 from edge_agent.device.worker import Worker
@@ -32,7 +34,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tasks import DeviceData, load_pool, load_task
 from fedge.tensors.layout import Codec, Layout, Model, Tensors
-from fedge.wire.messages import BlobRef
+from fedge.wire.messages import BlobRef, Why
 from tests.support.simulation import Fleet, digits
 
 TASK = load_task("digits")
@@ -89,6 +91,11 @@ class Hiding(Fleet):
 
     def get_devices(self) -> tuple[Device, ...]:
         return tuple(d for d in super().get_devices() if self.round == self.last or d.id not in self.late)
+
+
+def predict(method: FedCoE, state: FedCoEState, fleet: Fleet, x: np.ndarray) -> np.ndarray:
+    """Class probabilities of the global model, (n, C)."""
+    return predict_mixture(TASK, state.layout, newcomers.make_global_mixture(method, state, fleet), x)[0]
 
 
 def params(fleet: Fleet, ref: BlobRef, layout: Layout) -> np.ndarray:
@@ -215,7 +222,7 @@ async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
     assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
     np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
     experts = [method.server_data.compute_probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
-    np.testing.assert_allclose(predict(method, state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
+    np.testing.assert_allclose(predict(method, state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-7)
 
 
 async def test_clients_and_experts_learn_with_weight_decay(tmp_path: Path) -> None:
@@ -273,6 +280,7 @@ async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) 
     assert decode_state(encode_state(state), FedCoEState) == state
     summary = method.summarise(state)
     assert (summary["method"], summary["done"], len(summary["diagnostics"])) == ("fedcoe", True, 2)
+    assert (summary["split"], summary["experts"]) == (False, 5)
 
 
 async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:
@@ -309,7 +317,7 @@ async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemb
     if assemble == "parameters":
         expected = method.server_data.compute_probabilities(method.assemble(experts, rho), x)
         t = correlation.compute_profile_prior(
-            rho, method.server_data.compute_routing(gate).mean(axis=0), method._groups, 0.02
+            rho, method.server_data.compute_routing(gate).mean(axis=0), method.groups, 0.02
         )
         expected = expected * np.exp(t * prior)
         expected /= expected.sum(axis=1, keepdims=True)
@@ -321,6 +329,72 @@ async def test_late_and_inference_only_devices_start_cold(tmp_path: Path, assemb
         bundle = deploy.load(tmp_path / "e" / "bundles" / "1")
         assert len(bundle.manifest.candidates) == 2
         np.testing.assert_allclose([c.weight for c in bundle.manifest.candidates], weights_of_two_best(rho))
+
+
+async def test_who_tells_nothing_gets_the_global_model(tmp_path: Path) -> None:
+    """Section 7: a device without samples, one whose owner withholds the shares, and all with assemble=global."""
+
+    class Withholding(Hiding):
+        async def run(self, step: str, actions: Any) -> dict[str, Answer]:
+            answers = await super().run(step, actions)
+            declined = Declined(reason="", why=Why.NOT_ALLOWED)
+            return {
+                i: dataclasses.replace(a, result=declined) if step == "route" and i == "d01" else a
+                for i, a in answers.items()
+            }
+
+    for assemble in ("parameters", "global"):
+        home = tmp_path / assemble
+        fleet, layout, first = federation(home, n=3)
+        nothing = DeviceData.from_inputs(np.zeros((0, *TASK.input_shape), np.float32))
+        workers = dict(fleet.workers) | {"e": Worker("e", TASK, nothing, home / "e", trains=False)}
+        withholding = Withholding(TASK, layout, workers, seed=0)
+        withholding._blobs = fleet._blobs
+        withholding.late = frozenset({"d01", "d02"})
+        method = method_of(assemble=assemble)
+        state = await run_rounds(method, method.init(layout, first), withholding)
+        asked = {i for _, step, i in withholding.asked if step == "route"}
+        assert asked == ({"d01", "d02", "e"} if assemble == "parameters" else set())
+        x = TEST[0]
+        pre = TASK.preprocessing
+        raw = (x * pre.std + pre.mean) * pre.scale
+        for device in {"d01", "e"} | ({"d02"} - asked):
+            found = deploy.load(home / device / "bundles" / "1").predict(raw)
+            np.testing.assert_allclose(found.probabilities, predict(method, state, withholding, x), atol=1e-5)
+            assert found.weights.shape == (len(x), 5)
+
+
+async def test_a_newcomer_that_trains_starts_from_its_assembled_model(tmp_path: Path) -> None:
+    """Section 7, Eq. 13; in the first round all start from the mean of the experts. With tau = 0 nothing moves them."""
+
+    class Late(Fleet):
+        starts: dict[str, BlobRef] = {}
+
+        def get_devices(self) -> tuple[Device, ...]:
+            return tuple(d for d in super().get_devices() if self.round > 1 or d.id != "d02")
+
+        async def run(self, step: str, actions: Any) -> dict[str, Answer]:
+            self.starts = {i: a.starts[0].model for i, a in actions.items()} if step == "train" else {}
+            answers = await super().run(step, actions)
+            self.trained = select_updates(answers)
+            return answers
+
+    fleet, layout, first = federation(tmp_path, n=3)
+    late = Late(TASK, layout, fleet.workers, seed=0)
+    late._blobs, late.round = fleet._blobs, 1
+    method = method_of(tau=0.0)
+    method.settings = msgspec.structs.replace(method.settings, protection=Protection(average="mean"))
+    one = await method.advance(method.init(layout, first), late)
+    assert not any(step == "route" for _, step, _ in late.asked)
+    late.round = 2
+    two = await method.advance(one, late)
+    assert [i for _, step, i in late.asked if step == "route"] == ["d02"]
+    p = method.server_data.compute_routing(late.get_tensors(one.gate), late.workers["d02"].data.shared[0])
+    np.testing.assert_allclose(two.profiles["d02"], p.mean(axis=0), atol=1e-5)
+    start = method.assemble(method.load_experts(one, late), newcomers.normalise(two.profiles["d02"]))
+    np.testing.assert_array_equal(late.get(late.starts["d02"], layout).params, start.params)
+    moved = start.params + late.get(late.trained["d02"].update, layout).params
+    np.testing.assert_array_equal(late.get(two.clients["d02"], layout).params, moved)
 
 
 def weights_of_two_best(rho: np.ndarray) -> np.ndarray:

@@ -39,6 +39,8 @@ def test_a_single_run_in_lines() -> None:
     lines = dict(list_figures(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), 0.9))
     assert lines["accuracy"] == "80.0 %  ± 5.0 over 2 devices"
     assert lines["experts"] == "2 clusters"
+    assert dict(list_figures(a_run(), None))["experts"] == "one shared model"
+    assert dict(list_figures(a_run(experts=5), None))["experts"] == "5 for all devices, and a gate"
     assert lines["until 90.0 %"] == "not reached"
     assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
     assert dict(list_figures(a_run(global_accuracy=None), None))["global accuracy"] == "–"
