@@ -18,6 +18,7 @@ BATTERY = "tests/fedge/data/problems/test_problem.py"
 """What all problems must do, in all their files."""
 WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
+    "coordinator/methods/papers/fedcoe_newcomers.py": "tests/coordinator/methods/papers/test_fedcoe.py",
     "coordinator/methods/papers/fedge_experts.py": "tests/coordinator/methods/papers/test_fedge.py",
     "coordinator/methods/papers/fedge_groups.py": "tests/coordinator/methods/papers/test_fedge.py",
     "coordinator/methods/papers/fedge_mixture.py": "tests/coordinator/methods/papers/test_fedge.py",

@@ -1,4 +1,4 @@
-"""FedCoE, sections 6 and 7: what devices without a model of their own get.
+"""FedCoE: what devices without a model of their own get (docs/methods/fedcoe.md, sections 6 and 7).
 
 A newcomer that trains starts from its assembled model (Eq. 13). A device that does not train, or comes after training,
 gets a bundle of its assembled model, or of the global model (Eq. 4), which needs no profile.
@@ -30,7 +30,7 @@ Profiles = dict[str, tuple[float, ...]]
 """rho (K,) by device id."""
 
 
-async def ask_profiles(state: FedCoEState, fleet: Fleet, ids: Iterable[str]) -> tuple[Profiles, Mapping[str, Answer]]:
+async def request_profiles(state: FedCoEState, fleet: Fleet, ids: Iterable[str]) -> tuple[Profiles, Mapping[str, Answer]]:
     """Ask devices which experts suit their samples (Eq. 12); return the profiles, and all answers.
 
     A device without samples has no profile.
@@ -52,7 +52,7 @@ async def assemble_starts(
     new = [i for i in ids if i not in state.clients] if state.clients else []
     if not new:
         return {}, {}
-    profiles, _ = await ask_profiles(state, fleet, new)
+    profiles, _ = await request_profiles(state, fleet, new)
     experts = method.load_experts(state, fleet)
     starts = {i: method.assemble(experts, normalise(rho)) for i, rho in profiles.items()}
     return profiles, {i: fleet.put_model(start, state.layout) for i, start in starts.items()}
@@ -68,7 +68,7 @@ async def make_bundles(
     if method.options.assemble == "global":
         profiles, without = {}, list(ids)
     else:
-        profiles, answers = await ask_profiles(state, fleet, ids)
+        profiles, answers = await request_profiles(state, fleet, ids)
         without = [i for i, answer in answers.items() if _has_none(answer)]
     mixtures = {i: make_own_mixture(method, state, fleet, normalise(rho)) for i, rho in profiles.items()}
     orders = {i: await _write(method, state, fleet, mixture) for i, mixture in mixtures.items()}
