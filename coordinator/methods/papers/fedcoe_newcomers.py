@@ -30,7 +30,9 @@ Profiles = dict[str, tuple[float, ...]]
 """rho (K,) by device id."""
 
 
-async def request_profiles(state: FedCoEState, fleet: Fleet, ids: Iterable[str]) -> tuple[Profiles, Mapping[str, Answer]]:
+async def request_profiles(
+    state: FedCoEState, fleet: Fleet, ids: Iterable[str]
+) -> tuple[Profiles, Mapping[str, Answer]]:
     """Ask devices which experts suit their samples (Eq. 12); return the profiles, and all answers.
 
     A device without samples has no profile.
@@ -65,8 +67,9 @@ async def make_bundles(
 
     A device that was asked for a profile and did not answer, or not with a profile, has no bundle yet.
     """
+    profiles: Profiles = {}
     if method.options.assemble == "global":
-        profiles, without = {}, list(ids)
+        without = list(ids)
     else:
         profiles, answers = await request_profiles(state, fleet, ids)
         without = [i for i, answer in answers.items() if _has_none(answer)]
@@ -117,4 +120,5 @@ async def _write(method: FedCoE, state: FedCoEState, fleet: Fleet, mixture: Mixt
 
 def normalise(rho: tuple[float, ...]) -> correlation.Array:
     """Return the profile with the sum 1, (K,)."""
-    return np.array(rho) / np.sum(rho)
+    shares = np.array(rho, np.float64)
+    return np.asarray(shares / shares.sum())

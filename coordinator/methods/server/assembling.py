@@ -76,13 +76,14 @@ def load_global_mixture(
 
 def _make_gate(tensors: Tensors) -> GateWeights:
     """Return the shared gate's tensors as the gate of a mixture; its last layer has no bias (fedcoe.md section 4)."""
+    own = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
     return GateWeights(
-        hidden_weight=tensors["hidden.weight"],
-        hidden_bias=tensors["hidden.bias"],
-        out_weight=tensors["out.weight"],
-        out_bias=np.zeros(len(tensors["out.weight"])),
+        hidden_weight=own["hidden.weight"],
+        hidden_bias=own["hidden.bias"],
+        out_weight=own["out.weight"],
+        out_bias=np.zeros(len(own["out.weight"])),
         convolutions=tuple(
-            (tensors[f"{layer}.weight"], tensors[f"{layer}.bias"]) for layer in LAYERS if f"{layer}.weight" in tensors
+            (own[f"{layer}.weight"], own[f"{layer}.bias"]) for layer in LAYERS if f"{layer}.weight" in own
         ),
     )
 
