@@ -14,7 +14,7 @@ from edge_agent.learning.private_model import Samples
 from fedge.data.problems.calibration import PLAIN, Calibration
 from fedge.data.problems.formulas import Answers, find_usable
 from fedge.data.problems.maths import Array
-from fedge.models.training import compute_loss_and_gradient_norm
+from fedge.models.training import compute_loss_and_gradient_norm, compute_mean_loss
 from fedge.steps.training.train import Choice, Start
 from fedge.tensors.layout import Model
 
@@ -40,7 +40,7 @@ def evaluate_model(device: Device, model: Model, *, measure: bool = True) -> Eva
 
 
 def fetch_best_start(device: Device, starts: Sequence[Start], choose: Choice = "loss") -> tuple[Model, Start]:
-    """Return the best start on V_L, or on D_L if V_L is empty; the first on a tie."""
+    """Return the best start on V_L, or on D_L if V_L is empty or `choose` says so; the first on a tie."""
     return choose_best_start(device, [device.fetch_model(start.model) for start in starts], starts, choose)
 
 
@@ -60,6 +60,9 @@ def rank_model(device: Device, model: Model, choose: Choice) -> tuple[float, flo
     The score times samples is the number of correct answers in classification.
     """
     data = device.data
+    if choose == "training_loss":
+        device.network.load(model)
+        return 0.0, -compute_mean_loss(device.network, *data.shared)
     x, y = data.shared_validation if len(data.shared_validation[1]) else data.shared
     if choose == "loss":
         return 0.0, -compute_loss(device, model, (x, y))

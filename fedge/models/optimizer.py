@@ -91,6 +91,25 @@ class _Prepared:
             gradient.mul_((self._sgd.clip_norm / (norms + CLIP_EPSILON)).clamp_(max=1))
 
 
+class Shifted:
+    """Another optimiser whose gradients all get the same vector added: the gradient of a linear term of the loss.
+
+    SCAFFOLD adds c - c_i, FedDyn minus its last local gradient. `shift`: as long as the weights, (d,).
+    """
+
+    def __init__(self, inner: Optimizer, shift: Tensor) -> None:
+        self._inner = inner
+        self._shift = shift
+
+    def begin(self, gradient: Tensor) -> None:
+        """Prepare the gradient as the other optimiser does."""
+        self._inner.begin(gradient)
+
+    def step(self, weights: Tensor, gradient: Tensor) -> None:
+        """Move the weights by the gradient plus the vector."""
+        self._inner.step(weights, gradient.add_(self._shift))
+
+
 class ClippedMomentum(_Prepared):
     """SGD with clipped gradients: g <- clip(gradient + mu * (w - anchor)) + weight_decay * w; v <- momentum * v + g.
 

@@ -19,6 +19,8 @@ from fedge.errors import ProtocolError
 from fedge.tensors.layout import Layout, Model, TensorInfo, Tensors, flatten, unflatten
 
 N = TypeVar("N", bound=np.generic)
+NOW, BEFORE = "now", "before"
+"""Names of the two values of a vector that a device keeps and can take back."""
 
 
 class _Span(NamedTuple):
@@ -69,6 +71,20 @@ def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> L
     others = tuple(TensorInfo(name=name, shape=t.shape) for name, t in sorted(tensors.items()) if name not in names)
     found = Layout(tensors=(*known, *others))
     return Layers(found, flatten(tensors, found))
+
+
+def make_reversible_layout(layout: Layout) -> Layout:
+    """Return the layout of a vector as long as a network's parameters, (d,), with the vector before it, (d,).
+
+    A device keeps both if its server sums what devices keep (SCAFFOLD, FedDyn): each device's vector must be that of
+    its last accepted report (`edge_agent.learning.reversible`).
+    """
+    return Layout(tensors=tuple(TensorInfo(name=name, shape=(layout.n_params,)) for name in (NOW, BEFORE)))
+
+
+def select_params(layout: Layout) -> Layout:
+    """Return the layout of the trainable tensors alone, such as that of a control variate."""
+    return Layout(tensors=layout.select_kind("param"))
 
 
 def cut(model: Model, layout: Layout, part: Layout) -> Model:

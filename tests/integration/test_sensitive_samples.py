@@ -57,8 +57,9 @@ METHODS = [
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
     *("fedge", "fedge:split=always", "fedge:class_means=0.5", "fedge:buffer=3", "fedbuff"),
     *("fedbabu", "apfl", "pfedme"),
+    *("fedadam", "fedyogi", "q-fedavg", "scaffold", "feddyn", "ifca"),
 ]
-PRIVATE = ["fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "lg-fedavg"]
+PRIVATE = ["fedadam", "fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "fedyogi", "lg-fedavg"]
 """Methods that differential privacy is for."""
 TUNED = {name for name in get_installed_methods() if FINE_TUNED not in load_method_class(name).REFUSED} - {"fedge"}
 COMBINED = [

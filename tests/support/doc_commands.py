@@ -34,7 +34,6 @@ EXAMPLES = dict.fromkeys(
         "examples/methods/fedasync.py",
         "examples/methods/fedbn.py",
         "examples/methods/averaged.py",
-        "examples/methods/scaffold.py",
     ],
     "minutes",
 )

@@ -46,11 +46,17 @@ C = TypeVar("C", bound=ChoosingState)
 
 
 async def train_cohort(
-    method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
+    method: Method[Any],
+    state: C,
+    fleet: Fleet,
+    model: BlobRef,
+    order: Callable[[str], Train],
+    *,
+    measure: bool = False,
 ) -> tuple[C, int, dict[str, Trained]]:
     """Have a cohort train `model`, or models of the same size, each device by its order.
 
-    Losses and gradient norms are measured only for the bandit.
+    Losses and gradient norms are measured only for the bandit, unless the method needs them (`measure`).
 
     Returns:
         The state with the measurements of the round, the number of devices asked, and their updates.
@@ -61,7 +67,7 @@ async def train_cohort(
     else:
         record_draw(fleet, ids, [device.id for device in fleet.get_devices()])
     own = {i: order(i) for i in ids}
-    measured = {id(each): msgspec.structs.replace(each, measure=bool(choices)) for each in own.values()}
+    measured = {id(each): msgspec.structs.replace(each, measure=measure or bool(choices)) for each in own.values()}
     answers = await fleet.run("train", {i: measured[id(each)] for i, each in own.items()})  # equal ones stay one object
     return record_answers(method.selection, state, choices, answers), len(own), select_updates(answers)
 

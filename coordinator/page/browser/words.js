@@ -101,6 +101,8 @@ export const STEPS = {
   train_babu: "trains the shared model but for its head",
   train_apfl: "trains the shared model, and a model of its own to mix with it",
   train_pfedme: "trains a model of its own, and the shared one after it",
+  train_scaffold: "trains the shared model with corrected steps, and sends how its correction changed",
+  train_feddyn: "trains the shared model, drawn to what suits all devices",
   train_dp: "trains, and adds noise before anything leaves it",
   train_masked: "trains, and masks its change so that only sums can be read",
   mask_keys: "makes keys for a masked sum",

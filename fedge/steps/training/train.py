@@ -19,10 +19,10 @@ from fedge.wire.messages import BlobRef, Count, NonNegative, Score
 MAX_STARTS: Final = 64
 """Most models that an order offers to start from."""
 
-Choice = Literal["loss", "accuracy"]
+Choice = Literal["loss", "accuracy", "training_loss"]
 """Rule by which a device chooses among models on its validation samples, the first on a tie. "loss" takes the smallest
 loss with prior (fedge.md section 5), "accuracy" the highest accuracy, then the smallest loss (scmoe_pfl.md section
-8)."""
+8), and "training_loss" the smallest mean loss on D_L itself (baselines.md section 19); fedge 0.2 does not know it."""
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -89,9 +89,15 @@ class Train(Action, frozen=True, kw_only=True):
     class_means: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
     measure: bool = True  # whether to measure losses and the gradient's norm, which is as much work as an epoch
 
+    @property
+    def recipe_version(self) -> int:
+        """The version of the recipe that a device must know, with the rule by which it chooses."""
+        return max(super().recipe_version, int(self.choose == "training_loss"))
+
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Count the passes of evaluating the starts, of training, and of the evaluations before and after it."""
-        looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
+        n_look = n_shared if self.choose == "training_loss" else n_val or n_shared
+        looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * n_look
         return looks + self.sgd.count_passes(self.sgd.count_steps(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:

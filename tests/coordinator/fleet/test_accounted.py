@@ -30,7 +30,7 @@ from tests.support.simulation import digits
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=2, epsilon=8.0)
 DP = Protection(dp_epsilon=8.0)
-GOES = ("fedavg", "fedavgm", "fedbuff", "fedper", "fedprox", "fedrep", "lg-fedavg", "local")
+GOES = ("fedadam", "fedavg", "fedavgm", "fedbuff", "fedper", "fedprox", "fedrep", "fedyogi", "lg-fedavg", "local")
 
 
 def settings(**changes: Any) -> MethodSettings:

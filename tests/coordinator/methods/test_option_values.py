@@ -90,4 +90,4 @@ def test_the_selection_is_every_methods_and_the_first_is_the_default() -> None:
 def test_options_are_few() -> None:
     """Issue 10: what someone would set for a real fleet, and what a paper's headline comparison needs."""
     own = {name: len(msgspec.structs.fields(load_method_class(name).Options)) for name in get_installed_methods()}
-    assert sum(own.values()) <= 45, own
+    assert sum(own.values()) <= 2.65 * len(own), own  # 45 for 17 methods

@@ -111,3 +111,15 @@ def test_without_validation_samples_there_are_no_figures() -> None:
     assert here.network.compute_logits(model, here.data.x_val).shape == (0, 3)
     assert evaluation.measure_model(here, model, PLAIN, evaluation.fit_own_offset(here, model)) == (0, 0, {})
     assert evaluation.compute_score(here, model) is None
+
+
+def test_by_the_training_loss_it_is_the_model_with_the_smallest_mean_loss_on_the_shareable_samples() -> None:
+    """Without prior, and whatever the validation samples say (IFCA)."""
+    here = looking()
+    starts = [Start(model=ref, cluster=k) for k, ref in enumerate(MODELS)]
+    x, y = here.data.shared
+    losses = []
+    for ref in MODELS:
+        logits = here.network.compute_logits(here.fetch_model(ref), x).astype(float)
+        losses.append((np.logaddexp.reduce(logits, axis=1) - logits[np.arange(len(y)), y]).mean())
+    assert evaluation.fetch_best_start(here, starts, "training_loss")[1].cluster == int(np.argmin(losses))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedge.models.optimizer import Adam, ClippedMomentum, Momentum, make_optimizer
+from fedge.models.optimizer import Adam, ClippedMomentum, Momentum, Shifted, make_optimizer
 from fedge.steps.sgd import Sgd
 
 GRADIENTS = torch.from_numpy(np.random.default_rng(0).standard_normal((50, 5), np.float32))
@@ -104,3 +104,18 @@ def test_without_a_proximal_term_there_is_no_pull(name: str) -> None:
     weights, gradient = START.clone(), torch.zeros(5)
     make_optimizer(Sgd(learning_rate=1.0, **RECIPES[name]), anchor=torch.ones(5)).step(weights, gradient)
     assert torch.equal(weights, START)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shifted_gradients_are_those_of_a_loss_with_a_linear_term(name: str) -> None:
+    """Momentum, too, is of the sum."""
+    sgd, shift = Sgd(learning_rate=0.1, momentum=0.9, **RECIPES[name]), torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0])
+    moved = []
+    for optimizer, more in ((Shifted(make_optimizer(sgd), shift), 0), (make_optimizer(sgd), shift)):
+        weights, gradient = START.clone(), torch.zeros(5)
+        for own in GRADIENTS[:10]:
+            optimizer.begin(gradient)
+            gradient += own + more
+            optimizer.step(weights, gradient)
+        moved.append(weights)
+    torch.testing.assert_close(*moved)

@@ -47,7 +47,9 @@ from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, find_k
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
+from fedge.steps.training.train_feddyn import TrainFedDyn
 from fedge.steps.training.train_rod import TrainRod
+from fedge.steps.training.train_scaffold import TrainedScaffold, TrainScaffold
 from fedge.tensors.fixed_point import count_bytes
 from fedge.tensors.layout import BASE, HEAD, Layout, Selector, TensorInfo
 from fedge.wire.messages import BlobRef, Order, Report, Role, decode_message, encode_message
@@ -64,6 +66,8 @@ TRAIN = Train(starts=(START,), sgd=Sgd())
 UNMEASURED = Train(starts=(START,), sgd=Sgd(), measure=False)
 DITTO = TrainDitto(starts=(START,), sgd=Sgd(), proximal_lambda=0.1)
 ROD = TrainRod(starts=(START,), sgd=Sgd())
+FEDDYN = TrainFedDyn(starts=(START,), sgd=Sgd(), alpha=0.1)
+SCAFFOLD = TrainScaffold(starts=(START,), sgd=Sgd())
 DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
 BABU = TrainBabu(starts=(START,), sgd=Sgd(), personal=HEAD)
 APFL = TrainApfl(starts=(START,), sgd=Sgd(), alpha=0.5)
@@ -112,6 +116,10 @@ def trained(**changes: Any) -> Trained:
     return Trained(**(values | changes))
 
 
+def corrected(**changes: Any) -> TrainedScaffold:
+    return TrainedScaffold(**(msgspec.structs.asdict(trained(**changes)) | {"control": PLAIN}))
+
+
 def trained_dp(**changes: Any) -> TrainedDp:
     return TrainedDp(**({"update": REF, "n_samples": 3, "cluster": 2} | changes))
 
@@ -148,6 +156,8 @@ GOOD: list[tuple[Action, Result]] = [
     (BABU, trained()),
     (APFL, trained()),
     (PFEDME, trained()),
+    (FEDDYN, trained()),
+    (SCAFFOLD, corrected()),
     (DP, trained_dp()),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(1 / 3,) * MAX_FEATURES, n_samples=5)),
@@ -187,7 +197,9 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
     *((TRAIN, trained(val_score=score), "wrong-result") for score in (1.01, -0.01)),
     *((MASKED, masked(val_score=score), "wrong-result") for score in (1.01, -0.01)),
-    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME)),
+    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME, FEDDYN)),
+    (SCAFFOLD, corrected(n_samples=0), "no-samples"),
+    (SCAFFOLD, msgspec.structs.replace(corrected(), control=REF), "wrong-result"),
     (DP, trained_dp(n_samples=0), "no-samples"),
     *(
         (DP, trained_dp(**{figure: 0.5}), "wrong-result")
@@ -241,6 +253,7 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (DBE, {"kappa": -1.0}),
     (APFL, {"alpha": 1.5}),
     (PFEDME, {"inner_steps": 0}),
+    (FEDDYN, {"alpha": 0.0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),
     (NOISY, {"noise": -1.0}),
@@ -420,3 +433,8 @@ def test_a_masked_update_has_exactly_the_bytes_of_the_network() -> None:
         with pytest.raises(ProtocolError, match="wrong-result"):
             MASKED.uploads(masked(size_bytes=other), LAYOUT)
     assert MASKED.passes(30, 40, 15) == TRAIN.passes(30, 40, 15)
+
+
+def test_a_device_of_fedge_0_2_is_not_asked_to_choose_by_the_training_loss() -> None:
+    asked = msgspec.structs.replace(TRAIN, choose="training_loss")
+    assert (TRAIN.recipe_version, asked.recipe_version, order_of(asked).version) == (0, 1, 1001)

@@ -1,63 +1,43 @@
-"""SCAFFOLD, as a user's own method whose step sends and keeps control variates: the numbers of a plain loop."""
+"""SCAFFOLD against a plain loop in float64, also where reports are lost."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-import torch
-from methods.scaffold import Scaffold, ScaffoldState, select_params
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from coordinator.aggregation.protection import Protection
+from coordinator.methods.baselines.shared.scaffold import Scaffold, ScaffoldState
 from coordinator.methods.settings import MethodSettings
-from fedge.models.build import make_initial_model, make_network
-from fedge.models.training import draw_batches
+from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
-from fedge.tensors.layout import Codec, Layout, Model, unflatten
+from fedge.tensors.layers import select_params
+from fedge.tensors.layout import Codec, Layout, Model
+from tests.support.plain_loop import Gradients
 from tests.support.simulation import Fleet, digits, rounds
 
 SGD = Sgd(steps=7, batch_size=16, learning_rate=0.1)
 ROUNDS = 4
 
 
-def seed_of(number: int, device: str) -> int:
-    """The seed of a device's order of training in a round, in a federation of seed 0."""
-    return int.from_bytes(hashlib.sha256(f"0.{number}.train.{device}".encode()).digest()[:6])
-
-
 def in_a_plain_loop(
     fleet: Fleet, layout: Layout, first: Model, cohorts: Sequence[Sequence[str]], lost: Collection[tuple[int, str]]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """x and c after Algorithm 1, in float64, without the answers that are lost (round, device)."""
-    network = make_network(fleet.task)
-    names = [info.name for info in layout.select_kind("param")]
-
-    def gradient(weights: NDArray[np.float64], x: torch.Tensor, y: torch.Tensor) -> NDArray[np.float64]:
-        tensors = unflatten(Model(weights.astype(np.float32), first.buffers, first.counters), layout)
-        network.load_state_dict({name: torch.from_numpy(np.array(tensor)) for name, tensor in tensors.items()})
-        network.zero_grad()
-        functional.cross_entropy(network(x), y).backward()
-        found = dict(network.named_parameters())
-        return np.concatenate([found[name].grad.numpy().ravel() for name in names]).astype(np.float64)  # type: ignore[union-attr]
-
+    gradients = Gradients(fleet, layout, first)
     ids = [device.id for device in fleet.get_devices()]
     w, c = first.params.astype(np.float64), np.zeros(layout.n_params)
     own = {i: np.zeros_like(c) for i in ids}
     for r, cohort in enumerate(cohorts, start=1):
         moved, new = [], {}
         for i in cohort:
-            x, y = (torch.from_numpy(np.array(part)) for part in fleet.workers[i].data.shared)
-            drawn = draw_batches(len(y), SGD.batch_size, np.random.default_rng(seed_of(r, i)))
             at = w.copy()
-            for _ in range(SGD.steps):
-                batch = next(drawn)
-                at -= SGD.learning_rate * (gradient(at, x[batch], y[batch]) - own[i] + c)
+            for gradient in gradients.of_round(r, i, SGD):
+                at -= SGD.learning_rate * (gradient(at) - own[i] + c)
             if (r, i) not in lost:
                 moved.append(at - w)
                 new[i] = own[i] - c + (w - at) / (SGD.steps * SGD.learning_rate)
@@ -108,3 +88,26 @@ async def test_a_report_that_comes_too_late_moves_neither_side(tmp_path: Path, m
         (r, a.device_id) for r, a in zip([r for r, _, _ in fleet.asked], fleet.heard, strict=True) if a.result is None
     } == late
     require_equal(fleet, layout, state, fleet.get(first, layout), late)
+
+
+async def test_c_moves_even_if_too_few_reports_leave_x_as_it_is(tmp_path: Path) -> None:
+    """The device has moved its control variate, since its report was accepted."""
+    fleet, layout, method = made(tmp_path, min_reports=2)
+    first = fleet.put_model(make_initial_model(fleet.task, 0)[1], layout)
+    fleet.unresponsive = frozenset(fleet.workers) - {"d01"}
+    state = await rounds(method, method.init(layout, first), fleet)
+    assert state.model == first
+    assert state.control is not None
+    c = fleet.get(state.control, select_params(layout)).params
+    fleet.unresponsive = frozenset()
+    after = await rounds(method, state, fleet)
+    assert after.model != first
+    assert np.abs(c).max() > 0
+
+
+async def test_without_answers_nothing_moves(tmp_path: Path) -> None:
+    fleet, layout, method = made(tmp_path)
+    first = fleet.put_model(make_initial_model(fleet.task, 0)[1], layout)
+    fleet.unresponsive = frozenset(fleet.workers)
+    state = await rounds(method, method.init(layout, first), fleet)
+    assert (state.round, state.model, state.control) == (1, first, None)
