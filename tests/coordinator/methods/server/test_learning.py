@@ -10,6 +10,7 @@ import pytest
 
 import deploy
 from coordinator.aggregation import correlation
+from coordinator.methods.server.assembling import make_mixture
 from coordinator.methods.server.learning import ServerData
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
@@ -151,9 +152,8 @@ def test_an_assembled_model_becomes_a_bundle_whose_classes_are_weighted(
 ) -> None:
     t = correlation.compute_profile_prior(np.array([0.6, 0.1, 0.1, 0.1, 0.1]), np.full(5, 0.2), GROUPS, 0.02)
     for prior, factor in ((t, np.exp(t)), (None, 1.0)):
-        files = server_data.make_bundle(
-            [experts[0]], [1.0], layout=first[0], log_prior=prior, release=3, method="fedcoe"
-        )
+        mixture = make_mixture(TASK, [experts[0]], [1.0], prior)
+        files = server_data.make_bundle(mixture, layout=first[0], release=3, method="fedcoe")
         runtime = write(tmp_path / str(prior is None), files)
         expected = server_data.compute_probabilities(experts[0]) * factor
         expected /= expected.sum(axis=1, keepdims=True)
@@ -166,7 +166,8 @@ def test_outputs_of_experts_are_mixed_by_their_shares(
     tmp_path: Path, server_data: ServerData, experts: list[Model], first: tuple[Layout, Model]
 ) -> None:
     shares = [0.5, 0.3, 0.2]
-    files = server_data.make_bundle(experts[:3], shares, layout=first[0], log_prior=None, release=1, method="fedcoe")
+    mixture = make_mixture(TASK, experts[:3], shares)
+    files = server_data.make_bundle(mixture, layout=first[0], release=1, method="fedcoe")
     expected = sum(share * server_data.compute_probabilities(e) for share, e in zip(shares, experts, strict=False))
     runtime = write(tmp_path / "bundle", files)
     np.testing.assert_allclose(runtime.predict(raw(TASK, server_data.x)).probabilities, expected, atol=1e-4)
