@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import combinations
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action
 from fedge.steps.masked.mask_shares import MIN_COHORT
-from fedge.steps.training.train_dp import Privacy
+from fedge.steps.noise import Privacy
 from fedge.system.text import Heading
 from fedge.tensors.layout import Codec
 
@@ -80,6 +80,20 @@ MinCohort = Annotated[
 """Settings that the commands share."""
 
 
+class Answers(NamedTuple):
+    """The most noisy answers of a device in a campaign, beside a training in each round (`fedge.steps.noise.Privacy`).
+
+    `trainings`: those for a clustering.
+    """
+
+    descriptions: int = 0
+    examinations: int = 0
+    trainings: int = 0
+
+
+NO_ANSWERS: Final = Answers()
+
+
 class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of all guards. `hostile`: f / n, for rules that must know it. `min_cohort`: fewest in a masked sum.
 
@@ -122,14 +136,19 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether devices train with differential privacy."""
         return self.dp_epsilon is not None or self.dp_noise is not None
 
-    def make_privacy(self, rounds: int) -> Privacy | None:
-        """Return what a run promises each sample; None without differential privacy. `rounds`: of each campaign."""
+    def make_privacy(self, rounds: int, answers: Answers = NO_ANSWERS) -> Privacy | None:
+        """Return what a run promises each sample; None without differential privacy.
+
+        `rounds`, `answers`: of each campaign.
+        """
         if not self.dp:
             return None
         return Privacy(
             clip_norm=self.dp_clip,
             delta=self.dp_delta,
-            participations=max(1, rounds * self.dp_campaigns),
+            participations=max(1, (rounds + answers.trainings) * self.dp_campaigns),
+            descriptions=answers.descriptions * self.dp_campaigns,
+            examinations=answers.examinations * self.dp_campaigns,
             epsilon=self.dp_epsilon,
             noise_multiplier=self.dp_noise,
         )
@@ -176,7 +195,7 @@ NOTES: Final[Mapping[frozenset[Guard], str]] = {
 """Remarks on pairs of guards that combine."""
 
 
-WITHOUT: Final = "fedavg, fedprox, fedavgm, fedbuff, fedper, fedrep and lg-fedavg do without"
+WITHOUT: Final = "fedavg, fedper, fedge and most other methods do without"
 
 
 def explain_no_noise(*kinds: tuple[type[Action], str]) -> str:

@@ -1,7 +1,8 @@
 """A fleet whose devices report only what noise protects, for methods under differential privacy.
 
-Orders to train become orders to train by DP-SGD. Nothing else that depends on samples is requested. A method that needs
-such data is refused before the run (`Method.REFUSED`), and here as a second check.
+Orders to train become orders to train by DP-SGD, and other answers get noise if they can (`fedge.steps.noise`). Nothing
+else that depends on samples is requested. A method that needs such data is refused before the run (`Method.REFUSED`),
+and here as a second check.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import msgspec
 from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
 from fedge.errors import ConfigError
-from fedge.steps.contract import Action, find_unaccounted
+from fedge.steps.contract import Action
+from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.install import Served
+from fedge.steps.noise import Noisy, Privacy
+from fedge.steps.training.share_private import SharePrivate
 from fedge.steps.training.train import Train
-from fedge.steps.training.train_dp import Privacy, TrainDp
+from fedge.steps.training.train_dp import TrainDp
 
 
 def add_noise(action: Action, privacy: Privacy) -> Action:
@@ -26,13 +30,15 @@ def add_noise(action: Action, privacy: Privacy) -> Action:
         ConfigError: the action would reveal something unaccounted for; the text names the field.
     """
     if type(action) is Train:
-        if len(action.starts) > 1:
-            raise ConfigError(f"the method cannot have dp: {explain_no_noise((Train, 'cluster'))}")
         fields = {name: getattr(action, name) for name in Train.__struct_fields__}
         return TrainDp(**fields | {"measure": False}, privacy=privacy)
-    if isinstance(action, Served) and action.kept_by == Train.STEP:
-        return msgspec.structs.replace(action, kept_by=TrainDp.STEP)
-    if fields := find_unaccounted(type(action)):
+    if isinstance(action, Served | SharePrivate) and action.kept_by == Train.STEP:
+        action = msgspec.structs.replace(action, kept_by=TrainDp.STEP)
+    elif isinstance(action, Noisy):
+        action = msgspec.structs.replace(action, privacy=privacy)
+    elif isinstance(action, FitCandidates):
+        action = msgspec.structs.replace(action, tell=False)
+    if fields := action.find_unaccounted():
         raise ConfigError(f"the method cannot have dp: {explain_no_noise((type(action), next(iter(fields))))}")
     return action
 

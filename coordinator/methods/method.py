@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation.protection import SUMMABLE, explain_no_noise
+from coordinator.aggregation.protection import NO_ANSWERS, SUMMABLE, Answers, explain_no_noise
 from coordinator.aggregation.protection import require_combinable as check_protection
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.fleet import Fleet
@@ -110,6 +110,8 @@ class Method(Generic[S]):
         check_protection(settings.protection, {**unmasked, **self.REFUSED}, self.name, settings.codec)
         require_heeded(self.name, self.HEEDS, settings.get_shared())
         require_takeable(self.name, settings, self.REFUSED)
+        if settings.protection.dp and "selection" not in settings.options and self.selection in UNACCOUNTED:
+            self.selection = "uniform"
         if settings.protection.dp and (
             why := UNACCOUNTED.get(self.selection or "", explain_no_privacy(self.selection))
         ):
@@ -176,6 +178,10 @@ class Method(Generic[S]):
     def explain_no_patience(self) -> str:
         """Explain why training cannot stop early (`coordinator.methods.rounds.stop_early`); empty if it can."""
         return "with differential privacy no device tells its validation score" if self.settings.protection.dp else ""
+
+    def count_answers(self) -> Answers:
+        """Count the most noisy answers that a device gives in a campaign beside updates, with differential privacy."""
+        return NO_ANSWERS
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """Return the state before round 1; `model` is the common initial model."""
@@ -261,7 +267,7 @@ class Method(Generic[S]):
 
     async def _advance(self, state: S, fleet: Fleet) -> S:
         """Do the next round; under differential privacy every answer has noise."""
-        if (privacy := self.settings.protection.make_privacy(self.settings.rounds)) is not None:
+        if (privacy := self.settings.protection.make_privacy(self.settings.rounds, self.count_answers())) is not None:
             fleet = AccountedFleet(fleet, privacy)
         if state.round == self.last:
             return await self.finish(state, fleet)

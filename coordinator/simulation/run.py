@@ -46,7 +46,7 @@ from edge_agent.learning import batched
 from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import get_torch_device
-from fedge.steps.training.train_dp import explain_weak_delta
+from fedge.steps.noise import explain_weak_delta
 from fedge.system.hardware import Processor
 from fedge.tasks.shares import convert_targets
 

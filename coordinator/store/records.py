@@ -50,7 +50,7 @@ class Device:
             return Unsupported(reason=text)
         if self.steps is not None and self.steps.get(RECIPE, 0) < action.recipe_version:
             parts = ", ".join(sorted({name for sgd in iterate_recipes(action) for name in sgd.parts}))
-            return Unsupported(reason=f"its fedge does not know {parts} of the recipe: update fedge there")
+            return Unsupported(reason=f"its fedge does not know {parts or 'noise'} of the recipe: update fedge there")
         spared = action.without(self.withholds)
         if spared is None:
             kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))

@@ -158,7 +158,7 @@ class Carrier:
                 result = prove_keys(result, order, action.session, self.me.signed)
             if not isinstance(result, Refusal):
                 result = self.me.rules.strip(result, action.reveals())
-            report = self._make_report(order, result, began + finished.untimed_s if action.TIMED else None)
+            report = self._make_report(order, result, began + finished.untimed_s if action.timed else None)
             decode_result(
                 decode_message(encode_message(report), Report), action
             )  # refuse here what the coordinator would refuse
@@ -168,7 +168,7 @@ class Carrier:
             if self._stop_work.is_set():
                 return None
             log.exception("event=order_failed order=%s", order.id)
-            return self._make_report(order, make_failure(error), began if action.TIMED else None)
+            return self._make_report(order, make_failure(error), began if action.timed else None)
         named = {ref.digest for ref in report.blobs}
         for digest, data in finished.blobs.items():
             if digest in named:

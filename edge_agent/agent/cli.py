@@ -103,7 +103,7 @@ def make_agent(
     from edge_agent.agent.loop import Agent
     from edge_agent.agent.workplace import SampleWatch, WorkerProcess
     from edge_agent.device.own_task import adopt_classes
-    from fedge.steps.training.train_dp import explain_weak_delta
+    from fedge.steps.noise import explain_weak_delta
 
     task, steps = settings.make_spec(), settings.find_steps()
     if settings.train_on is Processor.CUDA and not settings.trains:

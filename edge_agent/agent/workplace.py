@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 import psutil
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from edge_agent.agent.identity import SampleCounts
 from edge_agent.agent.settings import AgentSettings
@@ -29,7 +29,6 @@ from edge_agent.samples import SampleStore
 from edge_agent.samples.sources import count_shared, has_seen, identify_source
 from fedge.errors import ConfigError, StoreError
 from fedge.steps.contract import Action, Failed, Refusal, decode_action, decode_result, make_report
-from fedge.steps.training.train_dp import TrainDp, TrainedDp
 from fedge.system.child import Child, DiedError, call_once
 from fedge.system.files import BlobFolder, remove_unfinished
 from fedge.system.hardware import Processor
@@ -225,8 +224,9 @@ def run_order(settings: AgentSettings, order: Order | None) -> OrderResult | Non
         worker = place.make_worker()
         reading_s, place.untold_s = place.untold_s, 0.0
         finished = worker.execute(order, lambda ref: models.get(ref.digest))
-        if isinstance(finished.result, TrainedDp):
-            log_spent(settings.home, order)
+        privacy = getattr(decode_action(order, worker.steps), "privacy", UNSET)
+        if privacy is not UNSET and not isinstance(finished.result, Refusal):
+            log_spent(settings.home, order, privacy.delta)
         report = make_report(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -238,13 +238,11 @@ def run_order(settings: AgentSettings, order: Order | None) -> OrderResult | Non
     return OrderResult(report, finished.blobs, reading_s + finished.untimed_s, reason)
 
 
-def log_spent(home: Path, order: Order) -> None:
+def log_spent(home: Path, order: Order, delta: float) -> None:
     """Log the epsilon that this home's samples have spent, in this order's run and in all."""
     from edge_agent.privacy.dp_ledger import Ledger
 
-    action, ledger = decode_action(order, {TrainDp.STEP: TrainDp}), Ledger(home)
-    assert isinstance(action, TrainDp)
-    delta = action.privacy.delta
+    ledger = Ledger(home)
     of_run, in_all = ledger.compute_spent(delta, run=order.run), ledger.compute_spent(delta)
     log.info("event=privacy_spent round=%d epsilon=%.3f in_all=%.3f delta=%g", order.round, of_run, in_all, delta)
 

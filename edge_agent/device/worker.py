@@ -40,7 +40,6 @@ from fedge.steps.contract import (
     Steps,
     decode_action,
     encode_body,
-    find_unaccounted,
     list_versions,
     load_device_half,
     load_installed_steps,
@@ -188,7 +187,7 @@ class Worker:
         """Return why the worker refuses this action, regardless of its samples, or None."""
         if action.TRAINS and not self.trains:
             return Declined(why=Why.NO_TRAINING)
-        fields = find_unaccounted(type(action))
+        fields = action.find_unaccounted()
         if fields and self.budget.max_epsilon is not None:
             name, kind = next(iter(fields.items()))
             text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"

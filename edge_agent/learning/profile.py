@@ -20,6 +20,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from edge_agent.privacy.answers import Noise
 from fedge.errors import ConfigError
 from fedge.models.network import listen_to_layers
 from fedge.models.training import CHUNK, CPU, to_tensor
@@ -66,22 +67,46 @@ def measure_sparsity(module: nn.Module, x: NDArray[np.float32], processor: torch
         ConfigError: the network's last activation is not a ReLU module, or has more than 4096 units.
         ValueError: an activation is not finite.
     """
+    return make_profile(sum_zeros(module, x, processor), len(x))
+
+
+def sum_zeros(module: nn.Module, x: NDArray[np.float32], processor: torch.device = CPU) -> NDArray[np.float64]:
+    """Sum the shares of zeros over the even and over the odd ones of n >= 1 inputs, (2, q); as `measure_sparsity`."""
     module.eval()
     inputs = to_tensor(x, processor)
-    even, odd = 0.0, 0.0
+    total: NDArray[np.float64] | float = 0.0
     with torch.inference_mode():
         layer = find_last_activation(module, inputs[:1])
         for start in range(0, len(x), CHUNK):  # CHUNK is even: a chunk's even samples are even in the whole
             zeros = _measure_zeros(module, layer, inputs[start : start + CHUNK])
-            even, odd = even + zeros[::2].sum(axis=0), odd + zeros[1::2].sum(axis=0)
-    n = len(x)
-    if n < 2:
-        return SparsityProfile(shares=np.asarray(even), halves=None)
-    halves = compute_divergence(even / ((n + 1) // 2), odd / (n // 2))
-    return SparsityProfile(shares=np.asarray((even + odd) / n), halves=float(halves))
+            total = total + np.stack([zeros[::2].sum(axis=0), zeros[1::2].sum(axis=0)])
+    return np.asarray(total)
 
 
-class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+def make_profile(sums: NDArray[np.float64], n: int) -> SparsityProfile:
+    """Make the profile of n >= 1 inputs from the sums of their even and odd ones, (2, q)."""
+    sizes = count_halves(n)
+    halves = None if n < 2 else float(compute_divergence(*(sums / sizes)))
+    return SparsityProfile(shares=np.asarray(sums.sum(axis=0) / n), halves=halves)
+
+
+def count_halves(n: int) -> NDArray[np.int64]:
+    """Count the even and the odd ones of n inputs, (2, 1)."""
+    return np.array([[(n + 1) // 2], [n // 2]])
+
+
+def randomise_sums(sums: NDArray[np.float64], n: int, noise: Noise) -> NDArray[np.float64]:
+    """Return the sums with noise, within the range of such sums.
+
+    A sample counts in one half, by shares less 1/2 of an L2 norm of at most sqrt(q)/2. So the profile comes with halves
+    that differ by the noise, too, which sets the scale for the divergence of noisy profiles.
+    """
+    sizes, q = count_halves(n), sums.shape[1]
+    centred = noise.add_to((sums - sizes / 2).ravel(), math.sqrt(q) / 2).reshape(sums.shape)
+    return np.clip(centred + sizes / 2, 0, sizes)
+
+
+class StoredNoise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The secret from which a device's noise is drawn, which never leaves the device."""
 
     seed: int
@@ -98,9 +123,9 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
         StoreError: the noise cannot be read or kept.
     """
     path = home / NOISE_FILE
-    kept = read_lasting(path, msgspec.json.Decoder(Noise).decode)
+    kept = read_lasting(path, msgspec.json.Decoder(StoredNoise).decode)
     if kept is None:
-        kept = Noise(seed=secrets.randbits(63), sigma=sigma)
+        kept = StoredNoise(seed=secrets.randbits(63), sigma=sigma)
         write_atomically(path, msgspec.json.encode(kept))
     z = kept.sigma * np.random.default_rng(kept.seed).standard_normal(len(found.shares))
     bound = compute_epsilon(n, len(found.shares), kept.sigma)

@@ -52,7 +52,7 @@ class Reveals(Worded):
     NOTHING = "nothing", "nothing of its data"
     COUNT = "count", "a number of samples"
     UPDATE = "update", "a model update"
-    ACCOUNTED = "accounted", "a model update with noise, accounted for"
+    ACCOUNTED = "accounted", "a model update or another answer with noise, accounted for"
     MASKED = "masked", "a model update under a mask: nothing but the sum of a cohort"
     LOSS = "loss", "losses or accuracies"
     WEIGHT = "weight", "weights or shares of models"
@@ -71,7 +71,7 @@ class Reveals(Worded):
 
 
 HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
-"""Kinds that differential privacy permits; the number of samples counts as public (`fedge.steps.training.train_dp`)."""
+"""Kinds that differential privacy permits; the number of samples counts as public (docs/privacy.md)."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -138,6 +138,11 @@ class Action(Struct, frozen=True, kw_only=True):
     hardly any work."""
 
     @property
+    def timed(self) -> bool:
+        """Whether the report gives the time of the work, `TIMED` unless the action says otherwise."""
+        return self.TIMED
+
+    @property
     def recipe_version(self) -> int:
         """The version of the recipe that a device must know (`fedge.steps.sgd`); 0 if any device knows it."""
         return max((sgd.version for sgd in iterate_recipes(self)), default=0)
@@ -177,6 +182,10 @@ class Action(Struct, frozen=True, kw_only=True):
         """Return what each field of this action's result reveals."""
         return self.RESULT.get_revealed()
 
+    def find_unaccounted(self) -> dict[str, Reveals]:
+        """Return the result fields that depend on samples without noise, and what each reveals."""
+        return {field: kind for field, kind in self.reveals().items() if kind not in HARMLESS}
+
     def without(self, withheld: Collection[str]) -> Self | None:
         """Return the action for a device that withholds these kinds, or None if the action would be useless.
 
@@ -187,11 +196,6 @@ class Action(Struct, frozen=True, kw_only=True):
         about = set(reveals.values()) - {Reveals.NOTHING}
         empty = bool(about) and about.issubset(withheld)
         return self if needed.isdisjoint(withheld) and not empty else None
-
-
-def find_unaccounted(action: type[Action]) -> dict[str, Reveals]:
-    """Return the result fields that depend on samples without noise, and what each reveals."""
-    return {field: kind for field, kind in action.RESULT.get_revealed().items() if kind not in HARMLESS}
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -208,9 +212,8 @@ Steps = Mapping[str, type[Action]]
 
 
 def list_versions(known: Steps) -> dict[str, int]:
-    """Return what a device with these steps announces: the version of each and, if any trains, that of the recipe."""
-    trains = any(kind.TRAINS for kind in known.values())
-    return {name: kind.VERSION for name, kind in known.items()} | ({RECIPE: RECIPE_VERSION} if trains else {})
+    """Return what a device with these steps announces: the version of each, and that of the recipe."""
+    return {name: kind.VERSION for name, kind in known.items()} | {RECIPE: RECIPE_VERSION}
 
 
 @cache

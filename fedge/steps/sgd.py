@@ -14,8 +14,11 @@ TRAINING_PASSES: Final = 3
 """Cost of a training step in forward passes: one for the forward pass, two for the backward pass."""
 RECIPE: Final = "recipe"
 """Name under which a device announces, among its steps, the newest version of the recipe that it knows."""
-RECIPE_VERSION: Final = 1
-"""Version of the recipe. Version 0 is SGD with momentum, all that fedge 0.2 knew; 1 has every field of `Sgd`."""
+RECIPE_VERSION: Final = 2
+"""Version of the recipe. Version 0 is SGD with momentum, all that fedge 0.2 knew; 1 has every field of `Sgd`; 2 has
+noise in other answers than updates (`fedge.steps.noise`)."""
+OF_SGD: Final = 1
+"""Version of the recipe from which a device knows every field of `Sgd`."""
 VERSION_STEP: Final = 1000
 """An order whose recipe has version v says the version of its step plus v times this number."""
 
@@ -68,7 +71,7 @@ class Sgd(Struct, frozen=True, kw_only=True):
     @property
     def version(self) -> int:
         """The lowest version of the recipe that can say this."""
-        return RECIPE_VERSION if self.parts else 0
+        return OF_SGD if self.parts else 0
 
 
 def iterate_recipes(value: object) -> Iterator[Sgd]:

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation.correction import Vector, apply_correction, compute_mean_direction
-from coordinator.aggregation.protection import explain_no_noise
+from coordinator.aggregation.protection import Answers
 from coordinator.clustering import aidc
 from coordinator.clustering.find import Clustering
 from coordinator.fleet.fleet import Fleet
@@ -102,7 +102,6 @@ class Cfic(Method[CficState]):
         "psi": "the label feature is that of the signed deviation (cfic.md section 9)",
         "registration": "label features are told before training (cfic.md section 9)",
         "n_clusters": "k-means and agglomerative make as many clusters as AIDC would; fedepc has n_clusters",
-        "dp": explain_no_noise((DescribeLabels, "feature")),
     }
 
     def set_up(self) -> None:
@@ -114,6 +113,10 @@ class Cfic(Method[CficState]):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: clusters of updates need each update."""
         return super().explain_no_relays() or grouping.explain_no_relays(self.options.clustering)
+
+    def count_answers(self) -> Answers:
+        """Count the label feature or profile of each device (section 3); a direction takes a training."""
+        return Answers(trainings=1) if self.options.clustering == "mctc" else Answers(descriptions=1)
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""

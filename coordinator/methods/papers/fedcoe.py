@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation import correlation
-from coordinator.aggregation.protection import explain_no_noise
+from coordinator.aggregation.protection import Answers
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.installation import install
 from coordinator.methods.method import Method
@@ -33,7 +33,6 @@ from coordinator.methods.state import GlobalModel
 from export.gate import encode_gate
 from fedge.errors import ConfigError
 from fedge.models.training import get_torch_device
-from fedge.steps.descriptions.route import Route
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Layout, Model, Tensors
@@ -124,7 +123,6 @@ class FedCoE(Method[FedCoEState]):
         "n_top": "N_top is half of the clients of a round, as in the paper; n_experts says how many experts they feed",
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
-        "dp": explain_no_noise((Route, "shares")),
         **dict.fromkeys(
             ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
             "the server weighs devices by how their models do on its own samples: take --average norm-clipped, clipped "
@@ -162,6 +160,10 @@ class FedCoE(Method[FedCoEState]):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: the server runs the devices' models."""
         return super().explain_no_relays() or "its server asks each device's model"
+
+    def count_answers(self) -> Answers:
+        """Count the shares that a new device tells once, or again for a bundle of another campaign (section 7)."""
+        return Answers(descriptions=1)
 
     def make_parameters(self) -> Preset:
         """Return the preset's parameters, overridden by `tau`."""

@@ -81,11 +81,11 @@ async def make_bundles(
 
 
 def _has_none(answer: Answer) -> bool:
-    """Return whether a device cannot have a profile: its owner withholds the shares, or there are no samples."""
+    """Return whether a device cannot have a profile: the shares are withheld or too dear, or there are no samples."""
     match answer.result:
         case Routed(n_samples=0):
             return True
-        case Declined(why=Why.NOT_ALLOWED):
+        case Declined(why=Why.NOT_ALLOWED | Why.BUDGET):
             return True
     return False
 

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import average_all
-from coordinator.aggregation.protection import explain_no_noise
+from coordinator.aggregation.protection import Answers
 from coordinator.clustering import aidc, geometry
 from coordinator.clustering.aidc import Place
 from coordinator.clustering.find import Clustering
@@ -46,7 +46,6 @@ from coordinator.selection import ccmab
 from coordinator.selection.select import choose, compute_cohort_size, draw_uniform
 from coordinator.store.records import Device
 from fedge.errors import ConfigError, raise_as
-from fedge.steps.descriptions.profile import Profile
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
@@ -142,12 +141,11 @@ class FedEpc(Method[FedEpcState]):
             ("fairness", "search"),
             "it only remade a row of fedepc.md section 8.3: benchmarks/papers/fedepc.py has it as a class",
         ),
-        "dp": explain_no_noise((Profile, "profile"), (Train, "loss_before")),
     }
 
     def set_up(self) -> None:
         """Refuse options that do not combine."""
-        options, settings, (task, samples) = self.options, self.settings, self.server
+        options, settings, (task, samples, _) = self.options, self.settings, self.server
         if options.extractor == "server":
             if task is None or samples is None:
                 raise ConfigError(
@@ -178,6 +176,10 @@ class FedEpc(Method[FedEpcState]):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: clusters of updates need each update."""
         return super().explain_no_relays() or grouping.explain_no_relays(self.options.clustering)
+
+    def count_answers(self) -> Answers:
+        """Count the profile or label feature of each device (sections 3 and 4); a direction takes a training."""
+        return Answers(trainings=1) if self.options.clustering == "mctc" else Answers(descriptions=1)
 
     def make_bandit_settings(self) -> ccmab.Settings:
         """Return the settings of the clusters' bandits; by default no deadline if all devices train."""
@@ -274,7 +276,7 @@ class FedEpc(Method[FedEpcState]):
             return state
         if self.options.extractor == "shared":
             return msgspec.structs.replace(state, extractor=state.shared)
-        task, samples = self.server
+        task, samples, _ = self.server
         assert task is not None
         assert samples is not None
         found = await asyncio.to_thread(train_extractor, task, *samples, seed=self.settings.seed)

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct
 
 from coordinator.aggregation.pooled import compute_trial_statistic, wants_split
-from coordinator.aggregation.protection import explain_no_noise
+from coordinator.aggregation.protection import Answers
 from coordinator.clustering import find as clustering
 from coordinator.clustering import geometry
 from coordinator.clustering.find import Clustering, Directions, find_clusters
@@ -42,7 +42,7 @@ from coordinator.methods.papers.fedge_campaigns import (
     try_past,
     update_past,
 )
-from coordinator.methods.papers.fedge_experts import find_primaries, list_offered_experts, list_starts
+from coordinator.methods.papers.fedge_experts import LOOKUP_EVERY, find_primaries, list_offered_experts, list_starts
 from coordinator.methods.papers.fedge_groups import Members, cluster_by_group, profile_devices
 from coordinator.methods.papers.fedge_mixture import Mixtures
 from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, TrialOutcome
@@ -60,11 +60,7 @@ from coordinator.store.records import Device
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial, Tried
-from fedge.steps.mixture.fit_candidates import FitCandidates
-from fedge.steps.mixture.fit_energy import FitEnergy
-from fedge.steps.mixture.fit_weights import FitWeights
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
@@ -123,13 +119,6 @@ class Fedge(Mixtures):
             ),
             ABLATION,
         ),
-        "dp": explain_no_noise(
-            (Profile, "profile"),
-            (Trial, "delta"),
-            (FitCandidates, "losses"),
-            (FitWeights, "weights"),
-            (FitEnergy, "pooled_losses"),
-        ),
     }
 
     def explain_no_patience(self) -> str:
@@ -163,6 +152,14 @@ class Fedge(Mixtures):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: an asynchronous run takes answers one by one."""
         return super().explain_no_relays() or (ONE_BY_ONE if self.options.buffer else "")
+
+    def count_answers(self) -> Answers:
+        """Count a profile or label feature, and two answers each for the trials and the look-ups (section 5)."""
+        lookups = -(-(self.settings.first + self.settings.rounds - self._trial) // LOOKUP_EVERY)
+        described = not self.options.buffer or self.options.clustering in {"aidc", "labels"}
+        trials = 1 + (self.settings.first > 0)
+        splits = self.options.split != "never"
+        return Answers(descriptions=int(described), examinations=2 * (trials + lookups) * splits)
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
         """Return the state before round 1."""

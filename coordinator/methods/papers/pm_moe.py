@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from coordinator.methods.catalogue import make_method
@@ -70,7 +69,6 @@ class PmMoe(Method[PersonalState]):
             ("dropout", "gate_batch_size", "gate_epochs", "gate_learning_rate", "temperature"), "its default stands"
         ),
         "preset": "benchmarks/papers/pm_moe.py has the paper's gate as a class",
-        "dp": explain_no_noise((SharePrivate, "module")),
         FINE_TUNED: "pm-moe ends in a gate over what the devices kept",
     }
     PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"

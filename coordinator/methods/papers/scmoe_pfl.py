@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation import average_all
 from coordinator.aggregation.guarded import limit_sizes
-from coordinator.aggregation.protection import explain_no_noise
+from coordinator.aggregation.protection import Answers
 from coordinator.clustering import geometry, mctc
 from coordinator.clustering.find import Directions, by_label, find_clusters, offer_clusterings
 from coordinator.fleet.fleet import Fleet
@@ -151,7 +151,6 @@ class ScmoePfl(Method[ScmoeState]):
         **dict.fromkeys(("tau", "distinct", "centres_join", "reference", "private_start"), PRESET),
         **dict.fromkeys(("alone", "centred", "energy", "energy_offset", "gate", "space"), ABLATION),
         **dict.fromkeys(("update", "n_components", "component_energy", "theta", "temperature"), "its default stands"),
-        "dp": explain_no_noise((Train, "cluster")),
         "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
         FINE_TUNED: "scmoe-pfl ends in mixtures with a fine-tuned private model",
     }
@@ -163,6 +162,10 @@ class ScmoePfl(Method[ScmoeState]):
     def explain_no_relays(self) -> str:
         """Return why relays are impossible: the experts are means of whole models."""
         return super().explain_no_relays() or "it goes by the model that each device has trained"
+
+    def count_answers(self) -> Answers:
+        """Count the choice of a start in each round (section 8), and a label feature if these make the clusters."""
+        return Answers(descriptions=int(self.options.clustering == "labels"), examinations=self.settings.rounds)
 
     def make_parameters(self) -> Parameters:
         """Return the preset's parameters, overridden by options."""

@@ -11,10 +11,12 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from numpy.typing import ArrayLike
 
 from edge_agent.device.device import Device
+from edge_agent.privacy.answers import take_noise
+from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.system.files import read_lasting, write_atomically
 
@@ -29,14 +31,20 @@ class StoredAnswer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     feature: int
 
 
-def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
+def run(device: Device, action: DescribeLabels) -> Result:
     """Return psi of D_L; with `epsilon` one randomised answer, which is kept and repeated for ever.
 
     The answer uses the device's own random numbers, because with the order's seed the coordinator could tell true
     answers from drawn ones.
     """
     task, (_, y) = device.task, device.data.shared
-    feature = compute_label_feature(np.bincount(y, minlength=task.n_classes))
+    counts = np.bincount(y, minlength=task.n_classes)
+    feature = compute_label_feature(counts)
+    if action.privacy is not UNSET and len(y):
+        noise = take_noise(device, action.privacy, "training")
+        if isinstance(noise, Declined):
+            return noise
+        feature = int(np.argmax(noise.add_to(counts, math.sqrt(1 - 1 / task.n_classes))))
     if action.epsilon is not None and feature != NOTHING:
         feature = _answer_once(device, feature, action.epsilon)
     return LabelsDescribed(feature=feature, n_samples=len(y))

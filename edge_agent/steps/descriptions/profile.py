@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import UNSET
+
 from edge_agent.device.device import Device
-from edge_agent.learning.profile import measure_sparsity, with_noise
+from edge_agent.learning.profile import make_profile, randomise_sums, sum_zeros, with_noise
+from edge_agent.privacy.answers import take_noise
 from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.wire.messages import Why
@@ -19,7 +22,13 @@ def run(device: Device, action: Profile) -> Result:
         return Declined(why=Why.NO_DATA)
     x, _ = device.data.shared
     device.network.load(device.fetch_model(action.extractor))
-    found = measure_sparsity(device.network.module, x, device.network.processor)
+    sums = sum_zeros(device.network.module, x, device.network.processor)
+    if action.privacy is not UNSET:
+        noise = take_noise(device, action.privacy, "training")
+        if isinstance(noise, Declined):
+            return noise
+        sums = randomise_sums(sums, len(x), noise)
+    found = make_profile(sums, len(x))
     if action.noise:
         found = with_noise(found, len(x), sigma=action.noise, home=device.home)
     return Profiled(

@@ -41,7 +41,9 @@ def run(
     )
     candidates.save_fitted(device, fitted)
     losses = {role: _sum_statistics(device, fitted, role) for role in (fitted.roles if action.tell else ())}
-    return CandidatesFitted(losses=losses, n_validation=len(data.shared_validation[1]), cluster=cluster)
+    return CandidatesFitted(
+        losses=losses, n_validation=len(data.shared_validation[1]), cluster=cluster if action.tell else -1
+    )
 
 
 def _sum_statistics(device: Device, fitted: candidates.FittedModels, role: Role) -> tuple[float, ...]:

@@ -32,6 +32,7 @@ from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
+from fedge.steps.training.train_dp import TrainDp
 from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import Stop, StoppedError
 from fedge.tensors.layers import Layers, paste
@@ -127,11 +128,11 @@ def make_modules(device: Device, action: FitPool, mine: Layers) -> Modules:
     plain = assemble_model(device, action.model, action.personal, mine, action.initial)
     head = Layers(layout, plain)
     match action.kept_by:
-        case Train.STEP if own == head_layout:
+        case Train.STEP | TrainDp.STEP if own == head_layout:
             none = np.zeros_like(mine.model.params)
             trunk = paste(plain, Layers(own, Model(none, mine.model.buffers, mine.model.counters)), layout)
             return Modules("head", trunk, _make_heads(pool, weight, bias), nothing, present)
-        case Train.STEP if own == layout.without(HEAD):
+        case Train.STEP | TrainDp.STEP if own == layout.without(HEAD):
             models = tuple(paste(plain, other, layout) for other in pool)
             return Modules("base", None, models, np.asarray(head[bias], np.float32), present)
         case TrainRod.STEP:

@@ -18,12 +18,14 @@ import numpy as np
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.evaluation import Evaluation
 from edge_agent.learning.frame import Begun, Learned, begin, finish
-from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, compute_noise
+from edge_agent.learning.noisy_choice import choose_start
+from edge_agent.privacy.answers import explain_refusal
+from edge_agent.privacy.dp_ledger import Charge, Ledger, Mechanism, compute_noise
 from fedge.data.augmentation import find_own
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, draw_poisson_batches
 from fedge.models.training import Part, Trainer, make_augmenter
 from fedge.steps.contract import Declined, Result
-from fedge.steps.training.train_dp import TrainDp, explain_weak_delta, require_no_statistics
+from fedge.steps.training.train_dp import TrainDp, require_no_statistics
 from fedge.tensors.layers import cut, paste
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Why
@@ -33,7 +35,7 @@ overlay = paste
 
 
 def run(device: Device, action: TrainDp) -> Result:
-    """Train from the first start and charge the ledger, then report the update."""
+    """Train from the start that a noisy choice takes and charge the ledger, then report the update."""
     if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     require_no_statistics(device.layout)
@@ -41,13 +43,14 @@ def run(device: Device, action: TrainDp) -> Result:
         raise FailedError("class weights count the device's labels, and no noise hides these counts")
     if own := find_own(device.task):
         raise FailedError(f"{own[0]} may mix the samples of a batch, and then no bound holds for a single one")
-    ledger, charge = Ledger(device.home), plan_charge(device, action)
-    if (reason := explain_refusal(device, action, ledger, charge)) is not None:
+    charge, n = plan_charge(device, action), device.data.n_shared
+    if (reason := explain_refusal(device, action.privacy, Ledger(device.home), charge, n)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)
-    begun = begin(device, msgspec.structs.replace(action, starts=action.starts[:1]))
+    start = choose_start(device, action.privacy, action.starts, with_prior=action.choose == "loss")
+    begun = begin(device, msgspec.structs.replace(action, starts=(start,)))
     assert isinstance(begun, Begun)
     train_model(device, action, begun.start, charge.mechanism)
-    ledger.record(charge)
+    Ledger(device.home).record(charge)
     trained = device.network.dump()
     kept = None if begun.keeps is None else cut(trained, device.layout, begun.keeps)
     return finish(begun, Learned(trained, kept), Evaluation(score=None), loss_after=None)
@@ -60,22 +63,6 @@ def plan_charge(device: Device, action: TrainDp) -> Charge:
     sigma = compute_noise(action.privacy, rate, steps)
     mechanism = Mechanism(noise_multiplier=sigma, sample_rate=rate)
     return Charge(order=device.order.id, run=device.order.run, at=time.time(), mechanism=mechanism, steps=steps)
-
-
-def explain_refusal(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
-    """Return why the order breaks the run's promise or the owner's budget, or None."""
-    if weak := explain_weak_delta(action.privacy.delta, device.data.n_shared):
-        return f"the run's {weak}"
-    promised, budget = action.privacy.epsilon, device.budget
-    if promised is not None:
-        total = ledger.compute_spent(action.privacy.delta, run=charge.run, planned=charge)
-        if total > promised * (1 + ROUNDING):
-            return f"this run would have spent epsilon {total:.3f}, and promised at most {promised:g}"
-    if budget.max_epsilon is not None:
-        total = ledger.compute_spent(budget.delta, planned=charge)
-        if total > budget.max_epsilon:
-            return f"epsilon would be {total:.3f} in all, and the budget of this device is {budget.max_epsilon:g}"
-    return None
 
 
 def train_model(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from fedge.data.task import TaskSpec
-from fedge.steps.contract import Action, Result, Reveals, require
+from fedge.steps.contract import Result, Reveals, require
+from fedge.steps.noise import Noisy
 from fedge.wire.messages import Count
 
 
@@ -19,8 +20,11 @@ class LabelsDescribed(Result, frozen=True, kw_only=True):
     n_samples: Count
 
 
-class DescribeLabels(Action, frozen=True, kw_only=True):
-    """A request for the label feature. With `epsilon`, it is drawn once by randomised response and stored."""
+class DescribeLabels(Noisy, frozen=True, kw_only=True):
+    """A request for the label feature. With `epsilon`, it is drawn once by randomised response and stored.
+
+    With `privacy` it is the commonest label by noisy counts.
+    """
 
     STEP: ClassVar = "describe_labels"
     RESULT: ClassVar = LabelsDescribed

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from fedge.data.task import TaskSpec
-from fedge.steps.contract import Action, Result, Reveals, require
+from fedge.steps.contract import Result, Reveals, require
+from fedge.steps.noise import Noisy
 from fedge.wire.messages import BlobRef, Count, Digest, NonNegative, Share
 
 
@@ -15,7 +16,7 @@ class Profiled(Result, frozen=True, kw_only=True):
     """A device's profile: for each unit of a network, the share of its outputs that are exactly 0, in [0, 1].
 
     `extractor` is the digest of the network that made the profile. `halves` is the raw divergence D_raw (fedepc.md
-    section 4.1) between the profiles of the even and the odd samples; None with noise or fewer than 2 samples.
+    section 4.1) between the profiles of the even and the odd samples; None with `noise` or fewer than 2 samples.
     """
 
     REVEALS: ClassVar = {
@@ -30,8 +31,11 @@ class Profiled(Result, frozen=True, kw_only=True):
     n_samples: Count
 
 
-class Profile(Action, frozen=True, kw_only=True):
-    """A request for the profile. `noise`: standard deviation sigma_dp of Gaussian noise, drawn once and stored."""
+class Profile(Noisy, frozen=True, kw_only=True):
+    """A request for the profile. `noise`: standard deviation sigma_dp of Gaussian noise, drawn once and stored.
+
+    With `privacy` the profiles of both halves have noise, of which the answer is made.
+    """
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from fedge.steps.contract import Action, Result, Reveals
+from fedge.steps.contract import Result, Reveals
+from fedge.steps.noise import Noisy
 from fedge.wire.messages import BlobRef, Count, Share
 
 
@@ -18,7 +19,7 @@ class Routed(Result, frozen=True, kw_only=True):
     n_samples: Count
 
 
-class Route(Action, frozen=True, kw_only=True):
+class Route(Noisy, frozen=True, kw_only=True):
     """A request for the shares by `gate`, an ONNX file that computes p (n, K) from x (n, *input_shape)."""
 
     STEP: ClassVar = "route"

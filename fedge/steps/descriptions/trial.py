@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fedge.steps.contract import Action, Result, Reveals
+from fedge.steps.contract import Result, Reveals
+from fedge.steps.noise import Noisy
 from fedge.wire.messages import BlobRef
 
 
@@ -15,7 +16,7 @@ class Tried(Result, frozen=True, kw_only=True):
     delta: float | None = None
 
 
-class Trial(Action, frozen=True, kw_only=True):
+class Trial(Noisy, frozen=True, kw_only=True):
     """A request for the validation loss of the trial's global model minus that of its expert."""
 
     STEP: ClassVar = "trial"

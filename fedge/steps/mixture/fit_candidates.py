@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Final, Self
 
 import msgspec
@@ -35,7 +35,7 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     """A request to train the private and local models, choose the expert, and report losses over the grid.
 
     The private model starts from the primary expert or, without one, from the global model. `tell` is whether to report
-    losses. The fitted models are kept for `fit_gate` in any case.
+    losses and the choice. The fitted models are kept for `fit_gate` in any case.
     """
 
     STEP: ClassVar = "fit_candidates"
@@ -47,6 +47,16 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     sgd: Sgd
     local_steps: Count
     tell: bool = True
+
+    @property
+    def timed(self) -> bool:
+        """Whether the report gives the time of the work, which depends on losses."""
+        return self.tell
+
+    def reveals(self) -> Mapping[str, Reveals]:
+        """Return what each field reveals, without losses and choice if they are not told."""
+        untold = {} if self.tell else dict.fromkeys(("losses", "cluster"), Reveals.NOTHING)
+        return {**super().reveals(), **untold}
 
     def without(self, withheld: Collection[str]) -> Self:
         """Return the action; if losses are withheld, it fits all the same but reports none."""

@@ -10,6 +10,7 @@ from msgspec import Meta
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.steps.training.train import find_kept
+from fedge.steps.training.train_dp import TrainDp
 from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
@@ -30,11 +31,16 @@ class SharePrivate(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "share_private"
     RESULT: ClassVar = PrivateShared
+    TIMED: ClassVar = False
 
     kept_by: Id
     personal: Selector = ()
     clip: Annotated[float, Meta(gt=0)] | None = None
     noise: NonNegative = 0.0
+
+    def find_unaccounted(self) -> dict[str, Reveals]:
+        """Return nothing for a module that learned by DP-SGD, whose noise covers it like the layers that travel."""
+        return {} if self.kept_by == TrainDp.STEP else super().find_unaccounted()
 
     def check(self, result: PrivateShared, task: TaskSpec) -> None:
         """Require plain float32."""

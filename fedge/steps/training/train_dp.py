@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final
-
-from msgspec import Meta, Struct
+from typing import ClassVar, Final
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals, require
+from fedge.steps.noise import Privacy
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import Layout
 
 PER_SAMPLE: Final = 3
 """Cost of per-sample gradients relative to that of their mean; measured 2.7 (`cnn`) to 7 (`cnn_fedavg`)."""
 
-Epsilon = Annotated[float, Meta(gt=0, le=10_000)]
-Delta = Annotated[float, Meta(gt=0, lt=1)]
-ClipNorm = Annotated[float, Meta(gt=0, le=1e6)]
-NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
-
-
-def explain_weak_delta(delta: float, n_samples: int) -> str:
-    """Return why delta promises nothing to each of `n_samples` samples, or "".
-
-    With delta = 1 / n, publishing one of n samples unchanged would count as private.
-    """
-    if delta * n_samples < 1:
-        return ""
-    return f"delta {delta:g} promises nothing to {n_samples} samples: it must be well below 1 / {n_samples}, as 1e-5 is"
-
-
-class Privacy(Struct, frozen=True, kw_only=True):
-    """A run's promise to each sample: (epsilon, delta) for all of its orders together, or a fixed noise level.
-
-    Give either `epsilon`, from which each device derives the noise by its number of samples, or `noise_multiplier`, the
-    noise's standard deviation divided by the clip norm, which gives each device its own epsilon. `participations` is
-    the most orders of the run for one device.
-    """
-
-    clip_norm: ClipNorm
-    delta: Delta
-    participations: Annotated[int, Meta(ge=1, le=2**53)]
-    epsilon: Epsilon | None = None
-    noise_multiplier: NoiseMultiplier | None = None
-
 
 class TrainedDp(Trained, frozen=True, kw_only=True):
-    """The noisy `update`; other figures of training are absent, since their privacy cost is not accounted for.
+    """The noisy `update` and choice of a start; other figures of training are absent, since they would have no noise.
 
     `n_samples` is public, since neighbouring data sets have the same size and differ in whether one sample counts.
     """
 
     REVEALS: ClassVar = dict.fromkeys(Trained.__struct_fields__, Reveals.NOTHING) | {
         "update": Reveals.ACCOUNTED,
+        "cluster": Reveals.ACCOUNTED,
         "n_samples": Reveals.COUNT,
     }
 
 
 class TrainDp(Train, frozen=True, kw_only=True):
-    """A request for `Train` by DP-SGD, with one start, no measurements, and no duration reported."""
+    """A request for `Train` by DP-SGD, with a noisy choice of the start, no measurements, and no duration reported."""
 
     STEP: ClassVar = "train_dp"
     RESULT: ClassVar = TrainedDp

@@ -13,15 +13,20 @@ import pytest
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.accounted import AccountedFleet, add_noise
 from coordinator.methods.catalogue import get_installed_methods, load_method_class, make_method
+from coordinator.methods.method import Server
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run_rounds
+from coordinator.store.records import Device
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError
-from fedge.steps.contract import Action, find_unaccounted, load_installed_steps
+from fedge.steps.contract import HARMLESS, Action, Unsupported, load_installed_steps
+from fedge.steps.descriptions.mean_features import MeanFeatures
 from fedge.steps.descriptions.profile import Profile
+from fedge.steps.noise import Privacy
 from fedge.steps.sgd import Sgd
+from fedge.steps.training.share_private import SharePrivate
 from fedge.steps.training.train import Start, Train
-from fedge.steps.training.train_dp import Privacy, TrainDp
+from fedge.steps.training.train_dp import TrainDp
 from fedge.tensors.layout import Layout, TensorInfo
 from fedge.wire.messages import BlobRef
 from tests.support.orders import LAYOUT
@@ -30,7 +35,7 @@ from tests.support.simulation import digits
 REF = BlobRef(digest="0" * 64, size_bytes=1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=2, epsilon=8.0)
 DP = Protection(dp_epsilon=8.0)
-GOES = ("fedadam", "fedavg", "fedavgm", "fedbuff", "fedper", "fedprox", "fedrep", "fedyogi", "lg-fedavg", "local")
+PLAIN = ("fedadam", "fedavg", "fedavgm", "fedbuff", "fedper", "fedprox", "fedrep", "fedyogi", "lg-fedavg", "local")
 
 
 def settings(**changes: Any) -> MethodSettings:
@@ -39,19 +44,21 @@ def settings(**changes: Any) -> MethodSettings:
 
 def test_each_method_goes_with_it_or_says_which_field_it_needs() -> None:
     goes = [name for name in get_installed_methods() if "dp" not in load_method_class(name).REFUSED]
-    assert tuple(goes) == GOES
-    for name in set(get_installed_methods()) - set(GOES):
+    assert sorted(goes) == sorted((*PLAIN, *ANSWERS))
+    for name in set(get_installed_methods()) - set(goes):
         why = load_method_class(name).REFUSED["dp"]
         named = re.findall(r"(\w+) of step (\w+)", why)
         assert named
-        assert all(field in find_unaccounted(load_installed_steps()[step]) for field, step in named)
+        results = {step: load_installed_steps()[step].RESULT.get_revealed() for _, step in named}
+        assert all(results[step][field] not in HARMLESS for field, step in named)
         with pytest.raises(ConfigError, match=f"{name} cannot have dp: it needs {named[0][0]}"):
             make_method(name, settings())
 
 
-@pytest.mark.parametrize("name", [*GOES, "fedavg+ft"])
-async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str, tmp_path: Path) -> None:
-    fleet, layout, first, _ = digits(tmp_path)
+async def run_heard(name: str, settings_: MethodSettings, tmp_path: Path, **how: Any) -> tuple[Any, Any, list[Action]]:
+    """The final state, the fleet, and what its devices were asked."""
+    fleet, layout, first, _ = digits(tmp_path, **how)
+    method: Any = make_method(name, settings_, Server(fleet.task, fleet.workers["d00"].data.training))
     asked: list[Action] = []
     ask = fleet._make_orders
 
@@ -60,8 +67,41 @@ async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str
         return ask(label, actions, deadline_s)
 
     fleet._make_orders = heard  # type: ignore[method-assign]
-    method: Any = make_method(name, settings())
-    state = await run_rounds(method, method.make_first_state(layout, first), fleet)
+    return await run_rounds(method, method.make_first_state(layout, first), fleet), fleet, asked
+
+
+ANSWERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "cfic": ({}, {"describe_labels"}),
+    "fedcoe": ({"participation": 0.5}, {"route", "install_bundle"}),
+    "fedepc": ({}, {"profile"}),
+    "fedge": (
+        {"options": {"split": "always", "clustering": "aidc"}},
+        {"profile", "trial", "fit_candidates", "fit_gate"},
+    ),
+    "pm-moe": ({}, {"share_private", "fit_pool"}),
+    "scmoe-pfl": ({}, {"fit_mixture"}),
+}
+"""Settings, and the steps beside training and installing."""
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_what_leaves_beside_updates_has_noise_and_keeps_the_promise(name: str, tmp_path: Path) -> None:
+    changes, steps = ANSWERS[name]
+    n = 4 if name == "fedge" else 2
+    short = settings(rounds=3, sgd=Sgd(steps=2), **changes)
+    state, fleet, asked = await run_heard(name, short, tmp_path, limit=100 * n, n=n, n_groups=2)
+    found = {action.STEP for action in asked}
+    assert steps - {"trial"} <= found <= steps | {"train_dp", "install"}, "noise may leave a single group, and no trial"
+    assert all(not action.find_unaccounted() for action in asked)
+    assert {action.STEP for action in asked if action.timed} <= {"install_bundle"}, "how long work on samples took"
+    assert sorted(state.installed) == sorted(fleet.workers)
+    spent = [Ledger(worker.home).compute_spent(1e-5) for worker in fleet.workers.values()]
+    assert 0 < min(spent) < max(spent) * (1 + 1e-9) <= 8 * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "fedavg+ft"])
+async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str, tmp_path: Path) -> None:
+    state, fleet, asked = await run_heard(name, settings(), tmp_path)
     assert {type(action).STEP for action in asked} <= {"train_dp", "install"}
     assert sorted(state.installed) == sorted(fleet.workers)
     for worker in fleet.workers.values():
@@ -72,11 +112,21 @@ async def test_devices_tell_nothing_without_noise_and_keep_the_promise(name: str
 
 async def test_what_the_method_did_not_say_is_refused_when_it_asks(tmp_path: Path) -> None:
     fleet, *_ = digits(tmp_path)
-    with pytest.raises(ConfigError, match="profile of step profile"):
-        await AccountedFleet(fleet, PRIVACY).run("profile", {"d00": Profile(extractor=REF)})
-    two = Train(starts=(Start(model=REF), Start(model=REF, cluster=1)), sgd=Sgd())
-    with pytest.raises(ConfigError, match="cluster of step train"):
-        add_noise(two, PRIVACY)
+    with pytest.raises(ConfigError, match="mean of step mean_features"):
+        await AccountedFleet(fleet, PRIVACY).run("features", {"d00": MeanFeatures(model=REF)})
+    exact = SharePrivate(kept_by="train_ditto")
+    with pytest.raises(ConfigError, match="module of step share_private"):
+        add_noise(exact, PRIVACY)
+    noisy = add_noise(SharePrivate(kept_by="train"), PRIVACY)
+    assert (noisy, noisy.find_unaccounted()) == (SharePrivate(kept_by="train_dp"), {})
+
+
+def test_a_device_that_would_answer_without_noise_is_not_asked() -> None:
+    noisy = add_noise(Profile(extractor=REF), PRIVACY)
+    old, new = (Device(id="d", n_samples=9, steps={"profile": 1, "recipe": known}) for known in (1, 2))
+    assert new.prepare_action(noisy) == noisy == Profile(extractor=REF, privacy=PRIVACY)
+    assert isinstance(refusal := old.prepare_action(noisy), Unsupported)
+    assert "does not know noise" in refusal.reason
 
 
 def test_an_order_to_train_becomes_one_with_noise_that_says_the_same() -> None:

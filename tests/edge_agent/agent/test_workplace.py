@@ -27,9 +27,10 @@ from edge_agent.samples import SampleStore
 from fedge.errors import StoreError
 from fedge.settings import Secret
 from fedge.steps.contract import Action, Failed, load_known_steps
+from fedge.steps.noise import Privacy
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.steps.training.train_dp import Privacy, TrainDp
+from fedge.steps.training.train_dp import TrainDp
 from fedge.system.files import BlobFolder
 from fedge.system.stopping import StoppedError, never
 from fedge.tasks import read_device_data

@@ -12,7 +12,7 @@ from edge_agent.device.device import FailedError
 from edge_agent.privacy.dp_ledger import Charge, Ledger, Mechanism, compute_epsilon, compute_noise
 from fedge.errors import StoreError
 from fedge.privacy.egress import PRIVACY_LEDGER
-from fedge.steps.training.train_dp import Privacy
+from fedge.steps.noise import Privacy
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

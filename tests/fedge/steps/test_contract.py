@@ -197,13 +197,13 @@ def test_a_recipe_that_fedge_0_2_does_not_know_has_another_version() -> None:
 
 
 def test_a_later_recipe_is_unsupported() -> None:
-    order = msgspec.structs.replace(order_of(Train(starts=(Start(model=REF),), sgd=Sgd())), version=2001)
+    order = msgspec.structs.replace(order_of(Train(starts=(Start(model=REF),), sgd=Sgd())), version=3001)
     assert isinstance(decode_action(order, load_installed_steps()), Unsupported)
 
 
 def test_a_device_announces_steps_and_recipe() -> None:
     versions = list_versions({"profile": Profile})
-    assert versions == {"profile": Profile.VERSION, "recipe": 1}
+    assert versions == {"profile": Profile.VERSION, "recipe": 2}
 
 
 BODIES = {

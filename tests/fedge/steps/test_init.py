@@ -16,7 +16,6 @@ from fedge.steps.contract import (
     Result,
     decode_action,
     decode_result,
-    find_unaccounted,
     load_installed_steps,
     make_report,
 )
@@ -38,6 +37,7 @@ from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.fit_weights import FitWeights, WeightsFitted
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.mixture.install_bundle import InstallBundle
+from fedge.steps.noise import Privacy
 from fedge.steps.personal.train_apfl import TrainApfl
 from fedge.steps.personal.train_babu import TrainBabu
 from fedge.steps.personal.train_pfedme import TrainPFedMe
@@ -46,7 +46,7 @@ from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, find_kept
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
-from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
+from fedge.steps.training.train_dp import TrainDp, TrainedDp, require_no_statistics
 from fedge.steps.training.train_feddyn import TrainFedDyn
 from fedge.steps.training.train_rod import TrainRod
 from fedge.steps.training.train_scaffold import TrainedScaffold, TrainScaffold
@@ -414,10 +414,10 @@ def test_two_steps_need_no_torch() -> None:
 
 
 def test_an_update_with_noise_is_all_that_differential_privacy_lets_out() -> None:
-    assert find_unaccounted(TrainDp) == {}
+    assert DP.find_unaccounted() == {}
     assert set(TrainedDp.REVEALS.values()) <= HARMLESS
-    assert "update" in find_unaccounted(Train)
-    assert not DP.TIMED
+    assert "update" in TRAIN.find_unaccounted()
+    assert not DP.timed
 
 
 def test_a_network_with_running_statistics_cannot_learn_with_noise() -> None:

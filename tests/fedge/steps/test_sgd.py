@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fedge.steps.mixture.install import FineTune, Install
-from fedge.steps.sgd import RECIPE_VERSION, TRAINING_PASSES, Sgd, iterate_recipes, scale_learning_rates
+from fedge.steps.sgd import OF_SGD, TRAINING_PASSES, Sgd, iterate_recipes, scale_learning_rates
 from fedge.wire.messages import BlobRef
 
 
@@ -61,7 +61,7 @@ def test_an_order_without_news_has_the_bytes_of_fedge_0_2() -> None:
 @pytest.mark.parametrize("name", LATER)
 def test_each_news_raises_the_version(name: str) -> None:
     sgd = Sgd(**{name: LATER[name]})  # type: ignore[arg-type]
-    assert (sgd.version, sgd.parts) == (RECIPE_VERSION, {name: LATER[name]})
+    assert (sgd.version, sgd.parts) == (OF_SGD, {name: LATER[name]})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sgd), type=Sgd) == sgd
 
 

@@ -20,9 +20,10 @@ from fedge.privacy.egress import PRIVACY_LEDGER
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.mixture.install import Install, Installed
+from fedge.steps.noise import Privacy
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp
+from fedge.steps.training.train_dp import TrainDp, TrainedDp
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.layout import BASE, HEAD, Codec, Selector

@@ -51,9 +51,10 @@ from fedge.steps.mixture.fit_candidates import FitCandidates
 from fedge.steps.mixture.fit_energy import FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_weights import FitWeights
+from fedge.steps.noise import Privacy
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp
+from fedge.steps.training.train_dp import TrainDp, TrainedDp
 from fedge.system.loading import allow_code
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
