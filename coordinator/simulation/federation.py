@@ -167,6 +167,7 @@ def make_fleet(
             *(i, federation.task, data[i], home / i),
             min_cohort=scenario.min_cohort,
             processor=processor,
+            student=scenario.student,
             source=make_repeatable_source,
         )
 

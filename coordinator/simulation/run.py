@@ -338,6 +338,7 @@ def _open_engine(
         layout=federation.layout,
         home=home.absolute(),
         min_cohort=scenario.min_cohort,
+        student=scenario.student,
         train_on=scenario.train_on,
     )
     with connect(on.ray_address) as n:

@@ -101,6 +101,11 @@ class Scenario(Setup, frozen=True, kw_only=True):
     ] = "steady"
     deadline_s: Annotated[Duration | None, Heading.RUNS, "One step has this much simulated time."] = None
     train_on: TrainOn = Processor.CPU
+    student: Annotated[
+        bool,
+        Heading.BUNDLES,
+        "Each device installs one network, distilled from its mixture, unless it is worse (docs/methods/student.md).",
+    ] = False
     evaluate_every: Annotated[
         AtLeastOne | None,
         Heading.EVALUATION,

@@ -38,6 +38,12 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     inference_only: Annotated[
         bool, Heading.RUNS, "The agent never trains, but waits for a finished bundle; without torch it always does."
     ] = False
+    student: Annotated[
+        bool,
+        Heading.BUNDLES,
+        "In bundles, one network that is distilled from the mixture takes its place, unless it is worse "
+        "(docs/methods/student.md).",
+    ] = False
     egress: RulesFile = None
     max_epsilon: Annotated[
         Annotated[float, Meta(gt=0)] | None,

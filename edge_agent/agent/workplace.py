@@ -333,4 +333,5 @@ def make_worker(settings: AgentSettings, data: DeviceData) -> Worker:
         min_cohort=settings.min_cohort,
         processor=processor,
         trains=settings.trains,
+        student=settings.student,
     )

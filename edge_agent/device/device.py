@@ -22,6 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent.device.files import Files, list_numbers
+from edge_agent.device.student import replace_mixture
 from fedge.bundle.campaign import make_campaign_files
 from fedge.bundle.manifest import compute_bundle_digest
 from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, raise_as
@@ -174,6 +175,7 @@ class Device:
         untimed_s: seconds that do not count in the reported duration (`pause_timing`).
         n_updates: number of updates sent in this order so far (`edge_agent.device.encoding`).
         campaign: the campaign whose introduction lets this order's bundle into service; 0 if it enters it at once.
+        student: whether the owner wants one network in place of a mixture (docs/methods/student.md).
     """
 
     id: str
@@ -195,6 +197,7 @@ class Device:
     untimed_s: float = 0.0
     n_updates: int = 0
     campaign: int = 0
+    student: bool = False
     _keeps: bool = False
     _asks: bool = False
 
@@ -347,10 +350,13 @@ class Device:
 
         The bundle is checked against torch on unmarked validation samples alone, since a failure is reported. A
         repeated order writes the same release as before. `before` is the mixture before its models learned from the
-        validation samples, if they have.
+        validation samples, if they have. If the owner wants a student, the bundle has it in place of the mixture,
+        unless it is worse (docs/methods/student.md).
         """
         from export import write_bundle
 
+        if self.student:
+            made, metrics = replace_mixture(self, made, metrics)
         release, data = self.reserve_release(), self.data
         write_bundle(
             self.home / "bundles" / str(release),

@@ -87,6 +87,7 @@ class Worker:
         processor: the processor that trains the network; the CPU if None.
         trains: whether the device trains; otherwise steps that need torch or labels are declined.
         budget: the owner's privacy budget for all orders together.
+        student: whether a bundle has one network in place of a mixture (docs/methods/student.md).
         source: makes the source of an order's noise; only simulations replace the operating system's.
 
     Attributes:
@@ -109,6 +110,7 @@ class Worker:
         processor: torch.device | None = None,
         trains: bool = True,
         budget: Budget = Budget(),
+        student: bool = False,
         source: Callable[[Order], Source] = make_secret_source,
     ) -> None:
         self.id = device_id
@@ -119,6 +121,7 @@ class Worker:
         self.min_cohort = min_cohort
         self.trains = trains
         self.budget = budget
+        self.student = student
         self.source = source
         self.fingerprint = task.compute_fingerprint()
         self.accepted: Accepted = partial(was_accepted, home)
@@ -154,6 +157,7 @@ class Worker:
             _network=lambda: self.network,
             _accepted=self.accepted,
             stop=stop,
+            student=self.student,
         )
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> FinishedOrder:

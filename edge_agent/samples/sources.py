@@ -11,13 +11,13 @@ import sqlite3
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_agent.samples.database import get_fact, save_fact
+from edge_agent.samples.database import UNLABELLED, get_fact, save_fact
 from edge_agent.samples.places import choose_place, compute_digests
 from edge_agent.samples.store import Labelled, SampleStore, count_change
 from fedge.data.task import TRAIN
@@ -200,3 +200,19 @@ def read_further(store: SampleStore) -> Labelled:
     """
     with store.database.read() as db:
         return store.read_rows(db, f"NOT EXISTS ({_IN_SOURCE})")
+
+
+def read_unlabelled(store: SampleStore) -> NDArray[Any]:
+    """Read the inputs without a label, raw, (n, *input_shape), in order of arrival.
+
+    Left out are those from before a change (`edge_agent.samples.past`), and those that would be held out once they
+    have a label.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+    since, shape = store.load_present()[0], store.require_task().input_shape
+    query = "SELECT dtype, x FROM samples WHERE label = ? AND place = ? AND number >= ? ORDER BY number"
+    with store.database.read() as db:
+        found = [np.frombuffer(x, kind).reshape(shape) for kind, x in db.execute(query, (UNLABELLED, TRAIN, since))]
+    return np.stack(found) if found else np.zeros((0, *shape), np.float32)

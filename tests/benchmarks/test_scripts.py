@@ -138,6 +138,7 @@ LONG = (
     "marks.py",
     "outlier.py",
     "relay.py",
+    "student.py",
     "transfer.py",
     "papers/natural.py",
 )

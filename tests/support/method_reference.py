@@ -34,7 +34,8 @@ This page is made by `python -m tests.support.method_reference`; a test checks t
 
 Every method is one file in `coordinator/methods/`. It runs unchanged on simulated devices (`fedge simulate`,
 `fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`). It ends with a bundle on every device, which
-`fedge infer` runs. A method's own page has its source and its formulas, and says where it departs from its paper.
+`fedge infer` runs. With `--student` that bundle has one network in place of a mixture ([student.md](student.md)). A
+method's own page has its source and its formulas, and says where it departs from its paper.
 [results.md](../results.md) helps to choose a method; [privacy.md](../privacy.md) says what each lets out of a device.
 
 <!-- not run: minutes -->

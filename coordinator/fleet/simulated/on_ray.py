@@ -72,6 +72,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     home: Path
     min_cohort: int = MIN_COHORT
+    student: bool = False
     train_on: Processor = Processor.CPU
 
 
@@ -145,6 +146,7 @@ class Shard:
             *(device_id, recipe.task, replace(own, **copied), recipe.home / device_id),
             min_cohort=recipe.min_cohort,
             processor=self._processor,
+            student=recipe.student,
             source=make_repeatable_source,
         )
 

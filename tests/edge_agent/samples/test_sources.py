@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from edge_agent.samples import SampleStore
 from edge_agent.samples.places import choose_place, compute_digests
-from edge_agent.samples.sources import Placed, count_shared, has_seen, identify_source, place_source, read_further
+from edge_agent.samples.sources import (
+    Placed,
+    count_shared,
+    has_seen,
+    identify_source,
+    place_source,
+    read_further,
+    read_unlabelled,
+)
 from fedge.data.preprocessing import preprocess
 from fedge.data.task import TEST, TRAIN, VALIDATION, Preprocessing, TaskSpec
 
@@ -187,3 +195,16 @@ def test_a_change_of_the_files_or_a_decision_is_seen(tmp_path: Path, source: Sou
     assert not has_seen(store, folder)
     place_source(store, x, y, marks, y, is_given=False, seen=identify_source(store, folder))
     assert has_seen(store, folder)
+
+
+def test_inputs_without_a_label_are_those_of_now_that_would_not_be_held_out(tmp_path: Path) -> None:
+    (tmp_path / "samples.toml").write_text("[samples]\nunlabelled = 100\n")
+    numbers = [*range(20)]
+    with SampleStore(tmp_path, TASK) as store:
+        assert read_unlabelled(store).shape == (0, 2)
+        store.add(raw([50])[0], 1, origin="http")
+        added = [store.add(raw([k])[0], None, origin="serve") or 0 for k in numbers]
+        kept = [k for k, place in zip(numbers, by_digest(numbers), strict=True) if place == TRAIN]
+        assert read_unlabelled(store)[:, 0].tolist() == kept
+        store.save_present(added[10], 0)
+        assert read_unlabelled(store)[:, 0].tolist() == [k for k in kept if k >= 10]

@@ -1,0 +1,183 @@
+"""What a student is worth beside the mixture that it was distilled from, and beside fine-tuning alone.
+
+Each device of a run of `fedge` (30 rounds, everybody) installs its mixture and, in the same run once more, its student
+(docs/methods/student.md). Both answer the kinds of inputs of `gate.py`, and so does the private model alone, which is
+the shared model fine-tuned on the device, with its own temperature and class shares.
+
+Rows are means over the devices, then over the seeds, of accuracy in %, mean negative log-likelihood in nats and
+expected calibration error in points. Then the paired differences of the student to the two others, with the standard
+error over the seeds, and how well samples of this kind are told from the device's own by the free energy of mixture and
+student (the area under the curve, 0.5: not at all).
+
+Below: how many devices installed the student, and processor time of a prediction without preprocessing, batch 1, one
+thread, mixture and student in turn in each of 7 rounds; the ratio is the median over rounds, then over devices.
+
+    python benchmarks/student.py
+    python benchmarks/student.py --data DIR --settings "digits, alpha 0.5; MNIST, alpha 0.5" --seeds 70,71 --json s.json
+    python benchmarks/student.py --settings "digits, alpha 0.5" --model cnn
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from default_method import SETTINGS, paired, source_of
+from gate import calibration_error, kinds, parts_of
+from inference import time_rounds
+from script import finish, parser_of, say, several
+from sklearn.metrics import roc_auc_score
+
+import fedge
+from coordinator.simulation.federation import partition_samples
+from deploy.inference.runtime import Runtime
+from export.student import STUDENT
+from fedge.bundle.energies import compute_free_energy
+from fedge.bundle.formula import compute_gate_scores, fuse
+from fedge.data import preprocessing
+from fedge.wire.messages import Role
+
+VARIANTS: Final = ("mixture", "fine-tuned", STUDENT)
+MEASURES: Final = ("accuracy", "nll", "ece")
+ROUNDS: Final = 7
+
+
+def answers(runtime: Runtime, x: np.ndarray, *, alone: Role | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities (n, C) of model inputs, of all candidates or of one alone, and free energies (n,)."""
+    engine = parts_of(runtime)
+    how, candidates = engine._how, runtime.manifest.candidates  # noqa: SLF001
+    if alone is not None:
+        chosen = np.array([candidate.role is alone for candidate in candidates])
+        omega = np.log(np.where(chosen, 1, 1e-38)).astype(np.float32)
+        how = replace(how, out=np.zeros_like(how.out), out_bias=omega, beta=np.float32(0), guard=np.float32(0))
+    logits = [engine._compute_logits(k, x) for k in range(len(candidates))]  # noqa: SLF001
+    p, weights, energies = fuse(how, logits, compute_gate_scores(how, x))
+    return p, compute_free_energy(weights, energies)
+
+
+def times_of(bundles: Mapping[str, Path], shape: tuple[int, ...]) -> dict[str, float]:
+    """Processor time of a prediction by mixture and student in ms, and the ratio of the two."""
+    x = np.random.default_rng(0).random((1, *shape), np.float32)
+    runs = {name: fedge.load(folder)._engine.run for name, folder in bundles.items()}  # noqa: SLF001
+    calls = {"floor": lambda: runs["mixture"](x), STUDENT: lambda: runs[STUDENT](x)}
+    rounds = [{name: median(each) for name, each in times.items()} for times in time_rounds(calls, ROUNDS)]
+    return {
+        "mixture_ms": median(each["floor"] for each in rounds),
+        "student_ms": median(each[STUDENT] for each in rounds),
+        "ratio": median(each[STUDENT] / each["floor"] for each in rounds),
+    }
+
+
+def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[str, str, str], float]:
+    """Each measure of each kind and variant, with "auc" for areas; what concerns all devices under ("", "", NAME)."""
+    settings: dict[str, Any] = {**SETTINGS[setting], "method": given.method, "rounds": given.rounds}
+    if given.model:
+        settings["model"] = given.model
+    probabilities: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    told: dict[tuple[str, str], list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        source = source_of(str(settings.pop("set")), given.data, Path(folder))
+        both = {
+            name: fedge.simulate(
+                seed=seed,
+                global_test=0.0,
+                hardware="none",
+                out=Path(folder) / name,
+                progress=None,
+                student=name == STUDENT,
+                **settings,
+                **source,
+            )
+            for name in ("mixture", STUDENT)
+        }
+        federation = partition_samples(both[STUDENT].scenario, seed)
+        for number, device in enumerate(federation.shares):
+            bundles = {name: done.get_bundle(device) for name, done in both.items()}
+            runtimes = {name: fedge.load(bundle, engine="separate") for name, bundle in bundles.items()}
+            candidates = {name: runtime.manifest.candidates for name, runtime in runtimes.items()}
+            times["candidates"].append(len(candidates["mixture"]))
+            times["installed"].append(candidates[STUDENT][0].name == STUDENT)
+            if times["installed"][-1] and number < given.timed:
+                for name, found in times_of(bundles, federation.task.input_shape).items():
+                    times[name].append(found)
+            own: dict[str, np.ndarray] = {}
+            for kind, (raw, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
+                x = preprocessing.preprocess(federation.task, raw)
+                found_of = {name: answers(runtime, x) for name, runtime in runtimes.items()}
+                role = Role.PRIVATE if any(c.role is Role.PRIVATE for c in candidates["mixture"]) else None
+                alone, _ = answers(runtimes["mixture"], x, alone=role)
+                for name, p in {**{name: found[0] for name, found in found_of.items()}, "fine-tuned": alone}.items():
+                    probabilities[kind, name].append((p, y))
+                strange = {name: free for name, (_, free) in found_of.items()}
+                own = own or strange
+                for name, scores in strange.items():
+                    others = np.repeat([0, 1], [len(own[name]), len(scores)])
+                    told[kind, name].append(roc_auc_score(others, np.concatenate([own[name], scores])))
+    found = {("", "", name): float(np.mean(each)) for name, each in times.items()}
+    if times["ratio"]:
+        found["", "", "ratio"] = median(times["ratio"])
+    for (kind, name), areas in told.items():
+        found[kind, name, "auc"] = float(np.mean(areas))
+    for (kind, name), each in probabilities.items():
+        found[kind, name, "accuracy"] = 100 * float(np.mean([(p.argmax(axis=1) == y).mean() for p, y in each]))
+        losses = [-np.log(np.maximum(p[np.arange(len(y)), y], 1e-30)).mean() for p, y in each]
+        found[kind, name, "nll"] = float(np.mean(losses))
+        found[kind, name, "ece"] = 100 * calibration_error(each)
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
+    parser.add_argument(
+        "--settings",
+        type=lambda text: [part.strip() for part in text.split(";")],
+        default=["digits, alpha 0.5"],
+        help="settings of default_method.py with semicolons between them (default: digits, alpha 0.5)",
+    )
+    parser.add_argument("--seeds", type=several(int), default=[70, 71, 72, 73, 74], help="default 70,71,72,73,74")
+    parser.add_argument("--method", default="fedge", help="one whose devices end with a mixture")
+    parser.add_argument("--model", help="a network, such as cnn (default: that of the setting)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--timed", type=int, default=3, help="devices of each seed whose bundles are timed (default 3)")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for setting in given.settings:
+        runs = []
+        for seed in given.seeds:
+            say(f"{setting}, seed {seed}")
+            runs.append(measured(setting, given, seed))
+        print(f"{setting}: accuracy / nll / ece")
+        others = VARIANTS[:2]
+        print(f"| inputs | {' | '.join(VARIANTS)} | {' | '.join(f'student - {o}' for o in others)} | told |")
+        print("|---" * 7 + "|")
+        for kind in dict.fromkeys(kind for run in runs for kind, _, _ in run if kind):
+            there = [run for run in runs if (kind, STUDENT, MEASURES[0]) in run]  # devices may know every class
+            every = {m: np.array([[run[kind, v, m] for v in VARIANTS] for run in there]) for m in MEASURES}
+            means = [every[m].mean(axis=0) for m in MEASURES]
+            cells = [f"{a:.1f} / {nll:.3f} / {e:.1f}" for a, nll, e in zip(*means, strict=True)]
+            gains = [
+                f"{paired(every['accuracy'][:, 2] - every['accuracy'][:, k])} / "
+                f"{paired(every['nll'][:, 2] - every['nll'][:, k], 3)}"
+                for k in range(2)
+            ]
+            areas = [f"{np.mean([run[kind, v, 'auc'] for run in there]):.2f}" for v in ("mixture", STUDENT)]
+            print(f"| {kind} | {' | '.join(cells)} | {' | '.join(gains)} | {', '.join(areas)} |", flush=True)
+            figures.setdefault(setting, {})[kind] = {m: every[m].tolist() for m in MEASURES}
+        names = dict.fromkeys(name for run in runs for kind, _, name in run if not kind)
+        whole = {name: float(np.mean([run["", "", name] for run in runs if ("", "", name) in run])) for name in names}
+        print(", ".join(f"{name} {value:.3f}" for name, value in whole.items()), flush=True)
+        figures[setting]["all"] = whole
+    finish(given, figures)
+
+
+if __name__ == "__main__":
+    main()
