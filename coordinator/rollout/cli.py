@@ -252,7 +252,7 @@ def _format_record(record: Record, *, supervised: bool) -> list[str]:
     ]
     for device, line in sorted(record.devices.items()):
         why = f" ({line.reason})" if line.reason else ""
-        accuracy = "" if line.accuracy is None else f", accuracy {line.accuracy[0]:.3f} -> {line.accuracy[1]:.3f}"
+        accuracy = "" if line.accuracy is None else f", score {line.accuracy[0]:.3f} -> {line.accuracy[1]:.3f}"
         drift = ", drift" if line.drift else ""
         if line.outliers is not None and line.outliers.flagged:
             drift += f", {line.outliers.flagged} of {line.outliers.seen} samples unlike its own"

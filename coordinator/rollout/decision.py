@@ -54,7 +54,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
     fewest: Annotated[int, Meta(ge=1)] = 1  # present devices in the first stage, but no more than half of them
     max_failures: Share = 0.05  # share of a stage's devices on which the release may be broken, slow or rolled back
-    max_worse: Share = 0.5  # share of a stage's devices that may keep their present bundle because it is more accurate
+    max_worse: Share = 0.5  # share of a stage's devices that may keep their present bundle because it is better
     accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
     latency_ratio: NonNegative = 1.5  # ratio of the mean latencies
     latency_slack_ms: NonNegative = 1.0  # allowed in addition to the ratio
@@ -195,7 +195,7 @@ def _compare_quality(plan: Plan, healths: list[Health]) -> list[str]:
     found = []
     accuracy = _compute_means(pairs, lambda quality: quality.accuracy)
     if accuracy is not None and accuracy[0] - accuracy[1] > max(plan.accuracy_drop, _estimate_accuracy_error(pairs)):
-        found.append(f"accuracy: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
+        found.append(f"score: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
     latency = _compute_means(pairs, lambda quality: quality.latency_ms)
     if latency is not None and latency[1] > plan.latency_ratio * latency[0] + plan.latency_slack_ms:
         found.append(f"latency: {latency[1]:.2f} ms on average, {latency[0]:.2f} ms before")

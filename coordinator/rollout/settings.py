@@ -20,9 +20,14 @@ MaxFailures = Annotated[
     Share, Heading.ROLLOUT, "The bundle may be broken, slow or rolled back on this share of a stage's devices."
 ]
 MaxWorse = Annotated[
-    Share, Heading.ROLLOUT, "This share of a stage's devices may keep their present bundle because it is more accurate."
+    Share, Heading.ROLLOUT, "This share of a stage's devices may keep their present bundle because it is better."
 ]
-AccuracyDrop = Annotated[float, Meta(ge=0), Heading.ROLLOUT, "This mean loss of accuracy stops the rollout."]
+AccuracyDrop = Annotated[
+    float,
+    Meta(ge=0),
+    Heading.ROLLOUT,
+    "This mean loss of the score stops the rollout; 0.01 is one point of accuracy or of R².",
+]
 
 CANARIES: Final = 3
 """Devices in the first stage of an introduction, or half of a smaller fleet: one that keeps its own proves little."""

@@ -38,8 +38,8 @@ NEWEST: Final = 200
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits on a new bundle's loss of accuracy and on its latency, and the length of its trial.
 
-    `accuracy_drop` is a share of the validation samples or, where answers are not right or wrong, a difference of mean
-    grades (`Problem.grade_samples`); more if few samples make it uncertain.
+    `accuracy_drop` is a difference of mean grades (`Problem.grade_samples`), more if few samples make it uncertain: a
+    share of right answers, of F1 or of IoU; in regression of the targets' variance; in reconstruction nats.
     """
 
     accuracy_drop: NonNegative = 0.02

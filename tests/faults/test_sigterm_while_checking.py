@@ -20,7 +20,7 @@ from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1", "cam2")
-ROUNDS = 8
+ROUNDS = 4
 TASK = msgspec.structs.replace(load_task("digits"), model_options={"hidden": 1000})
 
 
@@ -43,8 +43,9 @@ def stop_the_checks(coordinator: Running) -> bool:
 
 async def test_it_ends_in_time_and_the_next_one_counts_each_update_once(mosquitto: LocalBroker, tmp_path: Path) -> None:
     assert make_initial_model(TASK, 0)[0].n_params > SMALL
-    async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK, forked=False) as federation:
+    async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK) as federation:
         await federation.agents()
+        federation.forked = False  # the processes that check are known by their command lines
         coordinator = await federation.coordinator(method="fedavg", rounds=ROUNDS)
         await until(lambda: stop_the_checks(coordinator))
         stopped = checkers(coordinator)

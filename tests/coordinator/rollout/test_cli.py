@@ -78,7 +78,7 @@ def test_status_for_people(repo):
     assert "aborted (nobody supervises it now)" in out
     assert "stage    1 of 3: 1 of 2 devices take part" in out
     assert "reason   cam1 refused: accuracy: x" in out
-    assert "* cam1: refused, release 1, accuracy 0.900 -> 0.500 (accuracy: x)" in out
+    assert "* cam1: refused, release 1, score 0.900 -> 0.500 (accuracy: x)" in out
     assert "  cam2: serving, release 1, drift" in out
 
 

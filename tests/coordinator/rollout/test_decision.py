@@ -166,7 +166,7 @@ def quality(**others):
     ("before", "now", "reason"),
     [
         (quality(accuracy=0.9), quality(accuracy=0.895), None),
-        (quality(accuracy=0.9), quality(accuracy=0.88), "accuracy"),
+        (quality(accuracy=0.9), quality(accuracy=0.88), "score"),
         (quality(latency_ms=1.0), quality(latency_ms=2.4), None),
         (quality(latency_ms=10.0), quality(latency_ms=17.0), "latency"),
         (quality(free_energy=0.0), quality(free_energy=0.9), None),
