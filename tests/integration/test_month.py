@@ -15,9 +15,9 @@ pytestmark = [
 ]
 
 
-def test_a_week_with_programs_that_are_killed_loses_no_sample_and_counts_none_twice() -> None:
+def test_four_days_with_programs_that_are_killed_lose_no_sample_and_count_none_twice() -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.month", "--week", "--only", "disturbed"]
+    command = [sys.executable, "-m", "tests.month", "--few", "--only", "disturbed"]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "all was seen" in ran.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SLOWEST = (
-    "test_a_week_with_programs_that_are_killed_loses_no_sample_and_counts_none_twice",
+    "test_four_days_with_programs_that_are_killed_lose_no_sample_and_count_none_twice",
     "test_the_commands_of_a_section_run_as_they_are_written",
     "test_methods_end_in_the_same_bytes_and_large_networks_side_by_side_learn_what_each_learns_alone",
     "test_readmes_python_runs_as_it_is_written",

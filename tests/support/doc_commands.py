@@ -87,7 +87,7 @@ def blocks() -> Iterator[Block]:
 def script(text: str, port: int, http: int) -> str:
     """The bash script of some blocks: broker and server at ports of their own, and what stays is in the background.
 
-    One seed, few devices and few rounds are enough to see that a simulation runs.
+    One seed, few devices and few rounds are enough to see that a command runs.
     """
     text = re.sub(r"\b(?:server|localhost):(?:1883|8883)\b", f"localhost:{port}", text).replace(".venv/bin/", "")
     text = text.replace("127.0.0.1:8000", f"127.0.0.1:{http}").replace("curl -s ", "curl -sSf ")
@@ -106,16 +106,18 @@ still_there() { for pid in "${began[@]}"; do kill -0 "$pid"; done; }
 """
 
 
-FEW = {"devices": 6, "rounds": 3}
+FEW = {"devices": 6, "rounds": 5}
 
 
 def _line(line: str, port: int) -> str:
-    if re.match(r"fedge (simulate|compare)\b", line):
+    if program := re.match(r"fedge (simulate|compare|coordinator)\b", line):
         line = re.sub(r" --seeds [\d,]+", " --seeds 0", line)
         for name, most in FEW.items():
             n = re.search(rf" --{name} (\d+)", line)
-            if n is None or int(n[1]) > most:
-                line = re.sub(rf" --{name} \d+", "", line) + f" --{name} {most}"
+            if n is None and program[1] != "coordinator":
+                line += f" --{name} {most}"
+            elif n is not None and int(n[1]) > most:
+                line = line.replace(n[0], f" --{name} {most}")
     if re.match(r"fedge (broker|provision init)\b", line):
         bare = re.sub(r" --port \d+| &$", "", line)
         line = f"{bare} --port {port}{line[-2:] if line.endswith(' &') else ''}"
