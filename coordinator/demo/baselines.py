@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.local import Local, train_alone
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Method
 from coordinator.methods.rounds import count_steps_alone
-from coordinator.methods.settings import DEFAULT, MethodSettings
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option
 from coordinator.methods.state import ModelState
 from coordinator.simulation.federation import Federation
 from coordinator.simulation.interface import use_one_thread
 from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.run import Watch, run_on
 from coordinator.simulation.settings import DemoSettings, Scenario, Setup
+from coordinator.store.records import Event
+from coordinator.watch.options import open_store
 from fedge.errors import FruitlessError, raise_as
 
 BASELINES: Final = ("local", "fedavg", "fedavg+ft")
+MOST_EVENTS: Final = 1_000_000
 
 
 def make_demo_scenario(settings: DemoSettings) -> Scenario:
@@ -64,6 +72,50 @@ def run_baselines(
 
     with use_one_thread():
         return [run_one(label, way) for label, way in zip(BASELINES, ways, strict=True)]
+
+
+def run_choosing(
+    settings: DemoSettings,
+    cameras: Federation,
+    boards: Mapping[str, Hardware],
+    options: Mapping[str, Option],
+    watch: Watch,
+) -> list[RunOutcome]:
+    """Simulate the demo's method as it was, with devices drawn by lot, and with all devices in every round.
+
+    By the simulated clock each order takes a device the median time of its orders to train in the federation.
+    """
+    took = defaultdict[str, list[float]](list)
+    for event in read_events(settings, "answer"):
+        if event.fields["label"] == "train" and event.round > 1:  # the first includes loading torch
+            took[event.device].append(event.fields["seconds"])
+    usual = float(np.median([each for times in took.values() for each in times]))
+    hardware = {
+        i: Hardware(board.name, latency_s=float(np.median(took[i])) if i in took else usual)
+        for i, board in boards.items()
+    }
+    slowed = dataclasses.replace(cameras, hardware=hardware)
+    scenario = msgspec.structs.replace(make_demo_scenario(settings), evaluate_every=1)
+    everybody = msgspec.structs.replace(scenario, participation=1.0)
+    lot = {**options, "selection": "uniform"}
+
+    def run_one(label: str, given: Scenario, own: Mapping[str, Option]) -> RunOutcome:
+        method = make_method(settings.method, given.make_method_settings(settings.seed, dict(own)))
+        watch(f"{settings.method}, {label}, simulated by the times that devices took")
+        return run_on(slowed, method, given, settings.seed, settings.folder / "choosing" / label, label)
+
+    with use_one_thread():
+        return [
+            run_one("chosen by the bandit", scenario, options),
+            run_one("drawn by lot", scenario, lot),
+            run_one("all devices", everybody, options),
+        ]
+
+
+def read_events(settings: DemoSettings, name: str) -> list[Event]:
+    """Read the events of this name that the coordinator recorded."""
+    with contextlib.closing(open_store(settings.folder / "coordinator", None)) as store:
+        return store.get_events(names=(name,), limit=MOST_EVENTS)
 
 
 def count_rounds(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:

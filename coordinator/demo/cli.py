@@ -32,9 +32,10 @@ from fedge.tasks.shares import check_partitioning
 def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run a whole federation on this machine and show what it brings.
 
-    The command starts a broker, a coordinator and one agent process per device. The devices train together, and each
-    gets a bundle. ONNX Runtime runs every bundle on its device's own unseen test samples. The report compares it with
-    simpler ways to learn that had the same budget.
+    The command starts a broker, a coordinator and one agent process per device, slowed like boards of different speed.
+    The devices train together, and each gets a bundle. ONNX Runtime runs every bundle on its device's own unseen test
+    samples. The report compares it with simpler ways to learn that had the same budget. It also says who was asked to
+    train, why, and what time choosing saves.
 
     Examples:
       fedge demo
@@ -55,6 +56,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     require_method_options(name, own)
     check_partitioning(settings)
     from coordinator.demo.run import run  # a missing package is found at once
+    from coordinator.simulation.reports.choosing import list_choosing
     from coordinator.simulation.reports.outcome import format_megabytes
     from coordinator.simulation.reports.report import make_demo_report, write_results
     from coordinator.simulation.reports.terminal import print_comparison
@@ -70,6 +72,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
         "expert and personal are measured at the end alone",
         *(f"cluster {k}: {', '.join(members)}" for k, members in ours.clusters.items()),
         *(f"{name}: {value:.2f}, the most of a device" for name, value in ours.details.items()),
+        *list_choosing(demonstration),
         f"broker {demonstration.broker}: {format_megabytes(ours.bytes_up)} up, "
         f"{format_megabytes(ours.bytes_down)} down; {time.monotonic() - began:.0f} s in all",
     ]

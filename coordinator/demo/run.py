@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.demo.baselines import BASELINES, make_demo_scenario, run_baselines
+from coordinator.demo.baselines import BASELINES, make_demo_scenario, read_events, run_baselines, run_choosing
+from coordinator.demo.boards import choose_boards, compute_share, slow_down
 from coordinator.demo.broker import open_broker
 from coordinator.demo.processes import Child, Children, ProcessError, read_tail
 from coordinator.methods.baselines.local import Local
@@ -28,6 +29,7 @@ from coordinator.service.cli import Progress
 from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.evaluation import compute_epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
+from coordinator.simulation.reports.choices import Choices
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
 from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, compute_class_score, make_outcome
 from coordinator.simulation.run import Watch
@@ -71,6 +73,8 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
     cameras = partition_samples(settings, server_data=load_method_class(settings.method).needs_server_data(options))
     ours, summary, broker = asyncio.run(run_over_mqtt(settings, cameras, watch, options))
     runs = [*run_baselines(settings, cameras, summary, watch), *ours]
+    boards = choose_boards(cameras.shares, settings.seed)
+    choosing = run_choosing(settings, cameras, boards, options, watch) if ours[-1].choices else []
     found = compare_runs(
         make_demo_scenario(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None
     )
@@ -81,6 +85,8 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
         broker=broker,
         wall_s=round(time.monotonic() - began, 1),
         places=dict(zip(trial["ids"], trial["places"], strict=True)),
+        boards={i: f"{board.name}, {compute_share(board):.0%}" for i, board in boards.items()},
+        choosing=tuple(choosing),
     )
 
 
@@ -113,6 +119,9 @@ async def run_over_mqtt(
         for i, share in cameras.shares.items()
     }
 
+    choices = Choices()
+    for event in read_events(settings, "chosen"):
+        choices.observe(event.name, event.fields)
     homes = (settings.folder / i / "home" for i in cameras.shares)
     spent = compute_epsilon_spent(
         homes, make_demo_scenario(settings).make_method_settings(settings.seed, {}).protection
@@ -149,6 +158,7 @@ async def run_over_mqtt(
             wall_s=summary["wall_s"],
             evaluation_s=0.0,
             details=spent,
+            choices=choices.list_choices(cameras.shares),
         )
 
     return [make_demo_outcome("expert", experts), make_demo_outcome("personal", predicted)], summary, broker
@@ -264,7 +274,9 @@ async def federate(
         )
         for i in cameras.shares
     ]
-    await print_progress(coordinator, agents)
+    boards = choose_boards(cameras.shares, settings.seed)
+    shares = {agent: compute_share(boards[agent.name]) for agent in agents}
+    await print_progress(coordinator, shares, settings.rounds)
     children.stop(agents)
     summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
     return summary
@@ -290,23 +302,31 @@ def _make_agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     return flags
 
 
-async def print_progress(coordinator: Child, agents: Sequence[Child]) -> None:
+async def print_progress(coordinator: Child, agents: Mapping[Child, float], rounds: int) -> None:
     """Print the coordinator's progress until it ends.
+
+    `agents`: the share of a processor that each gets in the rounds of training, except in the first, in which it loads
+    torch.
 
     Raises:
         ProcessError: the coordinator failed, or an agent ended before it.
     """
     progress = Progress(live=sys.stderr.isatty())
     with contextlib.closing(progress), coordinator.output.open("rb") as output:
-        waiting, running = b"", True
-        while running:
-            running = coordinator.running
-            for agent in agents:
-                agent.require()
-            *lines, waiting = (waiting + output.read()).split(b"\n")
-            for event in map(json.loads, lines):
-                progress.observe(event["event"], event)
-            await asyncio.sleep(POLL_S)
+        async with contextlib.AsyncExitStack() as slowed:
+            waiting, running = b"", True
+            while running:
+                running = coordinator.running
+                for agent in agents:
+                    agent.require()
+                *lines, waiting = (waiting + output.read()).split(b"\n")
+                for event in map(json.loads, lines):
+                    progress.observe(event["event"], event)
+                    if event["event"] == "round_done" and event["round"] == 1:
+                        await slowed.enter_async_context(slow_down(agents))
+                    elif event["event"] == "round_done" and event["round"] == rounds:
+                        await slowed.aclose()
+                await asyncio.sleep(POLL_S)
     coordinator.require(0)
 
 

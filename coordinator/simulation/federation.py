@@ -48,7 +48,7 @@ class Federation:
 
     shares: data of each device, by id. global_test: model inputs and labels from all devices' distributions together,
     or None. server_data: samples for the server, or None. late_joiners: ids of the devices that join after training.
-    milder: what minimum sizes changed in the partition.
+    milder: what minimum sizes changed in the partition. hardware: of each device, in place of the scenario's.
     """
 
     task: TaskSpec
@@ -59,6 +59,7 @@ class Federation:
     first: Model
     late_joiners: frozenset[str] = frozenset()
     milder: Milder = field(default_factory=Milder)
+    hardware: Mapping[str, devices.Hardware] | None = None
 
     @property
     def data(self) -> Mapping[str, DeviceData]:
@@ -179,7 +180,7 @@ def make_fleet(
         federation.layout,
         workers,
         seed=seed,
-        hardware=make_hardware(scenario.hardware, workers, seed),
+        hardware=federation.hardware or make_hardware(scenario.hardware, workers, seed),
         deadline_s=scenario.deadline_s,
         arrives=dict.fromkeys(federation.late_joiners, end),
         leaves=dict.fromkeys((i for i in data if i not in measured), end),

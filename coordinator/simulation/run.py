@@ -31,6 +31,7 @@ from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, compute_epsilon_spent, write_global_bundle
 from coordinator.simulation.federation import Federation, make_fleet, partition_samples
 from coordinator.simulation.own_metric import load_metric
+from coordinator.simulation.reports.choices import Choices
 from coordinator.simulation.reports.outcome import (
     DeviceOutcome,
     Point,
@@ -130,6 +131,8 @@ def run_on(
             scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
         fleet, first, workers = make_fleet(federation, scenario, seed, home, execute)
         measured = federation.draw_measured(scenario.measured, seed)
+        choices = Choices()
+        fleet.on_event = choices.observe
         evaluation = Evaluation(
             *(federation, workers, measured, get_torch_device(scenario.train_on)), metric=load_metric(scenario.metric)
         )
@@ -216,6 +219,7 @@ def run_on(
         moved=federation.milder.moved,
         counts=evaluation.counts,
         score_name=UNSET if figure == ACCURACY else figure.name,
+        choices=choices.list_choices(measured),
     )
 
 

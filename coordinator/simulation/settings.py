@@ -233,7 +233,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
     ] = None
     sensitive: Sensitive = 0.3
     rounds: Annotated[int, Meta(ge=1), Heading.TRAINING, methods.ROUNDS_HELP] = 30
-    participation: methods.Participation = 0.75
+    participation: methods.Participation = 0.5
     method: methods.MethodName = "fedge"
     broker: Annotated[
         str, Heading.BROKER, "The broker is a local one (auto, mosquitto or amqtt), or yours at HOST:PORT."

@@ -159,6 +159,7 @@ class SimulatedFleet(Evidence):
         self._there_in = -1  # the round of `_there`
         self._waiting: list[_DeliveredOrder] = []  # streamed orders not carried out yet
         self._under_way: list[_PendingAnswer] = []  # heap of answers to streamed orders
+        self.on_event: Callable[[str, Mapping[str, object]], None] = lambda _event, _fields: None
 
     def get_devices(self) -> tuple[Device, ...]:
         """Return the workers that train and are present in this round."""
@@ -406,4 +407,5 @@ class SimulatedFleet(Evidence):
         )
 
     def record_event(self, event: str, fields: Mapping[str, object]) -> None:
-        """Ignore events, since nobody watches."""
+        """Pass the event to who watches; nothing is kept."""
+        self.on_event(event, fields)

@@ -213,10 +213,11 @@ Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
 
 
 def record_choices(fleet: Fleet, choices: Choices) -> None:
-    """Record for each cluster the chosen devices, the expected times and estimates of all devices, and the deadline."""
+    """Record for each cluster the chosen devices with contexts, all devices' times and estimates, and the deadline."""
     for k, (selection, _) in choices.items():
         fields = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
         fields["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
+        fields["contexts"] = {i: tuple(round(x, 4) for x in context) for i, context in selection.contexts.items()}
         deadline_s = None if selection.deadline_s == math.inf else selection.deadline_s
         fleet.record_event("chosen", {"cluster": k, **fields, "deadline_s": deadline_s})
 

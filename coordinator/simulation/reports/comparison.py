@@ -139,13 +139,17 @@ class Demonstration(Comparison, frozen=True, kw_only=True):
     """The results of `fedge demo`, as in its JSON file: ways to learn on one seed, the last of them by real processes.
 
     `learned_by`: the method of the last way. `wall_s`: seconds from start to end. `places`: places of devices in a
-    plane, similar updates side by side; empty if the method compares no updates.
+    plane, similar updates side by side; empty if the method compares no updates. `boards`: the board that each device
+    stands for, and the share of a processor that it got. `choosing`: the method simulated with other choices of who
+    trains, by the times that the devices took; empty if nobody was chosen.
     """
 
     learned_by: str
     broker: str
     wall_s: float
     places: dict[str, tuple[float, float]]
+    boards: dict[str, str] = {}
+    choosing: tuple[RunOutcome, ...] = ()
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per device with its data, and its accuracy by each way to learn."""

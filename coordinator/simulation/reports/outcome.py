@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 from numpy.typing import NDArray
 
+from coordinator.simulation.reports.choices import Choice
 from coordinator.watch.accuracy import AS_THEY_ARE, SCORES, rename_scores
 from fedge.data.problems.problem import Problem
 from fedge.data.problems.scores import ACCURACY, Counts, Figure, get_figure
@@ -98,7 +99,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `experts`: models
     for all devices, without clusters. `diagnostics`: what the method found in each round, by name. `metrics`: further
     figures, means over the devices that have them. `counts`: the confusion matrix of all devices' bundles, if there is
-    one of at most `MOST_COUNTED` classes.
+    one of at most `MOST_COUNTED` classes. `choices`: who was asked to train, and why, where a bandit chose.
 
     If the problem has another score than accuracy, `score_name` is its name, and each figure called accuracy is this
     score. Files then call it score (`encode_figures`).
@@ -137,6 +138,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     counts: Counts | None = None
     score_name: str | UnsetType = UNSET
+    choices: tuple[Choice, ...] = ()
 
     @property
     def figure(self) -> Figure:
@@ -361,6 +363,11 @@ def compute_cost(curve: Sequence[Point], target: float) -> Cost | None:
     if point is None:
         return None
     return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)
+
+
+def compute_common_score(runs: Sequence[RunOutcome]) -> float:
+    """Compute the highest score that all runs' curves reached before the installed bundles."""
+    return min(max(point.accuracy for point in run.curve[:-1]) for run in runs)
 
 
 def format_megabytes(size_bytes: float) -> str:

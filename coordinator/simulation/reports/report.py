@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from coordinator.methods.options import write_json
 from coordinator.simulation.reports import plots
+from coordinator.simulation.reports.choosing import render_choices, render_choosing
 from coordinator.simulation.reports.markup import (
     render_columns,
     render_page,
@@ -229,6 +230,7 @@ def make_run_report(outcome: RunOutcome, scenario: Scenario, target: float | Non
         render_section("In short", "", render_table(("", ""), list_figures(outcome, target))),
         render_curves([outcome]),
         render_counts(outcome),
+        render_choices(outcome.choices, {}),
         render_section(
             "Device by device",
             f"{describe_unit(outcome.figure)}Trained: in so many rounds.",
@@ -278,6 +280,7 @@ def make_demo_report(demo: Demonstration) -> Report:
         describe_demo(demo),
         render_tiles(_list_demo_tiles(demo)),
         render_methods(demo),
+        render_choosing(demo),
         render_columns(
             render_section(
                 "Shared models by round",
@@ -298,6 +301,7 @@ def make_demo_report(demo: Demonstration) -> Report:
                 plots.draw_device_bars(demo.runs),
             ),
         ),
+        render_choices(ours.choices, {i: f"{i}: {board}" for i, board in demo.boards.items()}),
         render_section(
             "All figures",
             f"{'Accuracies in percent. ' if figure.share else ''}Rounds: in which an update of the device was "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 NOTHING: Final = "–"
+BOARDS: Final = "Each device stands for a board and gets as much of a processor as the board's speed says. "
 
 
 def describe_axis(floor: float | None) -> str:
@@ -168,6 +169,7 @@ def describe_demo(demo: Demonstration) -> str:
     return (
         f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({describe_partition(demo.scenario)}) in "
         f"{ours.rounds} rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
+        f"{BOARDS if demo.boards else ''}"
         f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
         f"{name_all(demo.figure)} on each device's own test samples, which no choice has seen. local: every device "
         "alone; fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has "

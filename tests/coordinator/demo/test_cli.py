@@ -74,7 +74,7 @@ def test_the_json_is_that_of_a_comparison_and_what_only_a_demo_knows() -> None:
     figures = json.loads(msgspec.json.encode(a_demonstration(), enc_hook=str))
     assert list(figures) == [
         *("scenario", "seeds", "baseline", "target", "methods", "runs"),
-        *("learned_by", "broker", "wall_s", "places"),
+        *("learned_by", "broker", "wall_s", "places", "boards", "choosing"),
     ]
     assert [run["method"] for run in figures["runs"]] == list(WAYS)
     assert [round(method["accuracy"]["mean"], 4) for method in figures["methods"]] == [

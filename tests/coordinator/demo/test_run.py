@@ -5,7 +5,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.demo.baselines import LocalBaseline, count_rounds, run_baselines
+from coordinator.demo.baselines import LocalBaseline, count_rounds, run_baselines, run_choosing
+from coordinator.demo.boards import choose_boards
 from coordinator.demo.broker import open_broker
 from coordinator.demo.processes import ProcessError
 from coordinator.demo.run import (
@@ -18,6 +19,7 @@ from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run_rounds
 from coordinator.simulation.settings import DemoSettings
+from coordinator.store.records import Event
 from fedge.commands.broker import LocalBroker, find_free_port
 from fedge.errors import ConfigError, TransportError
 from fedge.steps.sgd import Sgd
@@ -179,3 +181,24 @@ def test_the_baselines_are_those_of_the_seed(tmp_path: Path) -> None:
     again = msgspec.structs.replace(settings, out=tmp_path / "b")
     two = run_baselines(again, cameras, {"selection": dict.fromkeys(cameras.shares, 3)}, told.append)
     assert [found.devices for found in two] == [found.devices for found in one]
+
+
+def test_ways_to_choose_run_by_the_times_that_the_devices_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All devices wait for the slowest. A device that never answered in time takes the median of all."""
+    settings = DemoSettings(out=tmp_path, devices=3, samples=150, rounds=2, participation=0.3, method="fedavg")
+    cameras = partition_samples(settings)
+    took = {"camera-0": (1.0, 1.5, 40.0), "camera-1": (30.0, 30.0), "camera-2": ()}
+    events = [
+        Event(at=0.0, round=2, name="answer", device=i, fields={"label": label, "seconds": s})
+        for i, seconds in took.items()
+        for label, each in (("train", seconds), ("trial", (99.0,)))
+        for s in each
+    ]
+    events.append(Event(at=0.0, round=1, name="answer", device="camera-2", fields={"label": "train", "seconds": 77.0}))
+    monkeypatch.setattr("coordinator.demo.baselines.read_events", lambda _, name: events if name == "answer" else [])
+    boards = choose_boards(cameras.shares, settings.seed)
+    bandit, lot, everybody = run_choosing(settings, cameras, boards, {"selection": "ccmab"}, lambda _: None)
+    assert everybody.curve[2].seconds == 2 * 30.0
+    times = {"camera-0": 1.5, "camera-1": 30.0, "camera-2": 30.0}
+    assert bandit.curve[2].seconds == sum(choice.asked * times[choice.id] for choice in bandit.choices) > 0
+    assert not lot.choices

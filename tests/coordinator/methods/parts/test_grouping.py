@@ -12,6 +12,7 @@ from coordinator.methods.parts.grouping import (
     make_arm,
     make_describe_action,
     read_descriptions,
+    record_choices,
     select_comparable,
     update_bandit,
 )
@@ -75,6 +76,18 @@ def test_a_bandit_learns_the_loss_drop_minus_one_of_no_answer_and_nothing_of_a_r
     after = update_bandit(bandit, selection, answers)
     np.testing.assert_allclose(after.rewards, [0.6, -1.0, -1.0])
     assert after.participations == {"a": (ccmab.Participation(loss_drop=0.6, gradient_norm=2.0, seconds=3.0),)}
+
+
+async def test_of_a_choice_everybodys_time_and_the_context_of_those_who_are_asked_are_recorded(tmp_path) -> None:
+    fleet, *_ = digits(tmp_path, n=2)
+    told: list[dict[str, object]] = []
+    fleet.on_event = lambda _, fields: told.append(dict(fields))
+    arms = [ccmab.Arm(id=i, n_samples=5, work=5, cpu_ghz=2.0) for i in "ab"]
+    choice = ccmab.select(ccmab.State(), arms, SETTINGS, size=1)
+    record_choices(fleet, {0: choice})
+    assert told[0]["ids"] == ("a",)
+    assert list(told[0]["seconds"]) == ["a", "b"]
+    assert told[0]["contexts"] == {"a": (2.0, 0.0, 5.0, 0.0, 0.0)}
 
 
 async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> None:
