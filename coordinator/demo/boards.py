@@ -36,7 +36,7 @@ def compute_share(board: Hardware) -> float:
 
 
 @contextlib.asynccontextmanager
-async def slow_down(shares: Mapping[Child, float]) -> AsyncIterator[None]:
+async def limit_shares(shares: Mapping[Child, float]) -> AsyncIterator[None]:
     """Let each of these processes, with its own children, run only for this share of the time, (0, 1]."""
     tasks = [asyncio.create_task(_run_in_turns(child, share)) for child, share in shares.items() if share < 1]
     try:

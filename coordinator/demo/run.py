@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.demo.baselines import BASELINES, make_demo_scenario, read_events, run_baselines, run_choosing
-from coordinator.demo.boards import choose_boards, compute_share, slow_down
+from coordinator.demo.boards import choose_boards, compute_share, limit_shares
 from coordinator.demo.broker import open_broker
 from coordinator.demo.processes import Child, Children, ProcessError, read_tail
 from coordinator.methods.baselines.local import Local
@@ -323,7 +323,7 @@ async def print_progress(coordinator: Child, agents: Mapping[Child, float], roun
                 for event in map(json.loads, lines):
                     progress.observe(event["event"], event)
                     if event["event"] == "round_done" and event["round"] == 1:
-                        await slowed.enter_async_context(slow_down(agents))
+                        await slowed.enter_async_context(limit_shares(agents))
                     elif event["event"] == "round_done" and event["round"] == rounds:
                         await slowed.aclose()
                 await asyncio.sleep(POLL_S)

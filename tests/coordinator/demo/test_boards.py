@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.demo.boards import BOARDS, choose_boards, compute_share, slow_down
+from coordinator.demo.boards import BOARDS, choose_boards, compute_share, limit_shares
 from coordinator.demo.processes import Child
 
 
@@ -22,7 +22,7 @@ def child() -> Iterator[Child]:
 
 async def test_a_slowed_process_stands_still_in_turns_and_goes_on_at_the_end(child: Child) -> None:
     process, seen = psutil.Process(child.process.pid), set[bool]()
-    async with slow_down({child: 0.5}):
+    async with limit_shares({child: 0.5}):
         async with asyncio.timeout(60):
             while seen != {True, False}:
                 seen.add(process.status() == psutil.STATUS_STOPPED)
@@ -32,11 +32,11 @@ async def test_a_slowed_process_stands_still_in_turns_and_goes_on_at_the_end(chi
 
 
 async def test_the_fastest_board_is_never_stopped_and_an_ended_process_is_no_error(child: Child) -> None:
-    async with slow_down({child: 1.0}):
+    async with limit_shares({child: 1.0}):
         assert len(asyncio.all_tasks()) == 1, "nothing is to be done"
     child.process.kill()
     child.process.wait()
-    async with slow_down({child: 0.5}):
+    async with limit_shares({child: 0.5}):
         await asyncio.sleep(0)
 
 
