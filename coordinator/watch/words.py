@@ -28,14 +28,16 @@ def describe_progress(summary: Mapping[str, Any]) -> str:
     number, rounds = summary["round"], summary["rounds"]
     if summary.get("failed"):
         return f"failed: {summary['failed']}"
+    stopped = summary.get("stopped")
+    early = "" if stopped is None else f"; it stopped early, and devices get the models of round {summary['best']}"
     if summary["done"]:
-        return f"done after {rounds} rounds, {len(summary['installed'])} bundles installed"
+        return f"done after {stopped or rounds} rounds, {len(summary['installed'])} bundles installed{early}"
     if summary["paused"]:
         return f"paused after round {number} of {rounds}"
     if summary["waiting"]:
         return f"waiting until {summary['waiting']} devices are there"
     if number >= rounds:
-        return "the end is under way: devices write their bundles"
+        return f"the end is under way: devices write their bundles{early}"
     return f"round {number + 1} of {rounds} is under way"
 
 

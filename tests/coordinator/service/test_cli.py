@@ -115,6 +115,10 @@ def test_status_after_the_end_says_that_devices_were_online_and_names_the_end(ho
         ({}, ("  cam1: online, trained",)),
         ({"ended": True, "done": True}, ("  cam1: was online, trained",)),
         ({"round": 2, "rounds": 2}, ("rounds      2 of 2, the end is under way",)),
+        (
+            {"done": True, "rounds": 9, "stopped": 7, "best": 4},
+            ("done after 7 rounds, ", "; it stopped early, and devices get the models of round 4\n"),
+        ),
     ):
         file.write_text(json.dumps(found | changes))
         said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False).output
