@@ -279,7 +279,7 @@ KEPT: Final = (
     "federation", "method", "round", "rounds", "done", "paused", "history", "bytes_up", "bytes_down", "wall_s", "age_s",
     "attention",
 )  # fmt: skip
-KEPT_IF_THERE: Final = frozenset({"broker", "campaign", "introduction", "rollout", "score_name"})
+KEPT_IF_THERE: Final = frozenset({"best", "broker", "campaign", "introduction", "rollout", "score_name", "stopped"})
 NOBODY: Final[Mapping[str, Any]] = {
     "presence": "not seen",
     "seen_at": None,

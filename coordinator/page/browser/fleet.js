@@ -139,6 +139,9 @@ const accuracyTile = ({ of, share, n, devices }) =>
       ? ["in training", formatScore(share), "last cohort"]
       : [`${score().words} of bundles`, formatScore(share), `validation, on ${count(devices, "device")}`];
 
+const roundNote = ({ paused, stopped, best }) =>
+  paused ? "paused" : stopped == null ? "" : `stopped early, ${number(best)} is best`;
+
 function overview() {
   const { fleet, devices } = data;
   const online = devices.filter((d) => d.presence === "online").length;
@@ -146,7 +149,7 @@ function overview() {
   return tiles([
     ["devices online", isKnown ? `${number(online)} of ${number(devices.length)}` : "unknown"],
     fleet.campaign && ["campaign", number(fleet.campaign.number), fleet.campaign.state],
-    ["round", `${number(fleet.round)} of ${number(fleet.rounds)}`, fleet.paused ? "paused" : ""],
+    ["round", `${number(fleet.stopped ?? fleet.round)} of ${number(fleet.rounds)}`, roundNote(fleet)],
     ...(fleet.shown?.length ? fleet.shown.map(accuracyTile) : [[score().words, "–"]]),
     ["with a bundle", number(devices.filter((d) => d.bundle || d.release).length)],
     ["samples", number(devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
