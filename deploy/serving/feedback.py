@@ -103,7 +103,8 @@ class Feedback:
         self.model.record_grades(runtime.digest, answer.answers, y)
         known = runtime.task.problem.find_known(y)  # the others are of a class that has joined since
         if known.any():
-            self.model.record_coverage(runtime.digest, [each[known] for each in answer.answers], y[known])
+            answers = [each[known] for each in answer.answers]
+            self.model.record_coverage(runtime.digest, answers, y[known], sensitive=sensitive)
             self.model.add_feedback(x[known], y[known])
         return sum(number is not None for number in numbers)
 
@@ -125,7 +126,7 @@ class Feedback:
             if known is not None:
                 self.model.record_grades(known.bundle, known.answers, target[np.newaxis])
                 if self.model.runtime.task.problem.find_known(target[np.newaxis]).all():
-                    self.model.record_coverage(known.bundle, known.answers, target[np.newaxis])
+                    self.model.record_coverage(known.bundle, known.answers, target[np.newaxis], sensitive=sensitive)
 
 
 def _find_answered(runtime: Runtime, answer: Prediction) -> list[Answered | None]:

@@ -18,7 +18,7 @@ from deploy.inference.engines import EngineOptions
 from deploy.inference.prediction import Prediction
 from deploy.inference.prior import ENOUGH, SharesEstimate
 from deploy.inference.runtime import WITHOUT_SCORES, Runtime, load_update, require_sets
-from deploy.updates.coverage import AdaptiveCoverage
+from deploy.updates.coverage import AdaptiveCoverage, Level
 from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
 from deploy.updates.quality import MAX_COMPARED, PairedTest, explain_better, grade_answers, measure_home
@@ -122,6 +122,12 @@ class ActiveBundle:
         alarm = self.alarm
         return None if alarm is None else alarm.kind
 
+    @property
+    def coverage_level(self) -> Level | None:
+        """The level of the prediction sets of the bundle in service, with its counts; None without sets."""
+        with self._lock:
+            return self._sets.level
+
     def raise_alarm(self, alarm: Alarm | None) -> None:
         """Take over the alarm of a process before; it goes out when recent answers fit again."""
         with self._lock:
@@ -221,7 +227,9 @@ class ActiveBundle:
         if grades is not None and usual is not None:
             self.record_labels(bundle, grades >= usual, problem.get_promise(answers))
 
-    def record_coverage(self, bundle: str, answers: Sequence[NDArray[np.floating]], y: NDArray[Any]) -> None:
+    def record_coverage(
+        self, bundle: str, answers: Sequence[NDArray[np.floating]], y: NDArray[Any], *, sensitive: bool = False
+    ) -> None:
         """Move the level of the prediction sets by the targets (n, ...) of answers of the bundle with this digest.
 
         Raises:
@@ -230,7 +238,7 @@ class ActiveBundle:
         with self._lock:
             sets = self._sets if bundle == self._runtime.digest else None
         if sets is not None:
-            sets.record(answers, y)
+            sets.record(answers, y, sensitive=sensitive)
 
     @property
     def worse_reason(self) -> str:

@@ -29,7 +29,7 @@ FILE: Final = "coverage.json"
 
 
 class Level(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of HOME/coverage.json: alpha after n labels, of which so many were covered by the set of their sample."""
+    """Content of HOME/coverage.json: alpha, and how many of n targets of unmarked samples their sets have covered."""
 
     bundle: Digest
     wanted: float
@@ -61,10 +61,11 @@ class AdaptiveCoverage:
             found = Level(bundle=runtime.digest, wanted=wanted, alpha=1 - wanted)
         self.level, self.now = found, runtime.make_coverage(wanted, found.alpha)
 
-    def record(self, answers: Sequence[Floats], y: NDArray[Any]) -> None:
+    def record(self, answers: Sequence[Floats], y: NDArray[Any], *, sensitive: bool = False) -> None:
         """Move the level by the targets (n, ...) of answers (n, ...) that this bundle gave, one after the other.
 
-        Without any score there is nothing to choose a threshold from, and nothing moves.
+        Targets of `sensitive` samples are not counted, as the counts may leave the device. Without any score there is
+        nothing to choose a threshold from, and nothing moves.
 
         Raises:
             StoreError: the level cannot be written; it is as before.
@@ -80,7 +81,8 @@ class AdaptiveCoverage:
                 covered = bool(problem.find_covered(one, y[i : i + 1], coverage.threshold)[0])
                 missed = not score <= coverage.threshold
                 alpha = adapt_level(level.alpha, level.wanted, missed=missed)
-                level = structs.replace(level, alpha=alpha, n=level.n + 1, covered=level.covered + covered)
+                told = int(not sensitive)
+                level = structs.replace(level, alpha=alpha, n=level.n + told, covered=level.covered + told * covered)
                 coverage = self._runtime.make_coverage(level.wanted, alpha)
             write_atomically(self._path, msgspec.json.encode(level))
             self.level, self.now = level, coverage

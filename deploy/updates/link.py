@@ -169,7 +169,7 @@ class Link:
         if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
             self.answering.set_latency_limit(self._outcome.before)  # the process that began the trial has ended
         self._at_work: AtWork | None = None
-        self._counted: tuple[int, int] | None = None  # release and labels by which score at work was counted
+        self._counted: tuple[int, int, int] | None = None  # release and labels by which score at work was counted
         self._alarm = _read_json(self.home / DRIFT, Alarm)
         self.answering.raise_alarm(self._alarm)
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
@@ -363,13 +363,16 @@ class Link:
 
     def _count_answers(self) -> None:
         """Count right and wrong answers of the bundle in service, if labels have come since."""
-        state = self.answering.runtime.manifest.release, self.answering.n_labelled
+        level = self.answering.coverage_level
+        state = self.answering.runtime.manifest.release, self.answering.n_labelled, 0 if level is None else level.n
         if self.store is None or state == self._counted:
             return
         right, wrong = self.store.count_recent_answers(MAX_ANSWERS, release=state[0])
         latest = self.store.count_recent_answers(RECENT, release=state[0])
         recent = latest[0] / sum(latest) if sum(latest) >= LEAST_RECENT else None
-        self._at_work = AtWork(right=right, wrong=wrong, recent=recent) if right + wrong else None
+        covered, coverage = (level.covered / level.n, level.wanted) if level and level.n else (None, None)
+        work = AtWork(right=right, wrong=wrong, recent=recent, covered=covered, coverage=coverage)
+        self._at_work = work if right + wrong or covered is not None else None
         self._counted = state
 
     def _make_situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedge.data.problems.maths import Floats
 from fedge.data.problems.problem import Problem
 
-GAMMA: Final = 0.05
+GAMMA: Final = 0.02
 """Step of the adaptive level after each label, γ in equation 6."""
 DIGITS: Final = 6
 """Decimal places to which scores are rounded up, since engines differ in later ones."""

@@ -72,7 +72,7 @@ REVEALED_FIELDS: Final[Mapping[type[Struct], Revealed]] = {
         "temperature_c": Reveals.LOAD,
         **dict.fromkeys(("n_predictions", "n_failed", "drift", "drift_kind", "drift_release", "outliers"), Reveals.USE),
     },
-    AtWork: dict.fromkeys(("right", "wrong", "recent"), Reveals.PERSONAL),
+    AtWork: dict.fromkeys(("right", "wrong", "recent", "covered", "coverage"), Reveals.PERSONAL),
     Quality: {
         "n": Reveals.COUNT,
         **dict.fromkeys(("accuracy", "gate_entropy", "free_energy"), Reveals.LOSS),

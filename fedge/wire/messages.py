@@ -379,12 +379,17 @@ class DriftKind(StrEnum):
         return cls.INPUTS if isinstance(value, str) else None  # the kind is from a newer fedge: it needs another bundle
 
 
-class AtWork(Struct, frozen=True, kw_only=True):
-    """Answers of the bundle in service that were labelled later, on the device's non-sensitive samples."""
+class AtWork(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answers of the bundle in service that were labelled later, on the device's non-sensitive samples.
+
+    `covered` is the share whose prediction set held the target, and `coverage` what was wanted; None without sets.
+    """
 
     right: Count
     wrong: Count
     recent: Share | None = None  # accuracy on the latest of them; None if there are few
+    covered: Share | None = None
+    coverage: Share | None = None
 
 
 class Health(_Message, frozen=True, forbid_unknown_fields=False, kw_only=True, omit_defaults=True, tag="health"):

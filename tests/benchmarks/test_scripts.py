@@ -130,6 +130,7 @@ SCRIPTS = {
 LONG = (
     "aggregation.py",
     "at_rest.py",
+    "conformal.py",
     "deep.py",
     "deeper.py",
     "engines.py",

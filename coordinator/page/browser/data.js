@@ -92,6 +92,8 @@ export function getWork(d) {
     right: of("right") ?? 0,
     wrong: of("wrong") ?? 0,
     recent: of("recent"),
+    covered: of("covered"),
+    coverage: of("coverage"),
     n: (of("right") ?? 0) + (of("wrong") ?? 0),
   };
 }

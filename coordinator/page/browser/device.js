@@ -68,6 +68,10 @@ function facts(d) {
       "at work",
       `${number(work.right)} right, ${number(work.wrong)} wrong among answers that were labelled later`,
     ],
+    work.covered !== null && [
+      "coverage",
+      `${percent(work.covered)} of the sets held the label that came later, ${percent(work.coverage)} wanted`,
+    ],
     [
       "inputs",
       drifts(d)

@@ -18,10 +18,12 @@ from deploy.serving.endpoints import FixedModel
 from deploy.serving.feedback import MAX_REMEMBERED, Feedback
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.examination import Limits
+from deploy.updates.link import Link
 from deploy.updates.slots import Slots
 from edge_agent.samples import SampleStore
 from fedge.data.classes import add_classes
 from fedge.errors import ConfigError
+from fedge.wire.messages import AtWork
 
 from ..bundles import GOLDEN, source, variant
 from ..serve_process import process
@@ -190,7 +192,8 @@ async def test_the_level_of_prediction_sets_follows_labels_and_outlives_the_proc
     wrong = next(name for name in load(GOLDEN).task.classes if name not in names)
     async with process("--home", tmp_path / "home", "--coverage", 0.9) as (child, said, session):
         url, seen = f"/v2/models/{said['models'][0]}", []
-        for fields in ({"id": "r1"}, {"parameters": {"label": wrong}}, {}):
+        told = {"parameters": {"label": wrong}}
+        for fields in ({"id": "r1"}, told, told, {}):
             async with session.post(f"{url}/infer", data=body(X[:1], **fields)) as response:
                 seen.append((await response.json())["parameters"])
         async with session.post(f"{url}/feedback", data=feedback(id="r1", label=wrong)) as response:
@@ -200,12 +203,26 @@ async def test_the_level_of_prediction_sets_follows_labels_and_outlives_the_proc
         os.kill(child.pid, signal.SIGKILL)
         await asyncio.wait_for(child.wait(), 60)
     levels = [one["coverage_level"] for one in (*seen, last["parameters"])]
-    assert levels == [0.9, 0.9, 0.945, 0.99]
+    assert levels == [0.9, 0.9, 0.918, 0.936, 0.954]
     assert last["parameters"]["sets_hold_all"]
     assert last["parameters"]["coverage"] == 0.9
     assert set(outputs(json.dumps(last).encode())["set"]["data"]) == {True}
     again = ActiveBundle(Slots(tmp_path / "home"), Limits(), EngineOptions(coverage=0.9))
-    assert again.answer(X[:1])[1].coverage.alpha == pytest.approx(0.01)
+    assert again.answer(X[:1])[1].coverage.alpha == pytest.approx(0.046)
+
+
+def test_the_coverage_at_work_is_told_with_the_score(tmp_path):
+    slots = Slots(tmp_path / "home")
+    slots.stage(*source(variant(tmp_path / "scored", release=2, scores=[i / 1000 for i in range(20)])))
+    slots.switch()
+    slots.confirm()
+    answering = ActiveBundle(slots, Limits(), EngineOptions(coverage=0.9))
+    with SampleStore(tmp_path / "home", answering.runtime.task) as store:
+        link = Link("cam1", "shop", tmp_path / "home", slots, answering, store=store)
+        (right,) = answering.runtime.predict(X[:1]).class_index
+        Feedback(answering, store).add(X[:2], np.array([right, right]))
+        link._watch_drift()
+        assert link._make_health().at_work == AtWork(right=1, wrong=1, covered=0.5, coverage=0.9)
 
 
 async def test_what_a_process_acknowledged_outlives_its_death(home):

@@ -27,10 +27,15 @@ def test_each_label_moves_the_level_and_the_next_process_goes_on_from_there(tmp_
     adaptive.record(SURE, WRONG)
     assert adaptive.now.alpha == pytest.approx(0.1 - 0.9 * GAMMA)
     assert adaptive.now.threshold == SCORES[19], "the sets have grown"
-    adaptive.record([np.repeat(SURE[0], 3, axis=0)], np.array([0, 0, 1]))
-    assert adaptive.now.alpha == pytest.approx(0.1 + (4 * 0.1 - 2) * GAMMA)
+    adaptive.record([np.repeat(SURE[0], 2, axis=0)], np.array([1, 1]))
+    assert adaptive.now.alpha == pytest.approx(0.1 - 3 * 0.9 * GAMMA)
     assert adaptive.now.threshold == np.inf, "sets hold everything, and miss nothing any more"
-    assert (adaptive.level.n, adaptive.level.covered) == (4, 2)
+    adaptive.record(SURE, WRONG)
+    assert adaptive.now.alpha == pytest.approx(0.1 - (3 * 0.9 - 0.1) * GAMMA)
+    assert (adaptive.level.n, adaptive.level.covered) == (4, 1)
+    adaptive.record(SURE, np.array([0]), sensitive=True)
+    assert adaptive.now.alpha == pytest.approx(0.1 - (3 * 0.9 - 0.2) * GAMMA)
+    assert (adaptive.level.n, adaptive.level.covered) == (4, 1), "what may leave counts no marked sample"
     assert AdaptiveCoverage(tmp_path, runtime).now == adaptive.now
 
 

@@ -64,7 +64,7 @@ HEALTH = Health(
     drift=True,
     drift_kind=DriftKind.INPUTS,
     drift_release=1,
-    at_work=AtWork(right=3, wrong=1, recent=0.75),
+    at_work=AtWork(right=3, wrong=1, recent=0.75, covered=0.9, coverage=0.95),
 )
 
 
