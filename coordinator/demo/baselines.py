@@ -87,7 +87,7 @@ def run_choosing(
     """
     took = defaultdict[str, list[float]](list)
     for event in read_events(settings, "answer"):
-        if event.fields["label"] == "train" and event.round > 1:  # the first includes loading torch
+        if event.fields["label"] == "train" and event.round >= min(2, settings.rounds):  # in the first, they load torch
             took[event.device].append(event.fields["seconds"])
     usual = float(np.median([each for times in took.values() for each in times]))
     hardware = {
@@ -106,7 +106,7 @@ def run_choosing(
 
     with use_one_thread():
         return [
-            run_one("chosen by the bandit", scenario, options),
+            run_one(f"chosen by {settings.method}", scenario, options),
             run_one("drawn by lot", scenario, lot),
             run_one("all devices", everybody, options),
         ]

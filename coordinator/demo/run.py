@@ -70,11 +70,14 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
         TransportError: the broker does not start.
     """
     watch("partitioning the samples")
-    cameras = partition_samples(settings, server_data=load_method_class(settings.method).needs_server_data(options))
+    method = load_method_class(settings.method)
+    server_data = method.needs_server_data(options)
+    cameras = partition_samples(settings, server_data=server_data)
     ours, summary, broker = asyncio.run(run_over_mqtt(settings, cameras, watch, options))
     runs = [*run_baselines(settings, cameras, summary, watch), *ours]
     boards = choose_boards(cameras.shares, settings.seed)
-    choosing = run_choosing(settings, cameras, boards, options, watch) if ours[-1].choices else []
+    comparable = ours[-1].choices and "uniform" in method.SELECTIONS and not server_data
+    choosing = run_choosing(settings, cameras, boards, options, watch) if comparable else []
     found = compare_runs(
         make_demo_scenario(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None
     )

@@ -29,11 +29,12 @@ def render_choices(choices: Sequence[Choice], names: Mapping[str, str]) -> str:
         for choice in choices
     ]
     head = "Device", "GHz", "Free GB", "Loss drop", "Expected s", "Gain", "Exploration", "Asked", "Last choice"
-    text = (
-        "Where not all train, a bandit asks those within the deadline whose expected gain and exploration bonus are "
-        "largest, and those that have waited long. Loss drop: mean over the last five trainings, the bandit's reward; "
-        "with clock and memory it is the context, here of the choice that last asked the device."
+    bandit = (
+        "A bandit asks those within the deadline whose expected gain and exploration bonus are largest, and those that "
+        "have waited long. Loss drop: mean over the last five trainings, the bandit's reward; with clock and memory it "
+        "is the context, here of the choice that last asked the device."
     )
+    text = bandit if any(choice.gain is not None for choice in choices) else ""
     return render_section("Who was asked, and why", text, render_table(head, rows)) if rows else ""
 
 
