@@ -14,6 +14,7 @@ per cent, mean over seeds:
   personal   mean over clients on their held-out fifth. FedCoE: after local training / after Eq. 11; the others: the
              model itself / after 50 local steps ("+ft")
   cold       mean over new clients without any training of theirs, (the worst one)
+  unasked    the same where a new client tells no profile: FedCoE's global model / the mean of its experts
 
 The specification's figures follow in the lines marked "spec"; those have other random streams: differences below 2
 points in "cold" mean nothing. "printed, one expert": here all ten clients feed it (section 11), in the
@@ -276,11 +277,15 @@ class Fleet(SimulatedFleet):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Shares of correct answers; `personal`: two values, see the columns above; `cold`: one for each new client."""
+    """Shares of correct answers; `personal`: two values, see the columns above; `cold`: one for each new client.
+
+    `unasked`: of new clients that tell no profile, with FedCoE's global model and with the mean of its experts.
+    """
 
     overall: float
     personal: tuple[float, float | None]
     cold: list[float]
+    unasked: tuple[list[float], list[float]] | None = None
     overlap: float | None = None
     spread: float | None = None
     gate_maximum: float | None = None
@@ -350,30 +355,33 @@ class Trial:
     async def fedcoe(self, variant: str, options: dict[str, Any]) -> tuple[Figures, Figures]:
         """Without and with the profile prior, of the same run."""
         method, state, fleet = await self.run(self.setting.method(variant), self.first, options)
+        overall, *by_global = self.judge_global(method, state, fleet)
         ids = sorted(fleet.workers)
         last = state.diagnostics[-1]
         plain = Figures(
-            overall=self.overall(method, state, fleet),
+            overall=overall,
             personal=(
                 self.mean_personal([fleet.after_training[i] for i in ids]),
                 self.mean_personal([fleet.get(state.clients[i], self.layout) for i in ids]),
             ),
             cold=self.cold(method, state, fleet, prior=False),
+            unasked=(by_global, [self.accuracy(fleet.get(state.common, self.layout), own) for own in self.split.new]),
             overlap=last.overlap,
             spread=last.spread,
             gate_maximum=last.gate_maximum,
         )
         return plain, msgspec.structs.replace(plain, cold=self.cold(method, state, fleet, prior=True))
 
-    def overall(self, method: FedCoE, state: FedCoEState, fleet: Fleet) -> float:
-        """Of the global model as a bundle in ONNX Runtime."""
+    def judge_global(self, method: FedCoE, state: FedCoEState, fleet: Fleet) -> list[float]:
+        """Accuracy of the global model as a bundle in ONNX Runtime, on the global test and for each new client."""
         mixture = newcomers.make_global_mixture(method, state, fleet)
         files = method.server_data.make_bundle(mixture, layout=self.layout, release=1, method="fedcoe")
         with tempfile.TemporaryDirectory(dir=self.home) as folder:
             for name, data in files.items():
                 Path(folder, name).write_bytes(data)
-            found = deploy.load(folder).predict_inputs(self.split.test[0]).class_index
-            return float((found == self.split.test[1]).mean())
+            runtime = deploy.load(folder)
+            tests = (self.split.test, *self.split.new)
+            return [float((runtime.predict_inputs(x).class_index == y).mean()) for x, y in tests]
 
     def cold(self, method: FedCoE, state: FedCoEState, fleet: Fleet, *, prior: bool) -> list[float]:
         """Section 7 for each new client: profile, assembled model, labels for scoring alone."""
@@ -412,7 +420,10 @@ class Trial:
 
 
 def lines(setting: Setting, alpha: float, runs: list[dict[str, Figures]]) -> list[str]:
-    table = [f"alpha = {alpha}", f"{'':34}{'global':>20}{'personal':>14}{'cold':>12}  overlap  spread   gate"]
+    table = [
+        f"alpha = {alpha}",
+        f"{'':34}{'global':>20}{'personal':>14}{'cold':>12}{'unasked':>24}  overlap  spread   gate",
+    ]
     for name in runs[0]:
         own = [run[name] for run in runs]
         overall = [100 * f.overall for f in own]
@@ -421,7 +432,11 @@ def lines(setting: Setting, alpha: float, runs: list[dict[str, Figures]]) -> lis
         text = f"{np.mean(overall):.1f} [{min(overall):.1f}-{max(overall):.1f}]"
         inside = ""
         if own[0].overlap is not None:
-            inside = f"{mean(own, 'overlap'):9.2f}{mean(own, 'spread'):9.1g}{mean(own, 'gate_maximum'):7.3f}"
+            both = [[100 * value for f in own for value in f.unasked[k]] for k in (0, 1)]
+            unasked = " / ".join(f"{np.mean(values):.1f} ({min(values):.0f})" for values in both)
+            inside = (
+                f"{unasked:>24}{mean(own, 'overlap'):9.2f}{mean(own, 'spread'):9.1g}{mean(own, 'gate_maximum'):7.3f}"
+            )
         table.append(
             f"{name:34}{text:>20}{pair(first, second):>14}{f'{np.mean(cold):.1f} ({min(cold):.0f})':>12}{inside}"
         )

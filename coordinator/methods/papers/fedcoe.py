@@ -24,7 +24,7 @@ from coordinator.methods.installation import install
 from coordinator.methods.method import Method
 from coordinator.methods.papers import fedcoe_newcomers as newcomers
 from coordinator.methods.parts.averaging import compute_update_factors
-from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, draw_devices, train_cohort
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import finish_round, make_round_rng, run_with_retries, select_results
 from coordinator.methods.server.learning import ServerData, Trunk
@@ -184,8 +184,7 @@ class FedCoE(Method[FedCoEState]):
         """Do a round of section 5; the first time, do section 3 before it."""
         if not state.experts:
             state = await self._pretrain(state, fleet)
-        ids, _ = draw_devices(self.selection, state, fleet.get_devices(), self.settings, state.common)
-        profiles, starts = await newcomers.assemble_starts(self, state, fleet, ids)
+        profiles, starts = await newcomers.assemble_starts(self, state, fleet)
         before = msgspec.structs.replace(state, clients=state.clients | starts)
         state, asked, updates = await train_cohort(
             self, state, fleet, state.common, lambda i: self._make_order(before, i)

@@ -15,6 +15,7 @@ import numpy as np
 from coordinator.aggregation import correlation
 from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.methods.installation import get_next_release
+from coordinator.methods.parts.cohort import draw_devices
 from coordinator.methods.server.assembling import load_global_mixture, make_mixture
 from export import Mixture
 from fedge.steps.contract import Declined
@@ -43,17 +44,16 @@ async def request_profiles(
     return {i: r.shares for i, r in found.items() if correlation.is_profile(r.shares, len(state.experts))}, answers
 
 
-async def assemble_starts(
-    method: FedCoE, state: FedCoEState, fleet: Fleet, ids: Iterable[str]
-) -> tuple[Profiles, dict[str, BlobRef]]:
-    """Assemble the first models of those of the devices that have none (Eq. 13); return their profiles, too.
+async def assemble_starts(method: FedCoE, state: FedCoEState, fleet: Fleet) -> tuple[Profiles, dict[str, BlobRef]]:
+    """Assemble the first models of the next cohort's devices without one (Eq. 13); return their profiles, too.
 
-    In the first round nobody has a model, and all start from the mean of the experts (section 10, point 8). So does a
-    newcomer without a profile.
+    While nobody has a model, all start from the mean of the experts (section 10, point 8). So does a newcomer without a
+    profile.
     """
-    new = [i for i in ids if i not in state.clients] if state.clients else []
-    if not new:
+    if not state.clients:
         return {}, {}
+    cohort, _ = draw_devices(method.selection, state, fleet.get_devices(), method.settings, state.common)
+    new = [i for i in cohort if i not in state.clients]
     profiles, _ = await request_profiles(state, fleet, new)
     experts = method.load_experts(state, fleet)
     starts = {i: method.assemble(experts, normalise(rho)) for i, rho in profiles.items()}
