@@ -46,14 +46,14 @@ Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 class Server(NamedTuple):
-    """The data of the server: the task, and labelled samples x (n, *input_shape), y (n,), or None.
-
-    `learns`: whether rounds will be done; otherwise a state is only read, and nothing else is needed.
-    """
+    """The data of the server: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
 
     task: TaskSpec | None = None
     samples: Samples | None = None
-    learns: bool = True
+
+
+class Reading(Server):
+    """A server at which no round is done: a method's state is only read, which needs no samples."""
 
 
 NO_DATA: Final = Server()

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.methods.catalogue import make_method
-from coordinator.methods.method import Server
+from coordinator.methods.method import Reading
 from coordinator.methods.option_values import list_code
 from coordinator.methods.server.assembling import load_global_mixture, make_child_bundle
 from coordinator.methods.settings import MethodSettings
@@ -79,7 +79,7 @@ def _load_global_mixture(store: Store, allow: Container[str]) -> tuple[TaskSpec,
     require_allowed(f"the run in {store.home}", (*find_code(name), *list_code(options), *task.code), allow, "--allow")
     if (frozen := find_device_weights(task)) is not None:
         weights.store_weights(store.blobs.get(frozen.digest))
-    method = make_method(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task, learns=False))
+    method = make_method(name, MethodSettings(rounds=rounds, seed=seed, options=options), Reading(task))
     with explain_unreadable(store):
         state = decode_state(
             saved, type(method.make_first_state(*msgspec.json.decode(start, type=tuple[Layout, BlobRef])))

@@ -21,7 +21,7 @@ from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import Answers
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.installation import install
-from coordinator.methods.method import Method
+from coordinator.methods.method import Method, Reading
 from coordinator.methods.papers import fedcoe_newcomers as newcomers
 from coordinator.methods.parts.averaging import compute_update_factors
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
@@ -138,8 +138,8 @@ class FedCoE(Method[FedCoEState]):
 
     def set_up(self) -> None:
         """Refuse to run without labelled samples on the server."""
-        settings, (task, server_data, learns) = self.settings, self.server
-        if not learns:
+        settings, (task, server_data) = self.settings, self.server
+        if isinstance(self.server, Reading):
             return
         if task is None or server_data is None:
             raise ConfigError(
