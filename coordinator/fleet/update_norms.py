@@ -107,7 +107,7 @@ def screen_answers(
         return max(params for params, _ in found), max(buffers for _, buffers in found)
 
     norms = {
-        i: norms_of(answer.result.update, layout.without(action.personal))
+        i: norms_of(answer.result.update, action.uploads(answer.result, layout)[answer.result.update])
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
@@ -138,7 +138,7 @@ class AnswerScreen:
         found = screen_answers({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
         kept = found.answers[i]
         if isinstance(kept.result, Trained) and isinstance(action, Train):
-            norms = self._norms_of(kept.result.update, self._layout.without(action.personal))
+            norms = self._norms_of(kept.result.update, action.uploads(kept.result, self._layout)[kept.result.update])
             self._seen.append(AcceptedUpdate(norms=norms, n_samples=kept.result.n_samples))
         return found
 

@@ -276,7 +276,8 @@ class Site:
         report = make_report(order, answer.result, answer.seconds)
         norms = None
         if isinstance(answer.result, Trained) and isinstance(action, Train):
-            norms = self.fleet.get_norms(answer.result.update, self._run.layout.without(action.personal))
+            update = answer.result.update
+            norms = self.fleet.get_norms(update, action.uploads(answer.result, self._run.layout)[update])
         return SiteAnswer(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body, norms=norms)
 
     # --------------------------------------------------------------------------------------------------- sums

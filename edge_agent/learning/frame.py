@@ -43,7 +43,7 @@ from fedge.steps.contract import Declined, Result
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layers import Layers, join, paste
-from fedge.tensors.layout import Layout, Model, Selector
+from fedge.tensors.layout import Layout, Model, Selector, to_bytes
 from fedge.wire.messages import BlobRef, Why
 
 MOST_WEIGHTS: Final = 2**20
@@ -81,12 +81,13 @@ class Learned:
 
     `model`: the trained model, whose change travels. `kept`: what stays on the device, in the layout that the action's
     `select_kept` returns; None if nothing stays. `report`: further fields of the result, such as references to further
-    uploads.
+    uploads. `sent`: what travels in place of the change, in float32; None if the change does.
     """
 
     model: Model
     kept: Model | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
+    sent: Layers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
 
 
 def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float | None) -> Trained:
-    """Send the travelling part of the change, and keep what stays.
+    """Send the travelling part of the change, or what travels in its place, and keep what stays.
 
     `before`, `loss_after`: measured on the model that the device would use, or on the shared model if what is kept is
     confidential.
@@ -202,8 +203,12 @@ def finish(begun: Begun, learned: Learned, before: Evaluation, loss_after: float
         raise ProtocolError("not-finite", "training diverged")
     trained = learned.model
     change = Model(trained.params - begun.start.params, trained.buffers, trained.counters)
+    if learned.sent is not None:
+        update = device.send(to_bytes(learned.sent.get_tensors()))
+    else:
+        update = send_update(device, change, device.layout.without(action.personal), action.codec)
     result: Trained = action.RESULT(
-        update=send_update(device, change, device.layout.without(action.personal), action.codec),
+        update=update,
         n_samples=device.data.n_shared,
         cluster=begun.chosen.cluster,
         loss_before=before.loss,

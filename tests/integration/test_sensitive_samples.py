@@ -56,7 +56,7 @@ METHODS = [
     *("local", "fedavg", "fedavg+ft", "fedavgm", "fedprox", "ditto", "ditto+ft", "fedper", "fedrep", "lg-fedavg"),
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
     *("fedge", "fedge:split=always", "fedge:class_means=0.5", "fedge:buffer=3", "fedbuff"),
-    *("fedbabu", "apfl", "pfedme"),
+    *("fedbabu", "apfl", "pfedme", "moon", "fedgh"),
     *("fedadam", "fedyogi", "q-fedavg", "scaffold", "feddyn", "ifca"),
 ]
 PRIVATE = ["fedadam", "fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "fedyogi", "lg-fedavg"]

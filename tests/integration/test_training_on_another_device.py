@@ -25,6 +25,8 @@ SAME = [
     "ditto",  # a model of one's own, drawn to the global one
     "apfl",  # two models by turns
     "pfedme",  # a trainer for each batch
+    "moon",  # fixed copies of a network
+    "fedgh",  # class means
     "fedcoe",  # the server's own networks
     "fedprox@tests.support.networks:noisy",  # running statistics, random numbers
 ]

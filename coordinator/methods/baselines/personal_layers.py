@@ -99,14 +99,18 @@ class PersonalLayers(Method[P], Generic[P]):
         return order.STEP if order.select_kept(order.personal, state.layout) else None
 
     async def round(self, state: P, fleet: Fleet) -> P:
-        """Do one round of FedAvg with the layers that travel."""
+        """Do one round with the layers that travel."""
         layout = state.layout.without(self.personal)
         if state.round == 0:
             state = self._cut(state, fleet, layout)
-        state = await train(self, state, fleet, self.make_order(state), layout)
+        state = await self.train_shared(state, fleet, layout)
         trained = unflatten(fleet.get(state.model, layout), layout)
         whole = overlay_tensors(fleet.get(state.initial, state.layout), trained, state.layout)
         return msgspec.structs.replace(state, whole=fleet.put_model(whole, state.layout))
+
+    async def train_shared(self, state: P, fleet: Fleet, layout: Layout) -> P:
+        """Have a cohort train, and move the shared layers, whose layout is given: one round of FedAvg."""
+        return await train(self, state, fleet, self.make_order(state), layout)
 
     @staticmethod
     def _cut(state: P, fleet: Fleet, layout: Layout) -> P:

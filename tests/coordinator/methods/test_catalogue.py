@@ -36,12 +36,13 @@ N = 30
 CLASSED = {
     "cfic": "clusters devices by the class that most of their samples have",
     "fedcoe": "makes its experts from the classes of the server's samples",
+    "fedgh": "trains the shared head on the mean features of classes",
     "fedrod": "weighs the classes by a balanced softmax",
     "pm-moe": "mixes the confidences of many modules in each class",
 }
 """Methods that need the class of each sample, and what for."""
 KINDS = ("classification", "multi-label", "regression", "segmentation", "reconstruction", "own")
-HEADED = {"dbe", "fedbabu", "fedper", "fedrep", "lg-fedavg"}
+HEADED = {"dbe", "fedbabu", "fedper", "fedrep", "lg-fedavg", "moon"}
 """Methods that part a network into a base and a head, its last linear layer."""
 HEADLESS = {"segmentation", "own"}
 """Kinds whose network here has no linear layer that gives its output."""

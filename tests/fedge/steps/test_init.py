@@ -40,6 +40,8 @@ from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.noise import Privacy
 from fedge.steps.personal.train_apfl import TrainApfl
 from fedge.steps.personal.train_babu import TrainBabu
+from fedge.steps.personal.train_gh import TrainedGh, TrainGh
+from fedge.steps.personal.train_moon import TrainMoon
 from fedge.steps.personal.train_pfedme import TrainPFedMe
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
@@ -71,6 +73,8 @@ SCAFFOLD = TrainScaffold(starts=(START,), sgd=Sgd())
 DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
 BABU = TrainBabu(starts=(START,), sgd=Sgd(), personal=HEAD)
 APFL = TrainApfl(starts=(START,), sgd=Sgd(), alpha=0.5)
+MOON = TrainMoon(starts=(START,), sgd=Sgd(), mu=1.0, tau=0.5)
+GH = TrainGh(starts=(START,), sgd=Sgd(), personal=BASE)
 PFEDME = TrainPFedMe(starts=(START,), sgd=Sgd(), inner_steps=2, moreau_lambda=1.0, outer_rate=0.1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=3, epsilon=2.0)
 DP = TrainDp(starts=(START,), sgd=Sgd(), privacy=PRIVACY)
@@ -158,6 +162,8 @@ GOOD: list[tuple[Action, Result]] = [
     (PFEDME, trained()),
     (FEDDYN, trained()),
     (SCAFFOLD, corrected()),
+    (MOON, trained()),
+    (GH, TrainedGh(update=REF, n_samples=3, cluster=2, loss_before=1.0, loss_after=0.5, gradient_norm=1.0)),
     (DP, trained_dp()),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(1 / 3,) * MAX_FEATURES, n_samples=5)),
@@ -197,9 +203,10 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
     *((TRAIN, trained(val_score=score), "wrong-result") for score in (1.01, -0.01)),
     *((MASKED, masked(val_score=score), "wrong-result") for score in (1.01, -0.01)),
-    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME, FEDDYN)),
+    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME, FEDDYN, MOON)),
     (SCAFFOLD, corrected(n_samples=0), "no-samples"),
     (SCAFFOLD, msgspec.structs.replace(corrected(), control=REF), "wrong-result"),
+    (GH, TrainedGh(update=REF, n_samples=0), "no-samples"),
     (DP, trained_dp(n_samples=0), "no-samples"),
     *(
         (DP, trained_dp(**{figure: 0.5}), "wrong-result")
@@ -254,6 +261,7 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (APFL, {"alpha": 1.5}),
     (PFEDME, {"inner_steps": 0}),
     (FEDDYN, {"alpha": 0.0}),
+    (MOON, {"tau": 0.0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),
     (NOISY, {"noise": -1.0}),
@@ -359,6 +367,8 @@ KEPT: list[tuple[str, Selector, list[str]]] = [
     ("train_rod", (), ["out.w", "out.b"]),
     ("train_dbe", (), ["offset"]),
     ("train_apfl", (), ["in.w", "out.w", "out.b", "mean", "apfl/alpha"]),
+    ("train_moon", (), ["in.w", "out.w", "out.b", "mean"]),
+    ("train_gh", BASE, ["in.w", "mean"]),
     ("train_pfedme", (), ["in.w", "out.w", "out.b", "mean"]),
 ]
 
