@@ -158,7 +158,7 @@ async def run_ours(name: str, pool: Pool, shares: Sequence[Share], seed: int, ro
             sgd=Sgd(epochs=1, batch_size=BATCH, learning_rate=RATE, momentum=0.0),
             codec=Codec.FLOAT32,
             down="float32",
-            protection=Protection(average="mean"),
+            protection=Protection() if name == "fedgh" else Protection(average="mean"),
             options=dict(OPTIONS.get(name, {})),
         ),
     )

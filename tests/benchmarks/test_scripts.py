@@ -138,6 +138,7 @@ LONG = (
     "inference.py",
     "marks.py",
     "outlier.py",
+    "pfllib.py",
     "relay.py",
     "student.py",
     "transfer.py",
