@@ -9,8 +9,9 @@ expected calibration error in points. Then the paired differences of the student
 error over the seeds, and how well samples of this kind are told from the device's own by the free energy of mixture and
 student (the area under the curve, 0.5: not at all).
 
-Below: how many devices installed the student, and processor time of a prediction without preprocessing, batch 1, one
-thread, mixture and student in turn in each of 7 rounds; the ratio is the median over rounds, then over devices.
+Below: candidates of a mixture, and which share of the devices installed the student. At the end, as `inference.py`
+measures it: processor time of an answer by bundles of M candidates with random weights, batch 1, one thread, without
+preprocessing, all in turn in each of 7 rounds. A student is a bundle of one; ratios are medians over the rounds.
 
     python benchmarks/student.py
     python benchmarks/student.py --data DIR --settings "digits, alpha 0.5; MNIST, alpha 0.5" --seeds 70,71 --json s.json
@@ -22,8 +23,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -31,7 +32,7 @@ from typing import Any, Final
 import numpy as np
 from default_method import SETTINGS, paired, source_of
 from gate import calibration_error, kinds, parts_of
-from inference import time_rounds
+from inference import Subject, time_rounds
 from script import finish, parser_of, say, several
 from sklearn.metrics import roc_auc_score
 
@@ -47,6 +48,8 @@ from fedge.wire.messages import Role
 VARIANTS: Final = ("mixture", "fine-tuned", STUDENT)
 MEASURES: Final = ("accuracy", "nll", "ece")
 ROUNDS: Final = 7
+CANDIDATES: Final = (1, 2, 3, 4)
+NETWORKS: Final = ("mlp", "cnn28", "cnn32")
 
 
 def answers(runtime: Runtime, x: np.ndarray, *, alone: Role | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -62,16 +65,16 @@ def answers(runtime: Runtime, x: np.ndarray, *, alone: Role | None = None) -> tu
     return p, compute_free_energy(weights, energies)
 
 
-def times_of(bundles: Mapping[str, Path], shape: tuple[int, ...]) -> dict[str, float]:
-    """Processor time of a prediction by mixture and student in ms, and the ratio of the two."""
-    x = np.random.default_rng(0).random((1, *shape), np.float32)
-    runs = {name: fedge.load(folder)._engine.run for name, folder in bundles.items()}  # noqa: SLF001
-    calls = {"floor": lambda: runs["mixture"](x), STUDENT: lambda: runs[STUDENT](x)}
-    rounds = [{name: median(each) for name, each in times.items()} for times in time_rounds(calls, ROUNDS)]
+def times_of(network: str, folder: Path) -> dict[int, tuple[float, float]]:
+    """Processor time of an answer in ms by the number of candidates, and its ratio to that of one."""
+    subjects = {m: Subject(network, m - 1, folder / f"{network}-{m}") for m in CANDIDATES}
+    x = np.random.default_rng(0).random((1, *subjects[1].task.input_shape), np.float32)
+    runs = {m: fedge.load(subject.folder)._engine.run for m, subject in subjects.items()}  # noqa: SLF001
+    calls = {"floor" if m == 1 else str(m): partial(run, x) for m, run in runs.items()}
+    rounds = [[median(each) for each in times.values()] for times in time_rounds(calls, ROUNDS)]
     return {
-        "mixture_ms": median(each["floor"] for each in rounds),
-        "student_ms": median(each[STUDENT] for each in rounds),
-        "ratio": median(each[STUDENT] / each["floor"] for each in rounds),
+        m: (median(times[k] for times in rounds), median(times[k] / times[0] for times in rounds))
+        for k, m in enumerate(CANDIDATES)
     }
 
 
@@ -82,7 +85,7 @@ def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[s
         settings["model"] = given.model
     probabilities: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
     told: dict[tuple[str, str], list[float]] = defaultdict(list)
-    times: dict[str, list[float]] = defaultdict(list)
+    whole: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         source = source_of(str(settings.pop("set")), given.data, Path(folder))
         both = {
@@ -100,14 +103,10 @@ def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[s
         }
         federation = partition_samples(both[STUDENT].scenario, seed)
         for number, device in enumerate(federation.shares):
-            bundles = {name: done.get_bundle(device) for name, done in both.items()}
-            runtimes = {name: fedge.load(bundle, engine="separate") for name, bundle in bundles.items()}
+            runtimes = {name: fedge.load(done.get_bundle(device), engine="separate") for name, done in both.items()}
             candidates = {name: runtime.manifest.candidates for name, runtime in runtimes.items()}
-            times["candidates"].append(len(candidates["mixture"]))
-            times["installed"].append(candidates[STUDENT][0].name == STUDENT)
-            if times["installed"][-1] and number < given.timed:
-                for name, found in times_of(bundles, federation.task.input_shape).items():
-                    times[name].append(found)
+            whole["candidates"].append(len(candidates["mixture"]))
+            whole["installed"].append(candidates[STUDENT][0].name == STUDENT)
             own: dict[str, np.ndarray] = {}
             for kind, (raw, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
                 x = preprocessing.preprocess(federation.task, raw)
@@ -121,9 +120,7 @@ def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[s
                 for name, scores in strange.items():
                     others = np.repeat([0, 1], [len(own[name]), len(scores)])
                     told[kind, name].append(roc_auc_score(others, np.concatenate([own[name], scores])))
-    found = {("", "", name): float(np.mean(each)) for name, each in times.items()}
-    if times["ratio"]:
-        found["", "", "ratio"] = median(times["ratio"])
+    found = {("", "", name): float(np.mean(each)) for name, each in whole.items()}
     for (kind, name), areas in told.items():
         found[kind, name, "auc"] = float(np.mean(areas))
     for (kind, name), each in probabilities.items():
@@ -147,7 +144,6 @@ def main() -> None:
     parser.add_argument("--method", default="fedge", help="one whose devices end with a mixture")
     parser.add_argument("--model", help="a network, such as cnn (default: that of the setting)")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--timed", type=int, default=3, help="devices of each seed whose bundles are timed (default 3)")
     given = parser.parse_args()
     figures: dict[str, Any] = {}
     for setting in given.settings:
@@ -172,10 +168,14 @@ def main() -> None:
             areas = [f"{np.mean([run[kind, v, 'auc'] for run in there]):.2f}" for v in ("mixture", STUDENT)]
             print(f"| {kind} | {' | '.join(cells)} | {' | '.join(gains)} | {', '.join(areas)} |", flush=True)
             figures.setdefault(setting, {})[kind] = {m: every[m].tolist() for m in MEASURES}
-        names = dict.fromkeys(name for run in runs for kind, _, name in run if not kind)
-        whole = {name: float(np.mean([run["", "", name] for run in runs if ("", "", name) in run])) for name in names}
-        print(", ".join(f"{name} {value:.3f}" for name, value in whole.items()), flush=True)
+        whole = {name: float(np.mean([run["", "", name] for run in runs])) for name in ("candidates", "installed")}
+        print(", ".join(f"{name} {value:.2f}" for name, value in whole.items()), flush=True)
         figures[setting]["all"] = whole
+    with tempfile.TemporaryDirectory() as folder:
+        for network in NETWORKS:
+            found = times_of(network, Path(folder))
+            print(f"{network}: " + ", ".join(f"M = {m}: {ms:.3f} ms, {r:.2f} x" for m, (ms, r) in found.items()))
+            figures[network] = {str(m): {"ms": ms, "ratio": ratio} for m, (ms, ratio) in found.items()}
     finish(given, figures)
 
 

@@ -93,7 +93,7 @@ def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
 
 
 def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> None:
-    scenario = Scenario(devices=3, samples=200)
+    scenario = Scenario(devices=3, samples=200, student=True)
     federation = partition_samples(scenario, 0)
     fleet, first, workers = make_fleet(federation, scenario, 0, tmp_path)
     assert [device.id for device in fleet.get_devices()] == list(federation.shares) == list(workers)
@@ -101,6 +101,7 @@ def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> 
     for i, share in federation.shares.items():
         assert workers[i].data.n_train == len(share.y_train)
         assert workers[i].home == tmp_path / i
+        assert workers[i].student
 
 
 @pytest.mark.parametrize("marks", ["samples", "classes"])

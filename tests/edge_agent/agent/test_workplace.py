@@ -20,7 +20,7 @@ import pytest
 from edge_agent.agent import workplace
 from edge_agent.agent.identity import SampleCounts
 from edge_agent.agent.settings import AgentSettings
-from edge_agent.agent.workplace import SampleWatch, WorkerProcess
+from edge_agent.agent.workplace import SampleWatch, WorkerProcess, make_worker
 from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.privacy.dp_ledger import Ledger
 from edge_agent.samples import SampleStore
@@ -33,7 +33,7 @@ from fedge.steps.training.train import Start, Train, Trained
 from fedge.steps.training.train_dp import TrainDp
 from fedge.system.files import BlobFolder
 from fedge.system.stopping import StoppedError, never
-from fedge.tasks import read_device_data
+from fedge.tasks import DeviceData, read_device_data
 from fedge.wire.messages import Order, Why
 from tests.support.orders import Blobs, order
 
@@ -487,3 +487,9 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent.communicate()
     gone, _ = psutil.wait_procs([child], timeout=WAIT_S)
     assert gone
+
+
+def test_the_worker_makes_students_if_the_owner_says_so(settings: AgentSettings) -> None:
+    data = DeviceData.from_inputs(np.zeros((1, 1, 8, 8), np.float32))
+    assert make_worker(msgspec.structs.replace(settings, student=True), data).student
+    assert not make_worker(settings, data).student

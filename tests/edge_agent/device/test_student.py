@@ -12,6 +12,7 @@ import pytest
 from deploy import load
 from edge_agent.device.device import Device
 from edge_agent.device.student import load_unlabelled, replace_mixture
+from edge_agent.device.worker import Worker
 from edge_agent.samples import SampleStore
 from export import Candidate, GateWeights, Mixture, student
 from fedge.data.problems.regression import Regression
@@ -20,7 +21,7 @@ from fedge.models import build
 from fedge.steps.mixture.install import Install
 from fedge.tasks import DeviceData
 from fedge.wire.messages import Role
-from tests.support.orders import TASK, Blobs, device, device_data
+from tests.support.orders import TASK, Blobs, device_data, order
 
 FLAT = np.full(3, -np.log(3))
 
@@ -35,9 +36,8 @@ def made(*seeds: int) -> Mixture:
 
 def of_owner(home: Path, data: DeviceData | None = None) -> Device:
     """A device whose owner wants a student."""
-    own = device(home, Install(model=Blobs().model(1), method="fedavg"), data=data)
-    own.student = True
-    return own
+    own = Worker("d", TASK, data or device_data(), home, student=True)
+    return own.make_device(order(Install(model=Blobs().model(1), method="fedavg")), Blobs())
 
 
 def test_the_student_takes_the_place_of_the_mixture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,7 +114,7 @@ def test_it_also_learns_from_inputs_that_have_no_label(tmp_path: Path, monkeypat
 
 
 def test_inputs_without_a_label_are_turned_as_the_samples_are(tmp_path: Path) -> None:
-    task = replace_task()
+    task = TaskSpec(name="image", classes=("a", "b"), input_shape=(1, 2, 2), model="mlp")
     (tmp_path / "samples.toml").write_text("[samples]\nunlabelled = 50\n")
     x = np.arange(4 * 20, dtype=np.float32).reshape(20, 1, 2, 2) + 0.5
     with SampleStore(tmp_path, task) as store:
@@ -125,7 +125,3 @@ def test_inputs_without_a_label_are_turned_as_the_samples_are(tmp_path: Path) ->
     straight = load_unlabelled(own)
     own.data = replace(own.data, quarters=1)
     np.testing.assert_array_equal(load_unlabelled(own), np.rot90(straight, 1, axes=(2, 3)))
-
-
-def replace_task() -> TaskSpec:
-    return TaskSpec(name="image", classes=("a", "b"), input_shape=(1, 2, 2), model="mlp")
