@@ -33,7 +33,7 @@ def run(device: Device, action: TrainFedDyn) -> Result:
 def learn(device: Device, action: TrainFedDyn, start: Model, mine: Layers | None, counted: bool | None) -> Learned:
     """Compute theta, of which the change is sent, and the next g."""
     network = device.network
-    gradient = read_vector(None if action.fresh else mine, counted=counted, n_params=device.layout.n_params)
+    gradient = read_vector(mine, counted=counted, n_params=device.layout.n_params)
     sgd = msgspec.structs.replace(action.sgd, proximal_mu=action.alpha)
     anchor, shift = (to_tensor(vector, network.processor) for vector in (start.params, -gradient))
     network.load(start)

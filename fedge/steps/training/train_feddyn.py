@@ -12,12 +12,11 @@ from fedge.tensors.layout import Layout, Selector
 
 
 class TrainFedDyn(Train, frozen=True, kw_only=True):
-    """FedDyn's training with weight `alpha`; `fresh`: whether the device's local gradient begins at 0."""
+    """FedDyn's training with weight `alpha` of both terms."""
 
     STEP: ClassVar = "train_feddyn"
 
     alpha: Annotated[float, Meta(gt=0)]
-    fresh: bool = False
 
     @staticmethod
     def select_kept(personal: Selector, layout: Layout) -> Layout:

@@ -10,11 +10,9 @@ keeps g_i <- g_i - alpha (theta_i - theta). With the m devices that are there an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -27,7 +25,6 @@ from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import finish_round
 from fedge.steps.training.train import Start
 from fedge.steps.training.train_feddyn import TrainFedDyn
-from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
 
 if TYPE_CHECKING:
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of FedDyn. `alpha`: weight of both terms."""
 
-    alpha: Annotated[float, Meta(gt=0)] = 0.1
+    alpha: Annotated[float, Meta(gt=0)] = 0.5
 
 
 class FedDynState(ChoosingState, frozen=True, kw_only=True):
@@ -57,10 +54,6 @@ class FedDyn(Method[FedDynState]):
     Options: ClassVar[type[Struct]] = Options
     REFUSED = NO_CLUSTERS | {"dp": explain_no_noise((TrainFedDyn, "update"))}
 
-    def add_classes(self, state: FedDynState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> FedDynState:
-        """Return the state for a network with further outputs; h and all g_i begin anew."""
-        return msgspec.structs.replace(state, layout=layout, model=grow(state.model), drift=None, descents={})
-
     async def round(self, state: FedDynState, fleet: Fleet) -> FedDynState:
         """Do one round of Algorithm 1. If theta stays, h moves: devices whose reports were accepted have moved g_i."""
         order = TrainFedDyn(
@@ -68,7 +61,6 @@ class FedDyn(Method[FedDynState]):
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             alpha=self.options.alpha,
-            fresh=state.drift is None,
         )
         state, asked, updates = await train_cohort(self, state, fleet, state.model, lambda _: order)
         mean = await average(self, fleet, updates, state.layout, alike=True)
