@@ -6,7 +6,6 @@ Source: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021, Algo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,9 @@ class Contrast:
     def __call__(self, learns: Learns, devices: Sequence[Device]) -> Iterator[Loss]:
         """Yield the loss; both other models are fixed, in evaluation mode."""
         assert isinstance(learns, Network)
-        others = [make_fixed_copy(learns, model) for model in (self.w, self.last)]
+        others = [Network(learns.task, learns.processor) for _ in range(2)]
+        for other, model in zip(others, (self.w, self.last), strict=True):
+            other.load(model)
         head = models.get_head(learns.module, learns.layout)
         seen: list[Tensor] = []
         with (
@@ -72,19 +73,10 @@ class Contrast:
                 loss = problem_loss(module, x, y, *given)
                 z = seen.pop()
                 with torch.no_grad():
-                    z_global, z_last = (
-                        models.compute_features_and_logits(other, x, learns.layout)[0] for other in others
-                    )
+                    z_global, z_last = (other.compute_present_features(x) for other in others)
                 return loss + self.action.mu * compute_contrast(z, z_global, z_last, self.action.tau)
 
             yield compute_loss
-
-
-def make_fixed_copy(network: Network, model: Model) -> nn.Module:
-    """Return a copy of the network's module with the model's weights, in evaluation mode."""
-    other = copy.deepcopy(network.module)
-    models.load_model(other, model, network.layout)
-    return other.eval()
 
 
 def compute_contrast(z: Tensor, z_global: Tensor, z_last: Tensor, tau: float) -> Tensor:

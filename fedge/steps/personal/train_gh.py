@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-from fedge.steps.contract import Result, Reveals
+from fedge.steps.contract import Reveals
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import HEAD, Layout, TensorInfo
 from fedge.wire.messages import BlobRef
@@ -35,7 +35,7 @@ class TrainGh(Train, frozen=True, kw_only=True):
     """FedGH's training; `personal` selects the base."""
 
     STEP: ClassVar = "train_gh"
-    RESULT: ClassVar[type[Result]] = TrainedGh
+    RESULT: ClassVar = TrainedGh
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Count the passes of `Train`, and one for the features."""

@@ -39,7 +39,7 @@ def test_it_trains_as_fedavg_keeps_the_base_and_sends_the_class_means_of_what_it
     x, y = data.shared
     features = network.compute_features(expected, x)
     means = np.stack([features[y == c].mean(axis=0) for c in range(3)])
-    np.testing.assert_allclose(learned.sent[MEANS], means, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(learned.sent[MEANS], np.float32), means, atol=1e-5)
     np.testing.assert_array_equal(learned.sent[PRESENT], np.ones(3))
 
 

@@ -49,13 +49,15 @@ def test_the_loss_is_that_of_the_problem_and_the_contrast_of_the_features() -> N
     network = Network(TASK)
     moved = build.make_initial_model(TASK, 9)[1]
     x, y = (torch.from_numpy(own) for own in DATA.shared)
-    features = [torch.from_numpy(network.compute_features(model, DATA.shared[0])) for model in (moved, INITIAL, OTHER)]
+    f, f_global, f_last = (
+        torch.from_numpy(network.compute_features(model, DATA.shared[0])) for model in (moved, INITIAL, OTHER)
+    )
     network.load(moved)
     here = device(Path("unused"), action, data=DATA)
     with Contrast(action, INITIAL, OTHER)(network, [here]) as loss:
         found = loss(network.module, x, y)
     logits = models.compute_features_and_logits(network.module, x, LAYOUT)[1]
-    expected = functional.cross_entropy(logits, y) + 0.7 * compute_contrast(*features, 0.5)
+    expected = functional.cross_entropy(logits, y) + 0.7 * compute_contrast(f, f_global, f_last, 0.5)
     torch.testing.assert_close(found.double(), expected.double())
 
 

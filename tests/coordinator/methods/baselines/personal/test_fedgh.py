@@ -39,7 +39,7 @@ async def test_a_round_moves_the_head_by_what_the_devices_told_and_no_base_leave
     sent = make_means_layout(layout)
     updates = select_updates({answer.device_id: answer for answer in fleet.heard})
     told = [unflatten(fleet.get(update.update, sent), sent) for update in updates.values()]
-    means = np.concatenate([one[MEANS][one[PRESENT] > 0] for one in told])
+    means = np.concatenate([one[MEANS][np.flatnonzero(one[PRESENT])] for one in told])
     labels = np.concatenate([np.flatnonzero(one[PRESENT]) for one in told])
     head = layout.select(HEAD)
     before = fleet.get(first, layout).params[-head.n_params :]

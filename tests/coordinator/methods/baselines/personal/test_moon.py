@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.baselines.personal.moon import Moon
+from coordinator.methods.method import Method
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run_rounds
 from fedge.steps.sgd import Sgd
@@ -19,8 +21,9 @@ def settings(**options: float) -> MethodSettings:
 
 
 async def test_without_weight_it_is_fedavg_and_with_it_only_from_the_second_round_on_another(tmp_path: Path) -> None:
-    found = []
-    for method in (FedAvg(settings()), Moon(settings(mu=0.0)), Moon(settings(mu=5.0))):
+    found: list[list[np.ndarray]] = []
+    methods: tuple[Method[Any], ...] = (FedAvg(settings()), Moon(settings(mu=0.0)), Moon(settings(mu=5.0)))
+    for method in methods:
         fleet, layout, first, _ = digits(tmp_path / str(len(found)), n=3, limit=300)
         state = method.init(layout, first)
         models = []
