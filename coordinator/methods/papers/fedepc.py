@@ -145,7 +145,7 @@ class FedEpc(Method[FedEpcState]):
 
     def set_up(self) -> None:
         """Refuse options that do not combine."""
-        options, settings, (task, samples, _) = self.options, self.settings, self.server
+        options, settings, task, samples = self.options, self.settings, self.server.task, self.server.samples
         if options.extractor == "server":
             if task is None or samples is None:
                 raise ConfigError(
@@ -276,7 +276,7 @@ class FedEpc(Method[FedEpcState]):
             return state
         if self.options.extractor == "shared":
             return msgspec.structs.replace(state, extractor=state.shared)
-        task, samples, _ = self.server
+        task, samples = self.server.task, self.server.samples
         assert task is not None
         assert samples is not None
         found = await asyncio.to_thread(train_extractor, task, *samples, seed=self.settings.seed)
