@@ -8,11 +8,12 @@ equally many.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.masked import Weights
 from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
@@ -42,7 +43,7 @@ class FedAvg(Method[FedAvgState]):
     HEEDS = SHARED
     SELECTIONS = SELECTIONS
     REFUSED = NO_CLUSTERS
-    SUMS = "samples"
+    SUMS: ClassVar[Weights | None] = "samples"
     State = FedAvgState
 
     def get_sgd(self) -> Sgd:

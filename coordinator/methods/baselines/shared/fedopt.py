@@ -84,7 +84,8 @@ class FedAdam(FedAvg):
         if mean is None:
             return state
         o, delta = self.options, mean.params
-        kept = fleet.get_tensors(state.moments) if state.moments else {}
+        stored = fleet.get_tensors(state.moments) if state.moments else {}
+        kept = {name: moment.astype(np.float64) for name, moment in stored.items()}
         m = BETA1 * kept.get("m", np.zeros_like(delta)) + (1 - BETA1) * delta
         v = self.update_second_moment(kept.get("v", np.full_like(delta, o.tau**2)), delta**2)
         step = o.server_rate * m / (np.sqrt(v) + o.tau)
