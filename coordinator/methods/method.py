@@ -26,7 +26,7 @@ from coordinator.methods.installation import install
 from coordinator.methods.option_values import NoOptions, explain_no_privacy, parse_options
 from coordinator.methods.promises import CheckedFleet, Shared, require_heeded, require_next
 from coordinator.methods.rounds import compute_rate_factor, make_round_rng, stop_early
-from coordinator.methods.settings import MethodSettings, Option, require_takeable
+from coordinator.methods.settings import MethodSettings, Option, require_known_by, require_takeable
 from coordinator.methods.state import GlobalModel, ModelState, S
 from coordinator.selection.select import compute_cohort_size, draw_uniform
 from fedge.data.augmentation import find_own
@@ -123,6 +123,7 @@ class Method(Generic[S]):
                 f"with differential privacy each sample is changed by itself, and what {own[0]} does is unknown: take "
                 "flip, crop, rotate, noise or erase"
             )
+        require_known_by(self.problem, settings.sgd)
         if settings.patience is not None and (why := self.explain_no_patience()):
             raise ConfigError(f"{self.name} takes no --patience: {why}")
         self.set_up()

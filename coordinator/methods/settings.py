@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct
 
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.promises import Shared
+from fedge.data.problems.problem import Problem
 from fedge.errors import ConfigError
 from fedge.settings import CODE
 from fedge.steps.sgd import Optimizer, Sgd
@@ -46,6 +47,17 @@ def require_fitting_recipe(sgd: Sgd, protection: Protection) -> None:
             "--class-weights balanced counts a device's labels, and the noise of differential privacy does not hide "
             "these counts: leave it out"
         )
+
+
+def require_known_by(problem: Problem, sgd: Sgd) -> None:
+    """Refuse, before a run, parts of a recipe that need classes, for a problem without.
+
+    Raises:
+        ConfigError: the text names these parts.
+    """
+    given = {"--label-smoothing": sgd.label_smoothing, "--class-weights": sgd.class_weights}
+    if not problem.CLASSED and (there := " and ".join(name for name, value in given.items() if value)):
+        raise ConfigError(f"leave out {there}: for classification, not for {problem.NAME}")
 
 
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coordinator.service.findings import Finding, Samples
 from export.parity import compute_difference, favour_routes
 from fedge.data.task import TaskSpec
-from fedge.errors import ProtocolError
+from fedge.errors import FedgeError, ProtocolError
 from fedge.models.constants import collect_constants, compute_digest
 from fedge.models.network import dump_model, iterate_tensors
 from fedge.models.training import Network, Trainer, to_tensor
@@ -228,6 +228,8 @@ def _probe_steps(network: Network, samples: Samples) -> Finding | None:
     sgd = Sgd(batch_size=len(samples.y), learning_rate=RATE, momentum=0.0)
     try:
         Trainer(network, samples.x, samples.y, sgd, np.random.default_rng(0)).run(2)
+    except FedgeError:  # it says what to do
+        raise
     except FAILURES as error:
         return _make_failure_finding(error)
     if bool(network.weights.isfinite().all()):

@@ -71,11 +71,15 @@ def find_missing_classes(counts: Counts) -> Iterator[Finding]:
         )
 
 
-def find_oddities(counts: Counts) -> Iterator[Finding]:
-    """Find classes without samples, devices with few, and class names that look like a typo of another."""
+def find_oddities(counts: Counts, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Find classes without samples, devices with few, and class names that look like a typo of another.
+
+    Args:
+        counts: numbers of samples by device and class.
+        sizes: each device's number of samples, which may have several labels, or no class.
+    """
     yield from find_missing_classes(counts)
-    n_samples = {device: sum(of_device.values()) for device, of_device in counts.items()}
-    if few := [f"{device or 'all together'} has {n}" for device, n in n_samples.items() if n < FEW]:
+    if few := [f"{device or 'all together'} has {n}" for device, n in sizes.items() if n < FEW]:
         do = f"a device needs at least {FEW} samples, better 50: a fifth is held out to validate"
         yield Finding(f"few samples: {_format_some(few)}", do)
     total = _count_total(counts)
@@ -104,12 +108,13 @@ def _is_similar(one: str, other: str) -> bool:
     return letters[0] != letters[1] and SequenceMatcher(None, one, other).ratio() >= SIMILAR
 
 
-def format_counts(counts: Counts) -> Iterator[str]:
-    """Format a line per device: its samples, and how many of each class."""
+def format_counts(counts: Counts, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Format a line per device: its samples, and how many are of each class, or have each label."""
     width = max(map(len, counts), default=0)
     for device, of_device in counts.items():
         parts = [f"{name} {n}" for name, n in of_device.items() if n]
-        yield f"{device.ljust(width)}  {sum(of_device.values())}: {_format_some(parts)}".strip()
+        if device or parts:
+            yield f"{device.ljust(width)}  {sizes[device]}{': ' * bool(parts)}{_format_some(parts)}".strip()
 
 
 def _format_some(words: Sequence[str], most: int = 12) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedge.data import images
 from fedge.data.preprocessing import load_mask, measure_image
-from fedge.data.problems.segmentation import IGNORED
+from fedge.data.problems.segmentation import IGNORED, ONLY_IGNORED
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
 
@@ -67,12 +67,16 @@ def list_classes(source: Path, names: Sequence[str]) -> tuple[str, ...]:
     """Return the classes that `classes.txt` names, or class 0, class 1, ... up to the largest pixel of all masks.
 
     Raises:
-        ConfigError: a mask cannot be read, or there are pixels of fewer names.
+        ConfigError: a mask cannot be read, all pixels are 0 or 255, or there are fewer names than classes.
     """
-    largest = 1
+    largest, ignores = 0, False
     for name in names:
         (mask,) = images.read_each(source, [get_mask_name(name)], load_mask)
         largest = max(largest, int(mask[mask != IGNORED].max(initial=0)))
+        ignores = ignores or bool((mask == IGNORED).any())
+    if ignores and not largest:
+        raise ConfigError(f"{source}: {ONLY_IGNORED}")
+    largest = max(largest, 1)
     given = _read_names(source)
     if given and len(given) <= largest:
         raise ConfigError(f"{source / CLASSES_FILE} names {len(given)} classes, and masks have pixels of {largest}")

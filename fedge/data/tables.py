@@ -188,7 +188,10 @@ class _Reader:
             words = [word.strip() for word in _format_cell(cell).split(SEPARATOR)]
             for word in (word for word in words if word.lower() not in NO_VALUE):
                 if word not in place:
-                    raise self._make_error(i, name, f"holds a label that is not one of {', '.join(labels[:20])}")
+                    known = ", ".join(labels[:20])
+                    raise self._make_error(
+                        i, name, f"holds a label that is not one of {known}; '{SEPARATOR}' separates several"
+                    )
                 found[i, place[word]] = 1
         return found
 

@@ -17,7 +17,7 @@ from fedge.data.problems.multi_label import MultiLabel
 from fedge.data.problems.own import state_own
 from fedge.data.problems.reconstruction import Reconstruction
 from fedge.data.problems.regression import Regression
-from fedge.data.problems.segmentation import IGNORED, Segmentation
+from fedge.data.problems.segmentation import IGNORED, ONLY_IGNORED, Segmentation
 from fedge.data.task import Asked, Schema, TaskSpec
 from fedge.errors import ConfigError
 from fedge.settings import CODE
@@ -86,12 +86,19 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str, n_tr
     if kind == "multi-label":
         width = y.shape[1] if y.ndim == 2 else 0
         labels = _name(names, width, "label", where)
+        if width == 0 or y.dtype.kind not in "buif":
+            raise ConfigError(
+                f"{where}: y must be 0 or 1 for each label (n, labels), not {y.dtype}{y.shape}: make such columns of "
+                "words or lists, as by sklearn.preprocessing.MultiLabelBinarizer, and name them in `classes`"
+            )
         numbers = MultiLabel(labels=labels).convert_targets(y, n, table["x"].shape[1:], f"{where}: y")
         shares = numbers[:n_train].mean(axis=0).round(4).tolist()
         return Stated((), MultiLabel(labels=labels, shares=tuple(shares)), y)
     if kind == "regression":
         return Stated((), _measure_targets(y, n, names, where, n_train), y)
     counted = y[y != IGNORED]
+    if y.size > counted.size and not counted.any():
+        raise ConfigError(f"{where}: {ONLY_IGNORED}")
     n_classes = int(counted.max(initial=0)) + 1 if y.dtype.kind in "bui" else 2
     return Stated((), Segmentation(classes=_name(names, max(n_classes, 2), "class", where)), y)
 

@@ -160,6 +160,13 @@ CASES: Final = {
     "masks": Case({"x": IMAGES, "y": (IMAGES > 128) * 1, "problem": "segmentation"}, how={"partition": "iid"}),
     "masks without a problem": Case({"x": IMAGES, "y": (IMAGES > 128) * 1}, "segmentation"),
     "masks of another size": Case({"x": IMAGES, "y": np.zeros((N, 8, 8), int), "problem": "segmentation"}, "16"),
+    "masks of black and white": Case({"x": IMAGES, "y": (IMAGES > 128) * 255, "problem": "segmentation"}, "write 1"),
+    "labels in words": Case(
+        {"x": X, "y": np.array(["a,b", "b", "a"])[Y], "problem": "multi-label"}, "MultiLabelBinarizer"
+    ),
+    "class weights without classes": Case(
+        {"x": X, "y": X[:, 0], "problem": "regression"}, "leave out --class-weights", {"class_weights": "balanced"}
+    ),
     "no y": Case({"x": X}, "reconstruction"),
     "no y, to be found unusual": Case({"x": X, "problem": "reconstruction"}),
     "an LSTM": Case({"x": SERIES, "y": Y, "model": Lstm}),

@@ -96,25 +96,25 @@ def check(
 
     if settings.data is not None or devices:
         print_step("read the samples")
-    few, n_read, counts = _read_samples(settings, task, devices)
+    few, sizes, counts = _read_samples(settings, task, devices)
     layout, _ = make_initial_model(task, 0)
     examined = examine(task, layout, lacking, settings.ram_gb, few, print_step)
     learns = not any(finding.stops for finding in examined.findings)
     rehearsed = rehearse(name, chosen, task, layout, few or make_samples(task)) if learns else []
     folders = [path for path in (settings.data, *devices) if path is not None]
-    remarks = (*rehearsed, *samples.find_oddities(counts), *samples.find_empty_folders(folders))
+    remarks = (*rehearsed, *samples.find_oddities(counts, sizes), *samples.find_empty_folders(folders))
     examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
     if as_json:
         click.echo(msgspec.json.encode(msgspec.structs.asdict(examined) | {"samples": counts}).decode())
     else:
-        click.echo("\n".join(map(escape_controls, _format_examination(task, examined, n_read, counts))))
+        click.echo("\n".join(map(escape_controls, _format_examination(task, examined, sizes, counts))))
     return ConfigError.exit_code if any(finding.stops for finding in examined.findings) else 0
 
 
 def _read_samples(
     settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]
-) -> tuple[Samples | None, int, samples.Counts]:
-    """Read the samples; return a few, the number of samples read, and the numbers of all by device and class.
+) -> tuple[Samples | None, dict[str, int], samples.Counts]:
+    """Read the samples; return a few, the number of samples by device, and the numbers by device and class.
 
     Raises:
         ConfigError: the samples cannot be read, or do not fit the task.
@@ -126,25 +126,28 @@ def _read_samples(
     if devices:
         each = {str(at): read_device_data(task, at, seed=0).labelled for at in devices}
         counts = {at: samples.count_by_class(task, y) for at, (_, y) in each.items()}
-        return select_few(each.values()), sum(len(y) for _, y in each.values()), counts
+        return select_few(each.values()), {at: len(y) for at, (_, y) in each.items()}, counts
     if settings.data is None and settings.task != "digits":
-        return None, 0, {}
+        return None, {}, {}
     of_images = settings.task == "image-folder"
     limit = MANY if of_images else None
     read = load_pool(settings.task, settings.data, problem=settings.problem, limit=limit)
     in_all = {"": samples.count_by_class(task, read.y)}
     if of_images and settings.data is not None and task.problem.FOLDER == "classes":
         in_all = samples.count_in_folder(settings.data)
-    return prepare_few(read, task), len(read.y), in_all
+        return prepare_few(read, task), {device: sum(each.values()) for device, each in in_all.items()}, in_all
+    return prepare_few(read, task), {"": len(read.y)}, in_all
 
 
-def _format_examination(task: TaskSpec, examined: Examination, n_read: int, counts: samples.Counts) -> Iterator[str]:
+def _format_examination(
+    task: TaskSpec, examined: Examination, sizes: dict[str, int], counts: samples.Counts
+) -> Iterator[str]:
     what = f"{task.n_classes} classes" if task.n_classes else task.problem.describe_outputs()
     yield f"task      {task.name}, inputs {task.input_shape}, {what}"
     yield f"network   {task.model}, {examined.parameters:,} trained weights, {examined.size_bytes / 1e6:.2f} MB whole"
     yield f"memory    about {examined.ram_gb:.2f} GB on a device that trains"
-    yield f"samples   {n_read or 'none'} read"
-    yield from (f"          {line}" for line in samples.format_counts(counts))
+    yield f"samples   {sum(sizes.values()) or 'none'} read"
+    yield from (f"          {line}" for line in samples.format_counts(counts, sizes))
     for finding in examined.findings:
         yield f"{'WRONG' if finding.stops else 'remark'}    {finding.what}"
         yield f"          {finding.do}"

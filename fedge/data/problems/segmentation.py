@@ -27,6 +27,8 @@ from fedge.errors import ConfigError
 IGNORED: Final = 255
 """Target of a pixel that counts nowhere."""
 BACKGROUND: Final = 0
+ONLY_IGNORED: Final = f"masks have only 0 and {IGNORED}, and {IGNORED} counts nowhere: write 1 in its place"
+"""Refusal of masks of black and white, from which nothing can be learned."""
 
 
 class Segmentation(Problem, frozen=True, kw_only=True, tag="segmentation"):

@@ -64,7 +64,7 @@ def require_known(problem: Problem, sgd: Sgd) -> None:
     """
     given = {"label smoothing": sgd.label_smoothing, "class weights": sgd.class_weights}
     if problem.kind != "classification" and (there := [name for name, value in given.items() if value]):
-        raise ConfigError(f"{' and '.join(there)} are for classification, not for {problem.NAME}: leave them out")
+        raise ConfigError(f"leave out {' and '.join(there)}: for classification, not for {problem.NAME}")
 
 
 def compute_losses(problem: Problem, outputs: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -17,5 +17,7 @@ def compute_losses(problem: Own, outputs: Tensor, x: Tensor, y: Tensor) -> Tenso
     losses = call_code(problem.code, "loss", outputs, y)
     if not isinstance(losses, Tensor) or losses.shape != (len(y),):
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ConfigError(f"{problem.code}.loss must return a loss for each of {len(y)} samples, not {found}")
+        raise ConfigError(
+            f"{problem.code}.loss must return a loss for each of {len(y)} samples, not {found}: take no mean or sum"
+        )
     return losses

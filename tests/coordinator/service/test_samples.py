@@ -11,7 +11,10 @@ TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8
 
 
 def told(counts: samples.Counts) -> list[str]:
-    return [finding.what for finding in samples.find_oddities(counts)]
+    return [
+        finding.what
+        for finding in samples.find_oddities(counts, {device: sum(each.values()) for device, each in counts.items()})
+    ]
 
 
 def test_classes_without_samples_are_named() -> None:
@@ -24,6 +27,13 @@ def test_classes_without_samples_are_named() -> None:
 def test_devices_with_few_samples_are_named() -> None:
     assert told({"cam1": {"a": 20}, "cam2": {"a": 10, "b": 9}}) == ["few samples: cam2 has 19"]
     assert told({"": {"a": 3}}) == ["few samples: all together has 3"]
+
+
+def test_samples_count_whatever_their_targets() -> None:
+    assert not [*samples.find_oddities({"": {}}, {"": 20})], "numbers have no classes"
+    assert [*samples.format_counts({"cam1": {}}, {"cam1": 20})] == ["cam1  20"]
+    (found,) = samples.find_oddities({"": {"hot": 10, "wet": 10}}, {"": 10})
+    assert found.what == "few samples: all together has 10", "a sample may have several labels"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +66,7 @@ def test_images_are_counted_by_the_folders_above_their_classes(tmp_path: Path) -
     image(tmp_path / "flat/train/cat/1.jpg")
     image(tmp_path / "flat/test/cat/1.jpg")
     assert samples.count_in_folder(tmp_path / "flat") == {"": {"cat": 2}}
-    assert [*samples.format_counts(samples.count_in_folder(tmp_path / "cam1"))] == ["3: cat 2, dog 1"]
+    assert [*samples.format_counts(samples.count_in_folder(tmp_path / "cam1"), {"": 3})] == ["3: cat 2, dog 1"]
 
 
 def test_class_folders_without_images_are_named(tmp_path: Path) -> None:
