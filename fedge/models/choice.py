@@ -48,6 +48,10 @@ def with_network(
     task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
     if ADAPT in options and WEIGHTS not in options:
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
+    if "noise" in (task.augment or ()) and _takes_whole_numbers(task):
+        raise ConfigError(
+            "the augmentation noise would turn the whole numbers that the network takes into others: leave it out"
+        )
     if model in TOKENS:
         return msgspec.structs.replace(task, preprocessing=Preprocessing(text=task.preprocessing.text))
     if model is None or ":" not in model:
@@ -55,3 +59,11 @@ def with_network(
     from fedge.models.lookups import unscale_lookups  # needs torch, since only running the network shows what it does
 
     return unscale_lookups(task)
+
+
+def _takes_whole_numbers(task: TaskSpec) -> bool:
+    if task.model in TOKENS or ":" not in task.model:
+        return task.model in TOKENS
+    from fedge.models.lookups import find_lookups
+
+    return bool(find_lookups(task).any())

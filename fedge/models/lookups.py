@@ -39,7 +39,7 @@ def unscale_lookups(task: TaskSpec) -> TaskSpec:
     how = task.preprocessing
     if ":" in task.name or how.table or ":" not in task.model:
         return task
-    columns = _find_lookups(task)
+    columns = find_lookups(task)
     if not columns.any():
         return task
     log.info(
@@ -56,7 +56,7 @@ def unscale_lookups(task: TaskSpec) -> TaskSpec:
     return msgspec.structs.replace(task, preprocessing=how)
 
 
-def _find_lookups(task: TaskSpec) -> NDArray[np.bool_]:
+def find_lookups(task: TaskSpec) -> NDArray[np.bool_]:
     """Return which columns of one-dimensional samples become whole numbers, (d,); for others, whether any do, (1,)."""
     one_by_one = len(task.input_shape) == 1 and task.input_shape[0] <= MOST_COLUMNS and task.preprocessing.scale == 1
     n = task.input_shape[0] if one_by_one else 1

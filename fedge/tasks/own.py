@@ -252,6 +252,8 @@ def _to_array(values: ArrayLike, what: str) -> NDArray[Any]:
         return np.asarray(values)
     except FAILURES as error:
         do = f"give all samples one shape: {ONE_SHAPE}"
+        if what.endswith(" y"):
+            do = "give one target per sample, or a column of 0 and 1 for each of several labels"
         if hasattr(values, "detach"):
             do = f"give {what.rpartition(' ')[2]}.detach().cpu()"
         raise ConfigError(f"{what} cannot be made an array: {do} ({error})") from error

@@ -164,6 +164,10 @@ CASES: Final = {
     "labels in words": Case(
         {"x": X, "y": np.array(["a,b", "b", "a"])[Y], "problem": "multi-label"}, "MultiLabelBinarizer"
     ),
+    "labels in lists": Case(
+        {"x": X, "y": [["a", "b"][: k % 3] for k in range(N)], "problem": "multi-label"}, "a column of 0 and 1"
+    ),
+    "noise on tokens": Case({"x": TOKENS, "y": Y, "model": Words}, "leave it out", {"augment": "noise"}),
     "class weights without classes": Case(
         {"x": X, "y": X[:, 0], "problem": "regression"}, "leave out --class-weights", {"class_weights": "balanced"}
     ),
