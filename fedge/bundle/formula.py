@@ -106,7 +106,7 @@ def compute_gate_inputs(x: NDArray[F], convolutions: Sequence[Convolution], n_in
     otherwise `compute_gate_features`.
     """
     if convolutions:
-        return compute_trunk(x, convolutions)
+        return compute_trunk(x, convolutions).astype(x.dtype, copy=False)
     return x.reshape(len(x), -1) if n_inputs == math.prod(x.shape[1:]) else compute_gate_features(x)
 
 

@@ -78,7 +78,7 @@ class Train(Action, frozen=True, kw_only=True):
     """
 
     STEP: ClassVar = "train"
-    RESULT: ClassVar = Trained
+    RESULT: ClassVar[type[Trained]] = Trained
     starts: Annotated[Starts, Meta(min_length=1)]
     sgd: Sgd
     codec: Codec = Codec.INT8
