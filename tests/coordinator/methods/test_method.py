@@ -134,7 +134,7 @@ def count_right(worker: Worker, release: int) -> int:
 
 TAKE_NO_CLASSES = {"cfic", "fedcoe", "feddyn", "fedepc", "pm-moe", "scmoe-pfl"}
 """Methods that have more than models of the whole network, and do not begin it anew."""
-SLOWER = {"q-fedavg": 12, "scaffold": 12}
+SLOWER = {"fedgh": 12, "pfedme": 12, "q-fedavg": 12, "scaffold": 12}
 """Rounds of methods that take smaller steps."""
 
 
