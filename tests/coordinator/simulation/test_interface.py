@@ -317,7 +317,7 @@ def test_changes_that_do_not_suit_are_refused_before_the_first_round() -> None:
         fedge.simulate(task=task, augment="noize", **SMALL)
     with pytest.raises(ConfigError, match="with differential privacy each sample is changed by itself"):
         fedge.simulate(task=task, augment=lambda x, _: x, dp_epsilon=8.0, method="fedavg", **SMALL)
-    with pytest.raises(ConfigError, match=r"training fails .*ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="the augmentation <lambda> fails with ZeroDivisionError"):
         fedge.simulate(task=task, augment=lambda _x, _rng: 1 / 0, method="fedavg", **SMALL)
 
 

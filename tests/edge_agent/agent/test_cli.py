@@ -227,7 +227,7 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         status = peer.statuses[-1]
         assert status.capabilities is not None
         assert (status.capabilities.trains, status.n_samples) == (False, 0)
-        assert status.capabilities.steps == {"route": 1, "install_bundle": 1}
+        assert status.capabilities.steps == {"route": 1, "install_bundle": 1, "recipe": 2}
         fingerprint = load_task("digits").compute_fingerprint()
         for action, outcome, why in (
             (Profile(extractor=peer.model()), Outcome.DECLINED, Why.NO_TRAINING),

@@ -82,7 +82,7 @@ def test_a_worker_of_this_process_learns_a_step_with_its_action(tmp_path: Path, 
     own, action = worker(tmp_path), CountSamples()
     assert own.versions is None
     assert own.execute(order(action), Blobs(), action=action).result == Counted(n=40)
-    assert knowing(tmp_path).versions == {"count_samples": 1, "count_unlabelled": 1, "mean_features": 1, "recipe": 1}
+    assert knowing(tmp_path).versions == {"count_samples": 1, "count_unlabelled": 1, "mean_features": 1, "recipe": 2}
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", msgspec.msgpack.encode({"model": 3})])

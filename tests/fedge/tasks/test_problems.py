@@ -52,7 +52,7 @@ def test_classification_is_the_default(tmp_path: Path) -> None:
         (KINDS["multi-label"][1], "classification", r"--problem multi-label"),
         (np.zeros((N, 4, 4), np.int64), "classification", r"--problem segmentation"),
         (X[:, 0], "regresion", r"did you mean regression\?"),
-        (X[:, 0], "multi-label", r"0 or 1 for each of"),
+        (X[:, 0], "multi-label", "0 or 1 for each label"),
         (np.zeros(N, np.int64), "segmentation", r"segmentation takes images"),
         (None, "regression", r"must hold the arrays x and y"),
     ],

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from coordinator.aggregation.protection import explain_no_noise
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from coordinator.methods.parts.cohort import NO_CLUSTERS, train_cohort
@@ -36,7 +37,7 @@ class FedGh(PersonalLayers[PersonalState]):
     CLASSES = "trains the shared head on the mean features of classes"
     HEEDS = SHARED - {"average"}
     REFUSED = NO_CLUSTERS | {
-        "dp": "devices send the mean features of their classes, without noise",
+        "dp": explain_no_noise((TrainGh, "update")),
         "top-k": "devices send the mean features of their classes, which are few",
     }
 

@@ -7,11 +7,12 @@ w; L is 1 / rate of the devices' SGD, and p_i the device's share of the samples:
     h_i = q F_i^(q-1) |L delta_i|^2 + L F_i^q
     w <- w + sum_i p_i F_i^q L delta_i / sum_i p_i h_i
 
-With q = 0 this is FedAvg. A device whose owner withholds losses is not asked for its update.
+With q = 0 this is FedAvg. The update of a device whose owner withholds the loss does not count.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, Final
@@ -32,6 +33,8 @@ from fedge.wire.messages import BlobRef
 
 LEAST_LOSS: Final = 1e-10
 """Added to each loss, as the authors' code does, so that powers of a loss of 0 are finite."""
+
+log = logging.getLogger("fedge.method")
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +59,8 @@ class QFedAvg(FedAvg):
         order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
         state, asked, found = await train_cohort(self, state, fleet, state.model, lambda _: order, measure=True)
         updates = {i: u for i, u in found.items() if u.loss_before is not None}
+        if left := sorted(found.keys() - updates.keys()):
+            log.warning("event=no_loss devices=%s", left)
         model = state.model
         if len(updates) >= self.settings.min_reports:
             model = await self.step_server(state, updates, fleet)
