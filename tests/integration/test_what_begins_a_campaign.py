@@ -50,7 +50,8 @@ class Fleet:
     def __init__(self, federation: Federation, sessions: dict[str, aiohttp.ClientSession]) -> None:
         self.federation = federation
         self.sessions = sessions
-        self.x = load_pool("digits", seed=1).x[-400:]
+        pool = load_pool("digits", seed=1)
+        self.x, self.y = pool.x[-400:], pool.y[-400:]
         self._given = 0
 
     def draw(self, n: int) -> NDArray[Any]:
@@ -81,7 +82,7 @@ class Fleet:
         with np.load(file) as arrays:
             rows = dict(arrays)
         x = self.draw(n).reshape(n, *rows["x"].shape[1:]).astype(rows["x"].dtype)
-        added = {"x": x, "y": np.arange(n) % 10, "split": np.zeros(n), "sensitive": np.zeros(n)}
+        added = {"x": x, "y": self.y[self._given - n : self._given], "split": np.zeros(n), "sensitive": np.zeros(n)}
         new = file.with_suffix(".new.npz")
         np.savez(new, **{k: np.concatenate([rows[k], added[k].astype(rows[k].dtype)]) for k in rows})
         new.replace(file)
