@@ -22,7 +22,7 @@ $(BIN)/fedge: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(BIN)/fedge
 
-demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT broker on this machine, about two minutes
+demo: $(BIN)/fedge  ## a coordinator, a dozen device processes and a real MQTT broker on this machine, about a minute
 	$(BIN)/fedge demo
 
 day: $(BIN)/fedge  ## a day of a fleet: a device falls ill, a backup is restored, a rollout is stopped from the page; one minute
@@ -40,7 +40,7 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: about 10 minutes on two cores
 	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
-test-all: $(BIN)/fedge  ## all tests but the figures, the slowest first: about 50 minutes on two cores
+test-all: $(BIN)/fedge  ## all tests but the figures, the slowest first: about half an hour on two cores
 	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not figures"
 
 figures: $(BIN)/fedge  ## every benchmark script on small inputs, and a cell of each results page made again: ten minutes
