@@ -20,12 +20,16 @@ The specification's figures follow in the lines marked "spec"; those have other 
 points in "cold" mean nothing. "printed, one expert": here all ten clients feed it (section 11), in the
 specification's run the five best.
 
+--rows runs some of the rows alone ("repaired, profile prior" is of the run of "repaired"). The late joiners that tell
+their profile stand in the column "cold" of the second, those that tell none in "unasked".
+
 --metrics prints what all methods are measured by instead (worst tenth, macro F1, cost until the target, ...), of runs
 of `fedge compare`: its devices keep 40 % for testing and validation, weight decay is FedCoE's alone, and there is no
 start from a D_s model. Those that are done are kept in --out.
 
     python benchmarks/papers/fedcoe.py --data DIR --quick
     python benchmarks/papers/fedcoe.py --data DIR --seeds 0,1,2 --json results/fedcoe.json
+    python benchmarks/papers/fedcoe.py --data DIR --rows "repaired; repaired, profile prior"
     python benchmarks/papers/fedcoe.py --data DIR --set cifar10
     python benchmarks/papers/fedcoe.py --data DIR --alphas 0.1 --metrics
 """
@@ -75,16 +79,16 @@ from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar
-from table import add_metrics, compared, finish, measured, plain_parser, say, write
+from table import add_metrics, add_rows, chosen_rows, compared, finish, measured, plain_parser, say, write
 
 N_CLIENTS, N_NEW = 10, 3
 LOCAL_STEPS = 50  # of "+ft"
-RIVALS = (
-    "D_s alone",
-    "FedAvg, random start",
-    "FedAvg, start from a D_s model",
-    "FedProx 0.1, start from a D_s model",
-)
+RIVALS: dict[str, tuple[bool, float] | None] = {  # whether it starts from a D_s model, proximal_mu
+    "D_s alone": None,
+    "FedAvg, random start": (False, 0.0),
+    "FedAvg, start from a D_s model": (True, 0.0),
+    "FedProx 0.1, start from a D_s model": (True, 0.1),
+}
 
 
 class NoGate(FedCoE):
@@ -138,6 +142,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # class without Vector, opt
     "repaired, one expert, N_top = 10": ("", {"n_experts": 1}),
 }
 PRIOR = "repaired, profile prior"
+ROWS = [*RIVALS, *(row for name in VARIANTS for row in ((name, PRIOR) if name == "repaired" else (name,)))]
 MEASURED = ("fedavg", "fedprox:proximal_mu=0.1")  # with --metrics, beside VARIANTS
 SPEC: dict[float, dict[str, tuple[float | None, float | None, float | None, float, int]]] = {
     0.1: {
@@ -262,8 +267,8 @@ def dirichlet(y: NDArray[np.int64], alpha: float, rng: np.random.Generator) -> N
 class Fleet(SimulatedFleet):
     """Remembers what each client had after its last local training, before the server changed it."""
 
-    def __init__(self, task: TaskSpec, layout: Layout, workers: dict[str, Worker], seed: int) -> None:
-        super().__init__(task, layout, workers, seed=seed)
+    def __init__(self, task: TaskSpec, layout: Layout, workers: dict[str, Worker], **more: Any) -> None:
+        super().__init__(task, layout, workers, **more)
         self.after_training: dict[str, Model] = {}
 
     async def run(self, step: str, actions: dict[str, Any]) -> dict[str, Answer]:
@@ -330,21 +335,32 @@ class Trial:
         """D_s alone: 30 epochs on the server data."""
         return self.server.pretrain(self.first, [0] * 10, 1, epochs=30, sgd=self.sgd, seed=self.seed)[0]
 
-    async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, Any, Fleet]:
-        """All rounds of training, without the installation at the end."""
+    def make_worker(self, name: str, training: Samples) -> Worker:
+        """A client that trains on all samples it is given."""
+        x, y = training
         none = np.zeros((0, *self.task.input_shape), np.float32), np.zeros(0, np.int64)
-        workers = {}
-        for k, ((x, y), _) in enumerate(self.split.clients):
-            own = DeviceData(x, y, np.zeros(len(y), np.bool_), *none)
-            workers[f"c{k:02d}"] = Worker(f"c{k:02d}", self.task, own, self.home, processor=self.processor)
-        fleet = Fleet(self.task, self.layout, workers, self.seed)
+        own = DeviceData(x, y, np.zeros(len(y), np.bool_), *none)
+        return Worker(name, self.task, own, self.home, processor=self.processor)
+
+    def make_workers(self) -> dict[str, Worker]:
+        """The clients."""
+        named = {f"c{k:02d}": training for k, (training, _) in enumerate(self.split.clients)}
+        return {name: self.make_worker(name, training) for name, training in named.items()}
+
+    def begin(self, name: str, start: Model, options: dict[str, Any], fleet: Fleet) -> tuple[Any, Any]:
+        """A method, and its state before round 1."""
         sgd, codec = self.sgd, Codec.FLOAT32
         settings = MethodSettings(
             rounds=self.rounds, sgd=sgd, codec=codec, protection=Protection(average="mean"), seed=self.seed,
             train_on=self.train_on, options=options,
         )  # fmt: skip
         method = make_method(name, settings, Server(self.task, self.split.server_data))
-        state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
+        return method, method.init(self.layout, fleet.put(unflatten(start, self.layout)))
+
+    async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, Any, Fleet]:
+        """All rounds of training, without the installation at the end."""
+        fleet = Fleet(self.task, self.layout, self.make_workers(), seed=self.seed)
+        method, state = self.begin(name, start, options, fleet)
         return method, await run_rounds(method, state, fleet, rounds=self.rounds), fleet
 
     async def fedavg(self, start: Model, proximal_mu: float = 0.0) -> Figures:
@@ -395,25 +411,20 @@ class Trial:
             found.append(self.accuracy(method.assemble(experts, rho / rho.sum()), samples, t))
         return found
 
-    async def everything(self) -> dict[str, Figures]:
-        server = self.server_model()
-        found = dict(
-            zip(
-                RIVALS,
-                (
-                    self.of_one_model(server, tune=False),
-                    await self.fedavg(self.first),
-                    await self.fedavg(server),
-                    await self.fedavg(server, 0.1),
-                ),
-                strict=True,
-            )
-        )
+    async def everything(self, rows: list[str]) -> dict[str, Figures]:
+        """The figures of some of `ROWS`."""
+        server, found = self.server_model(), dict[str, Figures]()
+        for name in (row for row in rows if row in RIVALS):
+            match RIVALS[name]:
+                case None:
+                    found[name] = self.of_one_model(server, tune=False)
+                case (starts_from_server, proximal_mu):
+                    found[name] = await self.fedavg(server if starts_from_server else self.first, proximal_mu)
         for name, (variant, options) in VARIANTS.items():
-            found[name], with_prior = await self.fedcoe(variant, options)
-            if name == "repaired":
-                found[PRIOR] = with_prior
-        return found
+            both = (name, PRIOR) if name == "repaired" else (name,)
+            if any(row in rows for row in both):
+                found |= zip(both, await self.fedcoe(variant, options), strict=False)
+        return {row: found[row] for row in rows}
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
@@ -501,9 +512,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds, alpha 0.1: to see that it runs")
     parser.add_argument("--train-on", type=Processor, choices=list(Processor), default=Processor.CPU)
     add_metrics(parser, "fedcoe", "instead of the table print what METRICS of table.py has, of `fedge compare`")
+    add_rows(parser)
     flags = parser.parse_args()
+    rows = chosen_rows(ROWS, flags)
     if flags.full and flags.set != "cifar10":
         parser.error("--full is for --set cifar10")
+    if flags.rows and flags.metrics:
+        parser.error("--rows is for the table; --metrics has all rows")
     seeds = [0] if flags.quick else [int(seed) for seed in flags.seeds.split(",")]
     setting = MNIST if flags.set == "mnist" else CIFAR_FULL if flags.full else CIFAR
     rounds = 3 if flags.quick else flags.rounds or (1000 if setting is CIFAR_FULL else 100)
@@ -519,11 +534,11 @@ def main() -> None:
             runs = []
             for seed in seeds:
                 trial = Trial(setting, flags.data, alpha, seed, rounds, Path(home), flags.train_on)
-                runs.append(asyncio.run(trial.everything()))
+                runs.append(asyncio.run(trial.everything(rows)))
                 say(f"alpha {alpha}, seed {seed}: {time.monotonic() - began:.0f} s")
             print("\n".join(lines(setting, alpha, runs)), flush=True)
             results[str(alpha)] = msgspec.to_builtins(runs)
-            if alpha == 0.1 and setting is MNIST:
+            if alpha == 0.1 and setting is MNIST and not flags.rows:
                 results["acceptance"] = {name: bool(holds) for name, holds in acceptance(runs).items()}
                 print("\n".join(f"  {'yes' if holds else 'NO '}  {name}" for name, holds in acceptance(runs).items()))
     finish(flags, {"seeds": seeds, "rounds": rounds, "tables": results})

@@ -24,6 +24,9 @@ the experts learns from, and whether energies count ("energy": with offsets only
 samples); settings as in the first table. A cell is the accuracy and the mean weight of the private model, over the
 devices and seeds; in brackets the specification's. Its rows whose prior starts from validation losses are missing.
 
+`--table tau` is over the threshold of the printed rule (Fig. 6 of the paper): preset `paper` with other values than its
+0.2. A cell is accuracy and the mean number of clusters.
+
 Rows with "all data" have no sensitive samples; "local, also on validation samples" is missing: no option does that.
 
 Runs that are done are kept in --out; the same command goes on where it was.
@@ -34,6 +37,8 @@ Examples:
     python benchmarks/papers/scmoe_pfl.py --data DIR --seeds 0,1,2,3,4 --json scmoe-pfl.json
     python benchmarks/papers/scmoe_pfl.py --data DIR --table clustering --seeds 0,1,2,3,4
     python benchmarks/papers/scmoe_pfl.py --table gate --settings "digits 1.0; digits turned"
+    python benchmarks/papers/scmoe_pfl.py --table tau --settings "digits turned"
+    python benchmarks/papers/scmoe_pfl.py --settings "digits 0.5" --rows "FedProx 0.1; PM-MoE"
     python benchmarks/papers/scmoe_pfl.py --data DIR --full --train-on cuda --out scmoe-pfl-full
 """
 
@@ -46,7 +51,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
+from table import Runs, add_rows, chosen, chosen_rows, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
 from benchmarks.default_method import ablated
@@ -94,6 +99,7 @@ METHODS = {
     "FedAvg + FT": "fedavg+ft",
     "FedProx 0.1": "fedprox:proximal_mu=0.1",
     "Ditto 0.1": "ditto",
+    "PM-MoE": "pm-moe",
     "PFMoE-style": f"{NO_ENERGY}:preset=paper:n_clusters=1",
     "private model alone, sensitive samples": f"{PRIVATE_ALONE}:{SENSITIVE}",
     "best expert, paper clusters": f"{BEST}:preset=paper",
@@ -106,6 +112,8 @@ METHODS = {
     "mean of experts, default": AVERAGE,
     "uniform mean of outputs, default": variant("UniformMean", learns="uniform"),
     "no energy, default": NO_ENERGY,
+    "one expert for a sample, default": "scmoe-pfl:top=1",
+    "all experts for a sample, default": "scmoe-pfl:top=8",
 }
 ON_ALL_DATA = {"FedAvg, all data": "fedavg", "FedAvg + FT, all data": "fedavg+ft"}
 """Section 14: baselines whose uploads may learn from every training sample."""
@@ -196,6 +204,9 @@ CLUSTERING_SPEC = (
     (90.0, 86.2, 83.3),
     (87.3, 84.7, 83.6),
 )
+
+TAUS = {tau: variant(f"Tau{k}", {"tau": tau}) + ":preset=paper" for k, tau in enumerate((0.0, 0.1, 0.2, 0.3, 0.4, 0.6))}
+"""Of the printed rule, whose tau is 0.2."""
 
 PRIVATE: dict[str, tuple[dict[str, str], str]] = {
     "D_H, from w0": ({"private_start": "initial"}, f":{SENSITIVE}"),
@@ -294,13 +305,17 @@ def silhouette(runs: list[RunOutcome]) -> str:
     return f"{seen.mean():.2f} ({seen.min():.2f} to {seen.max():.2f})"
 
 
-def rows_of(column: str, fields: dict[str, Any], arguments: argparse.Namespace) -> Runs:
+def rows_of(column: str, fields: dict[str, Any], rows: list[str], arguments: argparse.Namespace) -> Runs:
     """The runs of the first table, by row."""
-    found = measure(column, list(METHODS.values()), fields, arguments)
-    on_all = measure(f"{column}, all data", list(ON_ALL_DATA.values()), fields | ALL_DATA, arguments)
-    return {row: found[method] for row, method in METHODS.items()} | {
-        row: on_all[method] for row, method in ON_ALL_DATA.items()
-    }
+    found: Runs = {}
+    for label, methods, own in (
+        (column, METHODS, fields),
+        (f"{column}, all data", ON_ALL_DATA, fields | ALL_DATA),
+    ):
+        if wanted := [row for row in methods if row in rows]:
+            runs = measure(label, [methods[row] for row in wanted], own, arguments)
+            found |= {row: runs[methods[row]] for row in wanted}
+    return found
 
 
 def judge(found: dict[str, Runs]) -> list[dict[str, Any]]:
@@ -547,35 +562,60 @@ def judge_gates(columns: list[str], accuracy: GateFigures, weight: GateFigures) 
     return claims
 
 
-TABLES = {"clustering": clustering_table, "gate": gate_table}
+def tau_table(arguments: argparse.Namespace) -> None:
+    """What the threshold of the printed rule does."""
+    columns = chosen(GATE_SETTINGS, arguments)
+    found = {column: measure(column, list(TAUS.values()), GATE_SETTINGS[column], arguments) for column in columns}
+
+    def tau_cell(runs: list[RunOutcome]) -> str:
+        return f"{over_seeds(runs, points).mean():.1f}, {over_seeds(runs, n_clusters).mean():.1f}"
+
+    show(
+        "Accuracy, number of clusters",
+        columns,
+        {f"tau {tau:g}": [tau_cell(found[c][method]) for c in columns] for tau, method in TAUS.items()},
+    )
+    figures = [
+        {"setting": column, "tau": tau, "accuracy": over_seeds(found[column][method], points).tolist()}
+        for column in columns
+        for tau, method in TAUS.items()
+    ]
+    write(arguments, figures, [])
+
+
+TABLES = {"clustering": clustering_table, "gate": gate_table, "tau": tau_table}
 
 
 def main() -> None:
     parser = parser_of(__doc__, "scmoe-pfl")
-    parser.add_argument("--table", choices=["methods", *TABLES], default="methods", help="17.1 (default), 17.2 or 17.3")
+    parser.add_argument(
+        "--table", choices=["methods", *TABLES], default="methods", help="17.1 (default), 17.2, 17.3 or tau"
+    )
     parser.add_argument("--full", action="store_true", help="17.1: CIFAR-10 in the paper's size")
+    add_rows(parser)
     arguments = parser.parse_args()
-    if arguments.full and arguments.table in TABLES:
-        parser.error("--full is for --table methods: sections 17.2 and 17.3 have one size")
+    if (arguments.full or arguments.rows) and arguments.table in TABLES:
+        parser.error("--full and --rows are for --table methods: the others have one size, and all of their rows")
     if arguments.table in TABLES:
         TABLES[arguments.table](arguments)
         return
     settings = FULL if arguments.full else SETTINGS
     columns = chosen(settings, arguments)
-    found = {column: rows_of(column, settings[column], arguments) for column in columns}
-    rows = [*METHODS, *ON_ALL_DATA]
-    spec = {(row, column): figure for row in rows for column, figure in zip(SETTINGS, SPEC[row], strict=False)}
+    rows = chosen_rows([*METHODS, *ON_ALL_DATA], arguments)
+    found = {column: rows_of(column, settings[column], rows, arguments) for column in columns}
+    spec = {(row, column): figure for row in rows for column, figure in zip(SETTINGS, SPEC.get(row, ()), strict=False)}
     show(
         "Accuracy / macro F1 / standard deviation over the devices (the specification's accuracy)",
         columns,
         {row: [cell(found[c][row], spec.get((row, c))) for c in columns] for row in rows},
     )
-    show(
-        "Silhouette of the clusters (range over the seeds)",
-        [*columns, "specification, digits"],
-        {row: [*(silhouette(found[c][row]) for c in columns), told] for row, told in CLUSTERED.items()},
-    )
-    claims = judge(found)
+    if clustered := {row: told for row, told in CLUSTERED.items() if row in rows}:
+        show(
+            "Silhouette of the clusters (range over the seeds)",
+            [*columns, "specification, digits"],
+            {row: [*(silhouette(found[c][row]) for c in columns), told] for row, told in clustered.items()},
+        )
+    claims = [] if arguments.rows else judge(found)
     figures = [
         {
             "setting": column,

@@ -36,6 +36,8 @@ METRICS = (
     *("accuracy", "over devices", "worst tenth", "macro F1", "global", "late_joiners"),
     *("rounds", "MB", "seconds", "silhouette"),
 )
+WHOLE = {"mnist": "mnist-28", "fashion-mnist": "fashion-mnist-28", "cifar10": "cifar10-32"}
+"""The set with images as they are, by the set with pooled ones."""
 VERDICTS = {True: "held", False: "DID NOT HOLD", None: "undecided, within noise"}
 BARE = {"hardware": "none", "evaluate_every": 1000, "global_test": 0.0}
 MEASURED = {"hardware": "steady", "evaluate_every": None, "global_test": 0.1}
@@ -66,13 +68,31 @@ def add_metrics(parser: argparse.ArgumentParser, out: str, text: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(out), help="folder that keeps the runs that are done")
 
 
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """--rows, for tables with more rows than one may want to run."""
+    parser.add_argument("--rows", help="some of the rows, with ; between them; claims are judged of the whole table")
+
+
 def chosen(settings: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
     """Names of the columns that were asked for."""
-    if not arguments.settings:
-        return list(settings)
-    names = [name.strip() for name in arguments.settings.split(";")]
-    if unknown := [name for name in names if name not in settings]:
-        raise SystemExit(f"unknown settings {unknown}; there are: {'; '.join(settings)}")
+    return _among(settings, arguments.settings, "settings")
+
+
+def chosen_rows(rows: Iterable[str], arguments: argparse.Namespace) -> list[str]:
+    """Names of the rows that were asked for, in the table's order."""
+    known = list(rows)
+    asked = _among(known, arguments.rows, "rows")
+    return [row for row in known if row in asked]
+
+
+def _among(known: Iterable[str], asked: str | None, what: str) -> list[str]:
+    """Those of the known names that are asked for, with ; between them; all if nobody asks."""
+    known = list(known)
+    if not asked:
+        return known
+    names = [name.strip() for name in asked.split(";")]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"unknown {what} {unknown}; there are: {'; '.join(known)}")
     return names
 
 

@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -116,6 +117,9 @@ SCRIPTS = {
     ),
     "papers/cfic.py": Script((*QUICK, "--settings", "skew 0.1, lr 0.1"), ("FedAvg", "CFIC 0.9 / 0.2", "claim")),
     "papers/fedcoe.py": Script((*QUICK, "--data", str(DATA)), ("FedCoE printed", "repaired", "cold"), "mnist"),
+    "papers/fedcoe_newcomers.py": Script(
+        ("--quick", "--data", str(DATA)), ("assembled model", "mean of the experts"), "mnist"
+    ),
     "papers/fedepc.py": Script((*QUICK, "--tables", "8.1,8.3"), ("8.1", "8.3", "random, no deadline", "index")),
     "papers/fedepc_images.py": Script(
         (*QUICK, "--data", str(DATA), "--settings", "MNIST, 0.1"), ("MNIST, 0.1", "fedavg", "fedepc", "claim"), "mnist"
@@ -270,10 +274,20 @@ def test_a_norm_for_each_tensor(of_cfic: dict[str, type[Cfic]]) -> None:
     np.testing.assert_allclose(found, [0.15, 0.95, 0.25 - 0.75])
 
 
+def test_rows_are_run_in_the_tables_order_and_none_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "papers"))
+    choose = runpy.run_path(str(BENCHMARKS / "papers/table.py"))["chosen_rows"]
+    table = {"FedAvg": "fedavg", "CFIC 0.9 / 0.2": "cfic", "FedProx 0.01": "fedprox"}
+    assert choose(table, Namespace(rows=None)) == list(table)
+    assert choose(table, Namespace(rows="FedProx 0.01; FedAvg")) == ["FedAvg", "FedProx 0.01"]
+    with pytest.raises(SystemExit, match="there are: FedAvg; CFIC"):
+        choose(table, Namespace(rows="FedProx"))
+
+
 def test_every_row_of_the_papers_tables_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "papers"))
     rows: list[str] = []
-    for name, tables in {"cfic": ("METHODS",), "scmoe_pfl": ("METHODS", "CLUSTERINGS", "GATE_METHODS")}.items():
+    for name, tables in {"cfic": ("METHODS",), "scmoe_pfl": ("METHODS", "CLUSTERINGS", "GATE_METHODS", "TAUS")}.items():
         script = runpy.run_path(str(BENCHMARKS / f"papers/{name}.py"))
         rows += [method for table in tables for method in script[table].values()]
     pm_moe = runpy.run_path(str(BENCHMARKS / "papers/pm_moe.py"))
