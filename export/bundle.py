@@ -177,11 +177,15 @@ def _put(path: Path, data: bytes, part: Part) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ParityResult:
-    """The largest difference to torch, and on validation samples the reference, largest energies (M,) and answers."""
+    """The largest difference to torch; on validation samples the reference, largest energies and mean shares, answers.
+
+    Energies and shares are (M,).
+    """
 
     difference: float
     yardstick: tuple[Reference, float] | None
     energy_max: NDArray[np.floating] | None
+    share: NDArray[np.floating] | None
     answers: Sequence[NDArray[np.floating]]
 
 
@@ -204,12 +208,13 @@ def _measure_parity(
 
     difference = parity.require_parity(_flatten(found[:-2]), compute_wanted)
     if not len(validation):
-        return _ParityResult(difference, None, None, ())
+        return _ParityResult(difference, None, None, None, ())
     *answers, weights, energies = (
         found if compared is None else parity.run_graph(graph, folder, parity.select_samples(task, validation))
     )
     highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
-    return _ParityResult(difference, compute_reference(task.problem, answers, weights, energies), highest, answers)
+    reference = compute_reference(task.problem, answers, weights, energies)
+    return _ParityResult(difference, reference, highest, np.minimum(weights.mean(axis=0), 1), answers)
 
 
 def _compute_scores(
@@ -246,7 +251,7 @@ def _make_manifest(
     candidates, fusion, pool = (
         _make_pool_description(mixture, parts)
         if isinstance(mixture, Pool)
-        else _make_description(mixture, parts, found.energy_max)
+        else _make_description(mixture, parts, found)
     )
     return Manifest(
         task=task,
@@ -268,7 +273,8 @@ def _make_manifest(
 _Description = tuple[tuple[CandidateInfo, ...], Fusion, PoolInfo | None]
 
 
-def _make_description(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.floating] | None) -> _Description:
+def _make_description(mixture: Mixture, parts: list[Part], found: _ParityResult) -> _Description:
+    energy_max, share = found.energy_max, found.share
     guard = None
     if mixture.guard is not None:
         how = mixture.guard.calibration
@@ -284,6 +290,7 @@ def _make_description(mixture: Mixture, parts: list[Part], energy_max: NDArray[n
             energy_std=float(c.energy_std),
             weight=float(c.weight),
             energy_max=UNSET if energy_max is None or not np.isfinite(energy_max[k]) else float(energy_max[k]),
+            share=UNSET if share is None or not np.isfinite(share[k]) else float(share[k]),
         )
         for k, (c, part) in enumerate(zip(mixture.candidates, parts[:-1], strict=True))
     )

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from deploy.inference.engines import (
     APPROXIMATE,
+    BudgetMbOption,
+    BudgetMsOption,
     CoverageOption,
     ModeOption,
     ProviderOption,
@@ -67,6 +69,8 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    budget_ms: BudgetMsOption = None
+    budget_mb: BudgetMbOption = None
     coverage: CoverageOption = None
     out: Annotated[
         Path | None,
@@ -106,6 +110,7 @@ def infer(
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
       fedge infer bundles/3 photos --out masks
       fedge infer bundles/3 test.npz --coverage 0.9
+      fedge infer bundles/3 test.npz --budget-ms 20 --budget-mb 50
 
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
     bundle is not what its manifest says, or gives no numbers.
@@ -114,7 +119,8 @@ def infer(
     how = make_engine_options(
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
-    runtime = load_runtime(bundle, structs.replace(how, coverage=settings.coverage))
+    how = structs.replace(how, coverage=settings.coverage, budget_ms=settings.budget_ms, budget_mb=settings.budget_mb)
+    runtime = load_runtime(bundle, how)
     allow_code([decode] if decode else [])
     for path in inputs:
         samples = _read(runtime, path)
@@ -180,7 +186,7 @@ def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> Non
     usable = np.isfinite(answers.energies)
     if usable.any() and all(np.isfinite(each).all() for each in answers.answers):
         return
-    names = [c.name for k, c in enumerate(runtime.manifest.candidates) if not usable[:, k].any()]
+    names = [runtime.manifest.candidates[k].name for k in runtime.used if not usable[:, k].any()]
     blamed = f"candidate {', '.join(names)}" if names else "the gate, or the prior of a class"
     raise UpdateRejected(
         f"{bundle} has no answer: {blamed} gives numbers that are not finite; make the bundle anew, or install an "
@@ -251,6 +257,7 @@ def _make_record(
         "bundle": runtime.digest,
         "engine": runtime.engine,
         "mode": runtime.mode,
+        **_make_budget(runtime),
         "providers": list(runtime.providers),
         "n": len(answers),
         **problem.make_figures(answers.answers, samples.y),
@@ -269,6 +276,15 @@ def _make_record(
         "latency_p99_ms": float(np.percentile(calls_ms, 99)),
         "imported_torch": "torch" in sys.modules,
     }
+
+
+def _make_budget(runtime: Runtime) -> dict[str, Any]:
+    """Return what was picked for a budget as JSON has it; nothing without a budget."""
+    if runtime.plan is None:
+        return {}
+    plan, names = runtime.plan, [candidate.name for candidate in runtime.manifest.candidates]
+    used, in_memory = ([names[k] for k in each] for each in (plan.used, plan.in_memory))
+    return {"budget": {"used": used, "in_memory": in_memory, "ms": plan.ms, "mb": plan.mb, "fits": plan.fits}}
 
 
 def _make_sets(answers: Prediction, y: NDArray[Any] | None) -> dict[str, Any]:
@@ -348,6 +364,8 @@ def _render_table(
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
     approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""
     yield f"  engine {runtime.engine}{approximate}, mode {runtime.mode}, {', '.join(runtime.providers)}"
+    if runtime.plan is not None:
+        yield f"  budget: {runtime.plan.describe(runtime.manifest)}"
 
 
 def _render_figures(score: str, figures: Mapping[str, Any], width: int) -> Iterator[str]:

@@ -23,6 +23,8 @@ from msgspec import Meta, structs
 
 from deploy.commands.install import install_bundle
 from deploy.inference.engines import (
+    BudgetMbOption,
+    BudgetMsOption,
     CoverageOption,
     EngineOptions,
     ModeOption,
@@ -106,6 +108,8 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
+    budget_ms: BudgetMsOption = None
+    budget_mb: BudgetMbOption = None
     coverage: CoverageOption = None
     adapt_prior: Annotated[
         bool,
@@ -145,6 +149,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
       fedge serve --home cam1
       fedge serve --home cam1 --coverage 0.9
+      fedge serve --home cam1 --budget-ms 20 --budget-mb 50
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
@@ -210,7 +215,9 @@ def _make_options(settings: ServeSettings) -> EngineOptions:
         settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
     )
     code = (settings.score_with,) if settings.score_with else ()
-    return structs.replace(how, code=code, coverage=settings.coverage)
+    return structs.replace(
+        how, code=code, coverage=settings.coverage, budget_ms=settings.budget_ms, budget_mb=settings.budget_mb
+    )
 
 
 def _load_model(

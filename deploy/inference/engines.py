@@ -20,13 +20,14 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from deploy.inference.networks import Networks
 from deploy.inference.sessions import Provider, Session
 from fedge.bundle import formula
 from fedge.bundle.formula import Formula, compute_gate_scores, fuse
 from fedge.bundle.graph_reader import find_largest_int8
 from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Manifest, Part, PoolInfo
 from fedge.data.problems.maths import Floats
-from fedge.data.task import INPUT, LOGITS
+from fedge.data.task import INPUT
 from fedge.errors import ConfigError
 from fedge.system.text import Heading
 from fedge.tensors.layout import Tensors, view_bytes
@@ -65,6 +66,16 @@ ProviderOptions = Annotated[
     Heading.PREDICTION,
     "The provider gets these options, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.",
 ]
+BudgetMsOption = Annotated[
+    Annotated[float, Meta(gt=0, extra={"unit": "ms"})] | None,
+    Heading.PREDICTION,
+    "A sample may take this long; candidates and engine are chosen by what they take here (docs/runtime.md, A budget).",
+]
+BudgetMbOption = Annotated[
+    Annotated[float, Meta(gt=0, extra={"unit": "MB"})] | None,
+    Heading.PREDICTION,
+    "A bundle may add this much to the memory of the program; candidates stay on the disk or are left out.",
+]
 CoverageOption = Annotated[
     Annotated[float, Meta(ge=0.5, lt=1)] | None,
     Heading.PREDICTION,
@@ -76,7 +87,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     """Options for running a device's present and later bundles; they are those of `deploy.load`.
 
     `code` names classes of the user's that may score answers, also where bundles are examined. `coverage` is the share
-    of samples whose prediction set must hold the target; without it there are no sets.
+    of samples whose prediction set must hold the target; without it there are no sets. `budget_ms` and `budget_mb`
+    limit time and memory (`deploy.inference.budget`); without both, all candidates run.
     """
 
     engine: EngineChoice = "auto"
@@ -86,6 +98,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     provider_options: dict[str, str] = {}
     code: tuple[str, ...] = ()
     coverage: float | None = None
+    budget_ms: float | None = None
+    budget_mb: float | None = None
 
 
 def make_engine_options(
@@ -109,8 +123,7 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
     Raises:
         ConfigError: there is no such engine, or the bundle lacks what it needs.
     """
-    manifest, fusion = bundle.manifest, bundle.manifest.fusion
-    apart = manifest.task.problem.APART and bundle.branch and fusion.space is fusion.energy_temperature is UNSET
+    manifest, apart = bundle.manifest, can_run_apart(bundle)
     if engine == "auto":
         largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
         return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"
@@ -126,6 +139,13 @@ def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:
     if engine == "int8":
         _require_exact_sums(bundle)
     return engine
+
+
+def can_run_apart(bundle: Bundle) -> bool:
+    """Return whether candidates can run one by one; pools and other problems than classification run whole."""
+    fusion = bundle.manifest.fusion
+    known = fusion.space is fusion.energy_temperature is UNSET
+    return bundle.manifest.task.problem.APART and bool(bundle.branch) and known
 
 
 def _require_exact_sums(bundle: Bundle) -> None:
@@ -150,19 +170,25 @@ def _require_exact_sums(bundle: Bundle) -> None:
 
 
 def make_engine(
-    bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode
-) -> FusedEngine | SeparateEngine:
+    bundle: Bundle,
+    engine: EngineName,
+    threads: int,
+    providers: Sequence[Provider],
+    mode: Mode,
+    networks: Networks | None = None,
+) -> Engine:
     """Load a bundle into an engine that it supports.
 
     `providers` are execution providers of ONNX Runtime, in order of preference. `mode` "shift" uses a flat prior, for
-    samples unlike the device's own (`formula.flatten_prior`).
+    samples unlike the device's own (`formula.flatten_prior`). The engines separate and lazy run the given `networks`,
+    by default all in memory.
 
     Raises:
         ConfigError: the mode does not apply to the bundle.
     """
     if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
         raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
-    if mode == "shift" and _is_chosen_by_gate(bundle.manifest):
+    if mode == "shift" and is_chosen_by_gate(bundle.manifest):
         raise ConfigError("the gate alone chooses the experts of a sample and cannot be flattened: use mode normal")
 
     def read_numbers() -> Tensors:
@@ -177,10 +203,13 @@ def make_engine(
         return FusedEngine(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed), outputs)
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
     how = formula.prepare_formula(read_numbers() | changed, experts, bundle.manifest.fusion.top)
-    return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, threads, providers)
+    if networks is None:
+        networks = Networks(bundle, threads, providers)
+        networks.hold(range(len(bundle.manifest.candidates)))
+    return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, networks)
 
 
-def _is_chosen_by_gate(manifest: Manifest) -> bool:
+def is_chosen_by_gate(manifest: Manifest) -> bool:
     """Return whether only the gate chooses the experts of a sample, as in FedCoE's global model (fedcoe.md, E13)."""
     candidates, fusion = manifest.candidates, manifest.fusion
     return fusion.beta == 0 and all(c.role.is_shared for c in candidates) and fusion.top < len(candidates)
@@ -205,27 +234,22 @@ class FusedEngine:
 
 
 class SeparateEngine:
-    """The engine with a session for each candidate; equal candidates share a session."""
+    """The engine with a session for each candidate."""
 
-    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
-        sessions: dict[str, Session] = {}
-        for k, candidate in enumerate(bundle.manifest.candidates):
-            digest = candidate.part.digest
-            if digest not in sessions:
-                parts = [candidate.part.file_name]
-                sessions[digest] = Session(
-                    bundle.make_candidate_graph(k), bundle.folder, threads, providers, parts=parts
-                )
-        self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
-        self._how = how
-        self._n_classes = bundle.manifest.task.n_classes
-        self.providers = self._sessions[0].providers
+    def __init__(self, bundle: Bundle, how: Formula, networks: Networks) -> None:
+        self._networks, self._how = networks, how
+        self._m, self._n_classes = len(bundle.manifest.candidates), bundle.manifest.task.n_classes
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers in use."""
+        return self._networks.providers
 
     def run_all(self, x: Floats) -> list[Floats]:
         """Return the same outputs as `FusedEngine`, with no candidate skipped and no bound changed."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        return fuse(self._how, [self._compute_logits(k, x) for k in range(len(self._sessions))], gate)
+        return fuse(self._how, [self._compute_logits(k, x) for k in range(self._m)], gate)
 
     run = run_all
 
@@ -233,13 +257,11 @@ class SeparateEngine:
         """Return the outputs of `run`, and the probabilities (n, C) if `log_ratio` (M,) is added to the scores."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        logits = [self._compute_logits(k, x) for k in range(len(self._sessions))]
+        logits = [self._compute_logits(k, x) for k in range(self._m)]
         return [*fuse(self._how, logits, gate), fuse(self._how, logits, gate + log_ratio)[0]]
 
     def _compute_logits(self, k: int, x: Floats) -> Floats:
-        """Compute logits (n, C) of candidate k."""
-        (logits,) = self._sessions[k].run((LOGITS,), {INPUT: x})
-        return np.asarray(logits)
+        return self._networks.compute_logits(k, x)
 
 
 class LazyEngine(SeparateEngine):
@@ -251,11 +273,12 @@ class LazyEngine(SeparateEngine):
     the validation samples; the bound is then raised for good, and all candidates run for this sample.
     """
 
-    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
-        super().__init__(bundle, how, threads, providers)
+    def __init__(self, bundle: Bundle, how: Formula, networks: Networks) -> None:
+        super().__init__(bundle, how, networks)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.find_guard(how)}
+        first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.find_guard(how)}
+        self._first = first & networks.used
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
@@ -266,7 +289,7 @@ class LazyEngine(SeparateEngine):
         """Return outputs in the form of `FusedEngine.run`, but skip candidates that can hardly matter."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        logits = np.full((len(self._sessions), len(x), self._n_classes), np.nan, np.float32)
+        logits = np.full((self._m, len(x), self._n_classes), np.nan, np.float32)
         for i in range(len(x)):
             for k, row in self._run_sample(x[i : i + 1], gate[i].tolist()).items():
                 logits[k, i] = row
@@ -275,7 +298,7 @@ class LazyEngine(SeparateEngine):
     def _run_sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
         """Return logits (1, C) of the candidates that were run for one sample."""
         bound = [score + energy for score, energy in zip(gate, self._bounds, strict=True)]
-        order = sorted(range(len(bound)), key=lambda k: (k not in self._first, -bound[k]))
+        order = sorted(self._networks.used, key=lambda k: (k not in self._first, -bound[k], k))
         logits: dict[int, Floats] = {}
         score: dict[int, float] = {}
         exact = False
@@ -312,3 +335,6 @@ class LazyEngine(SeparateEngine):
             return True
         added = sum([math.exp(b - largest) for b in possible])
         return added > NEGLIGIBLE * (added + sum([math.exp(s - largest) for s in done]))
+
+
+Engine = FusedEngine | SeparateEngine

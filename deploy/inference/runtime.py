@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import UnsetType, structs
 from numpy.typing import NDArray
 
+from deploy.inference.budget import Gauge, Plan, make_affordable_engine
 from deploy.inference.engines import (
     EngineChoice,
     EngineName,
@@ -27,7 +28,7 @@ from deploy.inference.engines import (
 from deploy.inference.prediction import Coverage, Floats, Prediction
 from deploy.inference.sessions import CPU, list_provider_chains
 from fedge.bundle.conformal import compute_threshold
-from fedge.bundle.manifest import Bundle, Manifest, read_bundle, require_bundle
+from fedge.bundle.manifest import Bundle, Manifest, Reference, read_bundle, require_bundle
 from fedge.data.preprocessing import preprocess, turn_images
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected
@@ -42,8 +43,8 @@ WITHOUT_SCORES: Final = "has no scores of labelled validation samples, so it can
 class Runtime:
     """A verified, loaded bundle. Safe to share between threads."""
 
-    def __init__(self, bundle: Bundle, how: EngineOptions) -> None:
-        """Load a verified bundle.
+    def __init__(self, bundle: Bundle, how: EngineOptions, gauge: Gauge | None = None) -> None:
+        """Load a verified bundle; `gauge` measures what it takes, if there is a budget; by default this process.
 
         Raises:
             ConfigError: the bundle lacks what the engine or the mode needs, or the named provider does not run.
@@ -54,26 +55,35 @@ class Runtime:
         self._usual = bundle.manifest.usual_range
         self._problem = bundle.manifest.task.problem
         self.engine: EngineName = choose_engine(bundle, how.engine)
+        self.plan: Plan | None = None
+        """What was picked for a budget; None without one."""
         self.mode = how.mode
         wanted = how.coverage if self._problem.SETS else None
         self.coverage: Coverage | None = None if wanted is None else self.make_coverage(wanted, 1 - wanted)
-        outputs = self._start(bundle, how)
+        outputs = self._start(bundle, how, gauge)
         each = (len(self.manifest.candidates),)
         shapes = (*self.task.problem.get_answer_shapes(self.task.input_shape), each, each)
         if [output.shape for output in outputs] != [(1, *shape) for shape in shapes]:
             raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
+        if self.plan is not None:
+            level, event = (logging.INFO, "budget") if self.plan.fits else (logging.WARNING, "over_budget")
+            log.log(level, "event=%s bundle=%s reason=%r", event, self.digest, self.plan.describe(self.manifest))
 
     def make_coverage(self, wanted: float, alpha: float) -> Coverage:
         """Return how this bundle makes prediction sets at the level `alpha`."""
         scores = () if isinstance(self.manifest.scores, UnsetType) else self.manifest.scores
         return Coverage(wanted, len(scores), compute_threshold(scores, alpha), alpha)
 
-    def _start(self, bundle: Bundle, how: EngineOptions) -> list[Floats]:
+    def _start(self, bundle: Bundle, how: EngineOptions, gauge: Gauge | None) -> list[Floats]:
         """Make the engine on the first providers that work, and run it on a sample of zeros."""
         for providers in list_provider_chains(how.provider, how.provider_options):
             wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
             try:
-                self._engine = make_engine(bundle, self.engine, how.threads, providers, self.mode)
+                if how.budget_ms is how.budget_mb is None:
+                    self._engine = make_engine(bundle, self.engine, how.threads, providers, self.mode)
+                else:
+                    self._engine, self.plan = make_affordable_engine(bundle, how, providers, gauge)
+                    self.engine = self.plan.engine
                 outputs = self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
                 if wanted in self.providers:
                     return outputs
@@ -96,6 +106,22 @@ class Runtime:
     def providers(self) -> tuple[str, ...]:
         """The ONNX Runtime execution providers in use, in order of preference."""
         return self._engine.providers
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The candidates that a budget does not leave out, ascending; all without a budget."""
+        return tuple(range(len(self.manifest.candidates))) if self.plan is None else self.plan.used
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the candidates that a budget leaves out."""
+        return tuple(c.name for k, c in enumerate(self.manifest.candidates) if k not in self.used)
+
+    @property
+    def reference(self) -> Reference | None:
+        """The bundle's reference, to detect drift; None if it has none, or is that of more candidates than run."""
+        found = self.manifest.reference
+        return found if isinstance(found, Reference) and not self.left_out else None
 
     @property
     def can_reweigh(self) -> bool:
@@ -181,6 +207,8 @@ def load(
     provider: str = "auto",
     provider_options: Mapping[str, str] | None = None,
     coverage: float | None = None,
+    budget_ms: float | None = None,
+    budget_mb: float | None = None,
 ) -> Runtime:
     """Verify the bundle in a folder and make it ready to predict.
 
@@ -197,17 +225,24 @@ def load(
             ~/.cache/fedge/tensorrt.
         coverage: the share of samples, at least 0.5 and below 1, whose prediction set must hold the target
             (`Prediction.sets`); for classification and regression alone.
+        budget_ms: the time that a sample may take in ms, without its preprocessing. The best engine and candidates that
+            fit are measured and picked; `Runtime.plan` says which (`deploy.inference.budget`).
+        budget_mb: the memory in MB that the bundle may add to the process. Candidates that do not fit in it are on the
+            disk until they are wanted, or left out.
 
     Raises:
         ConfigError: there is no such folder, engine or provider; the folder's name is not UTF-8; `threads` is below 1;
-            `coverage` is out of range; the bundle lacks what the engine, the mode or the sets need; or the named
-            provider does not run the bundle.
+            `coverage` or a budget is out of range; the bundle lacks what the engine, the mode or the sets need; or the
+            named provider does not run the bundle.
         UpdateRejected: the bundle does not match its manifest; ONNX Runtime has then read none of it.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
     if coverage is not None and not 0.5 <= coverage < 1:
         raise ConfigError(f"coverage must be at least 0.5 and below 1, not {coverage}")
+    for name, limit in {"budget_ms": budget_ms, "budget_mb": budget_mb}.items():
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"{name} must be above 0, not {limit}")
     how = EngineOptions(
         engine=engine,
         mode=mode,
@@ -215,6 +250,8 @@ def load(
         provider=provider,
         provider_options=dict(provider_options or {}),
         coverage=coverage,
+        budget_ms=budget_ms,
+        budget_mb=budget_mb,
     )
     return load_runtime(Path(path), how)
 

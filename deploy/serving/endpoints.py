@@ -21,7 +21,7 @@ from deploy.serving.feedback import Feedback
 from deploy.updates.answering import ActiveBundle
 from deploy.updates.drift import Drift
 from edge_agent.samples.answers import AnswerCount
-from fedge.bundle.manifest import Manifest, Reference
+from fedge.bundle.manifest import Manifest
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.wire.messages import DriftKind
@@ -32,8 +32,7 @@ class FixedModel:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        reference = runtime.manifest.reference
-        self._drift = Drift(reference if isinstance(reference, Reference) else None)
+        self._drift = Drift(runtime.reference)
 
     @property
     def drift_kind(self) -> DriftKind | None:
@@ -126,6 +125,8 @@ class ServedModel:
             parameters["drift_kind"] = str(kind)
         if prediction.adapted:
             parameters["adapted"] = True
+        if left_out := runtime.left_out:
+            parameters["left_out"] = ",".join(left_out)
         if prediction.coverage is not None:
             parameters |= _describe_coverage(prediction.coverage)
         with self.statistics.written.measure():

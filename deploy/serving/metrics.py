@@ -66,6 +66,16 @@ def collect_metrics(
         ["model", "bundle", "engine", "provider"],
         [([m.name, m.runtime.digest, m.runtime.engine, m.runtime.providers[0]], 1) for m, _, _ in each],
     )
+    run = {
+        (m.name, c.name): float(k in m.runtime.used) for m, _, _ in each for k, c in enumerate(m.manifest.candidates)
+    }
+    yield make_metric(
+        "gauge",
+        "fedge_serve_candidate",
+        "1 for a candidate of the bundle in service that runs, 0 for one that the budget leaves out.",
+        ["model", "candidate"],
+        [(list(names), value) for names, value in run.items()],
+    )
     by_class: Counter[tuple[str, ...]] = Counter()
     for model in models:
         found = labelled[model.name]

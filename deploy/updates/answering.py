@@ -23,7 +23,7 @@ from deploy.updates.drift import Alarm, Drift
 from deploy.updates.examination import Limits, compute_allowed_ms
 from deploy.updates.quality import MAX_COMPARED, PairedTest, explain_better, grade_answers, measure_home
 from deploy.updates.slots import Slots
-from fedge.bundle.manifest import Reference, compute_bundle_digest
+from fedge.bundle.manifest import compute_bundle_digest
 from fedge.data.validation import FILE, load_validation
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 from fedge.system.files import get_version
@@ -108,7 +108,7 @@ class ActiveBundle:
     def outliers(self) -> Outliers | None:
         """Counts of the samples seen and flagged by the bundle in service; None if the bundle has no reference."""
         with self._lock:
-            return self._outliers if isinstance(self._runtime.manifest.reference, Reference) else None
+            return None if self._runtime.reference is None else self._outliers
 
     @property
     def alarm(self) -> Alarm | None:
@@ -364,7 +364,7 @@ class ActiveBundle:
 
     def _activate(self, runtime: Runtime, before: str | None = None) -> None:
         """Put a bundle into service, not yet on trial; `before` is the digest of the bundle to compare it with."""
-        reference, sets = runtime.manifest.reference, AdaptiveCoverage(self._slots.home, runtime)
+        sets = AdaptiveCoverage(self._slots.home, runtime)
         if sets.now is not None and not sets.now.n:
             log.warning("event=no_coverage bundle=%s reason=%r", runtime.digest, WITHOUT_SCORES)
         log.info(
@@ -376,9 +376,7 @@ class ActiveBundle:
         )
         with self._lock:
             self._runtime, self._sets = runtime, sets
-            self._drift = Drift(
-                reference if isinstance(reference, Reference) else None, runtime.manifest.release, self._drift.alarm
-            )
+            self._drift = Drift(runtime.reference, runtime.manifest.release, self._drift.alarm)
             self._classes, self._candidates, self._validation = None, None, None
             self._outliers = Outliers(seen=0, flagged=0)
             self._on_trial = False

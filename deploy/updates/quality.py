@@ -15,7 +15,6 @@ from deploy.inference.prediction import Floats, Prediction, join_predictions
 from deploy.inference.runtime import Runtime
 from deploy.updates.drift import POOR, HomeReference, compute_deviations, compute_home_reference
 from fedge.bundle.energies import compute_free_energy, compute_gate_entropy, compute_strangeness
-from fedge.bundle.manifest import Reference
 from fedge.data.problems.problem import Problem
 from fedge.data.validation import Validation
 from fedge.wire.messages import Quality
@@ -181,8 +180,8 @@ def _compute_score(problem: Problem, answers: Sequence[Floats], y: NDArray[Any])
 
 def _compute_shift(free: NDArray[np.floating], runtime: Runtime) -> float | None:
     """Return the shift of the samples' mean free energy from the reference, in deviations, or None if unknown."""
-    reference, usable = runtime.manifest.reference, free[np.isfinite(free)]
-    if not isinstance(reference, Reference) or not len(usable):
+    reference, usable = runtime.reference, free[np.isfinite(free)]
+    if reference is None or not len(usable):
         return None
     return compute_deviations(float(usable.mean()) - reference.free_energy_mean, reference.free_energy_std)
 

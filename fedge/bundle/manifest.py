@@ -89,6 +89,7 @@ class CandidateInfo(_Part, frozen=True, kw_only=True):
     energy_std: NonNegative
     weight: Share
     energy_max: float | UnsetType = UNSET  # largest standardised energy over the validation samples
+    share: Share | UnsetType = UNSET  # mean share in the mixture over the validation samples, without the guard
 
 
 class GuardInfo(_Part, frozen=True, kw_only=True):

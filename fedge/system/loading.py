@@ -9,14 +9,16 @@ import sys
 import traceback
 from collections.abc import Container, Iterable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from fedge.errors import ConfigError
 from fedge.system.text import suggest_nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 HERE: Final = "here"
 """Word in place of a module in the names of objects that only this process has, such as a class of a notebook."""
@@ -117,6 +119,8 @@ def load_object(path: str) -> Any:
 @cache
 def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group in all packages, by name, without importing them."""
+    from importlib.metadata import entry_points  # with `email` and `socket`, which a runtime does without
+
     return {point.name: point for point in sorted(entry_points(group=group))}
 
 

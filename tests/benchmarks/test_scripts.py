@@ -134,6 +134,7 @@ SCRIPTS = {
 LONG = (
     "aggregation.py",
     "at_rest.py",
+    "budget.py",
     "conformal.py",
     "deep.py",
     "deeper.py",

@@ -102,7 +102,10 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
         IMAGES.problem, found.answers, found.weights, found.energies
     )
     assert runtime.manifest.reference.n == 12
-    assert deploy.load(tmp_path / "2").manifest.reference is UNSET
+    shares = [candidate.share for candidate in runtime.manifest.candidates]
+    np.testing.assert_allclose(shares, found.weights.mean(axis=0), atol=1e-6)
+    without = deploy.load(tmp_path / "2").manifest
+    assert (without.reference, {candidate.share for candidate in without.candidates}) == (UNSET, {UNSET})
 
 
 def test_scores_are_those_of_the_answers_or_of_the_mixture_before_and_give_sets(tmp_path):

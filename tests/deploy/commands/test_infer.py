@@ -127,6 +127,20 @@ def test_a_table_for_people(tmp_path, expected):
     assert f"{expected['probabilities'][0].max():.4f}" in out
 
 
+def test_a_budget_is_told_of(tmp_path, expected):
+    """Of all candidates with much of it, of one with next to nothing."""
+    np.save(tmp_path / "x.npy", expected["x"])
+    bundle = GOLDEN / "engines" / "bundle"
+    most, least = ((bundle, tmp_path / "x.npy", "--budget-ms", ms, "--json") for ms in (1e6, 1e-6))
+    record = json.loads(run_of(*most)[1])["budget"]
+    assert (record["used"], record["fits"]) == (["private-0", "expert-1", "expert-2", "expert-3"], True)
+    assert record["ms"] > 0
+    record = json.loads(run_of(*least)[1])["budget"]
+    assert (record["used"], record["in_memory"], record["fits"]) == (["private-0"], ["private-0"], False)
+    assert "  budget: over budget, but used: even private-0 alone by engine" in run_of(*least[:-1])[1]
+    assert "budget:" not in run_of(bundle, tmp_path / "x.npy")[1]
+
+
 def test_a_sample_that_is_not_finite_is_refused(tmp_path):
     x = np.zeros((3, 8, 8))
     x[2, 1, 7] = np.nan

@@ -43,6 +43,14 @@ async def test_the_answer_is_that_of_the_runtime():
     assert parameters["latency_ms"] > 0
 
 
+async def test_the_answer_says_which_candidates_a_budget_leaves_out():
+    bundle = GOLDEN.parent / "engines" / "bundle"
+    for ms, left_out in ((1e6, None), (1e-6, "expert-1,expert-2,expert-3")):
+        async with served(FixedModel(load(bundle, budget_ms=ms))) as model:
+            response = await model.infer(body(X))
+        assert json.loads(response.body)["parameters"].get("left_out") == left_out
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (1, 1, 8, 8), (1, 8, 8, 1)])
 async def test_a_single_sample_in_every_shape_that_the_runtime_takes(shape):
     async with served() as model:

@@ -201,6 +201,7 @@ async def test_prometheus_reads_what_was_counted():
         'fedge_serve_samples_total{model="digits"} 12.0',
         'fedge_serve_calls_total{model="digits"} 1.0',
         'fedge_serve_release{model="digits"} 3.0',
+        'fedge_serve_candidate{candidate="expert-3",model="digits"} 1.0',
         "fedge_serve_turned_away_total 0.0",
         "fedge_serve_connections 1.0",
     ):
