@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -98,8 +99,8 @@ class Plan:
         engine: the engine that runs it.
         used: the candidates that are not left out, ascending.
         in_memory: those of them that are not on the disk, ascending.
-        ms: time of a sample, at most, without its preprocessing.
-        mb: memory that it adds to the process, at most.
+        ms: usual time of a sample for which all that may run does, without its preprocessing.
+        mb: memory that this adds to the process.
         fits: whether that is within the budget.
     """
 
@@ -113,7 +114,7 @@ class Plan:
     def describe(self, manifest: Manifest) -> str:
         """Return what was picked, what it takes and what was left out, in a line."""
         names = [candidate.name for candidate in manifest.candidates]
-        takes = f"{self.ms:.3g} ms and {self.mb:.3g} MB at most"
+        takes = f"about {self.ms:.3g} ms and {self.mb:.3g} MB"
         if not self.fits:
             those = f"even {names[self.used[0]]} alone" if len(self.used) == 1 else "all candidates together"
             return f"over budget, but used: {those} by engine {self.engine}, {takes}"
@@ -136,7 +137,7 @@ def make_affordable_engine(
         ConfigError: the bundle lacks what the engine or the mode needs.
     """
     gauge = gauge or Gauge()
-    budget = Budget(*(math.inf if limit is None else limit for limit in (how.budget_ms, how.budget_mb)))
+    budget = Budget(how.budget_ms or math.inf, how.budget_mb or math.inf)
     manifest, first = bundle.manifest, choose_engine(bundle, how.engine)
     whole = how.engine in {"fused", "int8"} or not can_run_apart(bundle)
     if first in {"fused", "int8"} and (whole or LOADED * _compute_weights_mb(manifest, first) <= budget.mb):
@@ -181,26 +182,29 @@ def _try_whole(
 def _measure_apart(
     bundle: Bundle, how: EngineOptions, providers: Sequence[Provider], budget: Budget, gauge: Gauge
 ) -> tuple[Networks, list[Cost], float]:
-    """Open and run each candidate on a sample of zeros; return them, what each takes, and the time of the rest in ms.
+    """Open and run each candidate on a sample of zeros; return them, what each takes, and the formula's time in ms.
 
     Those of the largest share come first and stay open as long as they are within the budget, so memory is what each
     adds to those before.
     """
     manifest, x = bundle.manifest, np.zeros((1, *bundle.manifest.task.input_shape), np.float32)
-    networks, costs, kept, digests = Networks(bundle, how.threads, providers), [], [], set()
+    networks = Networks(bundle, how.threads, providers)
+    costs: list[Cost] = []
+    kept: list[int] = []
+    digests: set[str] = set()
+    rest = make_engine(bundle, "separate", how.threads, providers, how.mode, networks)  # with all left out
+    formula_ms = gauge.measure_warm_ms(lambda: rest.run_all(x))
     for k in rank_candidates(manifest):
         networks.hold(kept, [k])
         part, before = manifest.candidates[k].part, gauge.read_mb()
-        open_ms = gauge.measure_ms(lambda k=k: networks.compute_logits(k, x))
-        run_ms = gauge.measure_warm_ms(lambda k=k: networks.compute_logits(k, x))
+        run = partial(networks.compute_logits, k, x)
+        open_ms, run_ms = gauge.measure_ms(run), gauge.measure_warm_ms(run)
         mb = 0.0 if part.digest in digests else max(gauge.read_mb() - before, part.size_bytes / 1e6)
         digests.add(part.digest)
         costs.append(Cost(k, run_ms, open_ms, mb))
         if sum(cost.mb for cost in costs) <= budget.mb:
             kept.append(k)
-    networks.hold([])
-    fusion = make_engine(bundle, "separate", how.threads, providers, how.mode, networks)
-    return networks, costs, gauge.measure_warm_ms(lambda: fusion.run_all(x))
+    return networks, costs, formula_ms
 
 
 def rank_candidates(manifest: Manifest) -> list[int]:

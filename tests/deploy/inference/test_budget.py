@@ -125,14 +125,14 @@ def test_the_usual_engine_runs_if_it_fits():
 
 
 def test_int8_runs_before_a_candidate_is_left_out_but_after_all_in_float32():
-    assert loaded(Scripted(*WHOLE, *EACH, *FORMULA, *INT8), budget_ms=7.9).engine == "int8"
-    separate = loaded(Scripted(9.0, *EACH, *FORMULA), budget_ms=8.5)
+    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=7.9).engine == "int8"
+    separate = loaded(Scripted(9.0, *FORMULA, *EACH), budget_ms=8.5)
     assert (separate.engine, separate.left_out) == ("separate", ())
 
 
 def test_a_candidate_that_is_left_out_counts_as_one_that_gives_no_numbers(tmp_path):
     """Which the fused graph drops, too: by it the others take the share."""
-    runtime = loaded(Scripted(*WHOLE, *EACH, *FORMULA, *INT8), budget_ms=4.5)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5)
     assert (runtime.engine, runtime.plan.used) == ("separate", (0, 1))
     assert runtime.left_out == ("expert-2", "expert-3")
     folder = broken(tmp_path / "bundle", (2, 3))
@@ -161,13 +161,13 @@ def broken(folder, candidates):
 
 def test_candidates_on_the_disk_answer_as_those_in_memory():
     """There is memory for two, and none for a graph of all, which takes three times the weights."""
-    runtime = loaded(Scripted(*EACH, *FORMULA, mb=0.02), budget_mb=0.05)
+    runtime = loaded(Scripted(*FORMULA, *EACH, mb=0.02), budget_mb=0.05)
     assert (runtime.engine, runtime.plan.used, runtime.plan.in_memory) == ("lazy", EVERY, (0,))
     found, wanted = (each.predict(samples()[:6]) for each in (runtime, deploy.load(BUNDLE, engine="lazy")))
     np.testing.assert_array_equal(found.probabilities, wanted.probabilities)
     np.testing.assert_array_equal(found.energies, wanted.energies)
     assert runtime.plan.describe(runtime.manifest) == (
-        "4 of 4 candidates by engine lazy, 38.5 ms and 0.04 MB at most; "
+        "4 of 4 candidates by engine lazy, about 38.5 ms and 0.04 MB; "
         "on the disk until wanted: expert-1, expert-2, expert-3"
     )
 
@@ -175,26 +175,26 @@ def test_candidates_on_the_disk_answer_as_those_in_memory():
 def test_what_was_left_out_has_no_part_in_the_reference_for_drift():
     whole = loaded(Scripted(*WHOLE), budget_ms=8.0)
     assert whole.reference == read_bundle(BUNDLE).manifest.reference
-    assert loaded(Scripted(*WHOLE, *EACH, *FORMULA, *INT8), budget_ms=4.5).reference is None
+    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5).reference is None
 
 
 def test_what_does_not_fit_is_used_and_told(caplog):
     caplog.set_level("INFO", logger="fedge.deploy")
-    runtime = loaded(Scripted(*WHOLE, *EACH, *FORMULA, *INT8), budget_ms=1.0)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=1.0)
     assert (runtime.engine, runtime.plan.used, runtime.plan.fits) == ("separate", (0,), False)
     said = runtime.plan.describe(runtime.manifest)
-    assert said == "over budget, but used: even private-0 alone by engine separate, 2.5 ms and 4 MB at most"
+    assert said == "over budget, but used: even private-0 alone by engine separate, about 2.5 ms and 4 MB"
     assert [(r.levelname, said in r.getMessage()) for r in caplog.records] == [("WARNING", True)]
     runtime = loaded(Scripted(*WHOLE), budget_ms=1.0, engine="fused")
-    assert "over budget, but used: all candidates together by engine fused, 8 ms" in runtime.plan.describe(
+    assert "over budget, but used: all candidates together by engine fused, about 8 ms" in runtime.plan.describe(
         runtime.manifest
     )
 
 
 def test_what_was_picked_is_told_in_a_line():
-    runtime = loaded(Scripted(*WHOLE, *EACH, *FORMULA, *INT8), budget_ms=4.5)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5)
     assert runtime.plan.describe(runtime.manifest) == (
-        "2 of 4 candidates by engine separate, 4.5 ms and 8 MB at most; left out: expert-2, expert-3"
+        "2 of 4 candidates by engine separate, about 4.5 ms and 8 MB; left out: expert-2, expert-3"
     )
 
 
