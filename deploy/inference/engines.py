@@ -201,11 +201,12 @@ def make_engine(
         return FusedEngine(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts), outputs)
     if engine == "int8":
         return FusedEngine(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed), outputs)
-    experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-    how = formula.prepare_formula(read_numbers() | changed, experts, bundle.manifest.fusion.top)
     if networks is None:
         networks = Networks(bundle, threads, providers)
         networks.hold(range(len(bundle.manifest.candidates)))
+    numbers = formula.select_candidates(read_numbers() | changed, networks.used)
+    experts = [i for i, k in enumerate(networks.used) if bundle.manifest.candidates[k].role.is_shared]
+    how = formula.prepare_formula(numbers, experts, bundle.manifest.fusion.top)
     return (LazyEngine if engine == "lazy" else SeparateEngine)(bundle, how, networks)
 
 
@@ -234,10 +235,10 @@ class FusedEngine:
 
 
 class SeparateEngine:
-    """The engine with a session for each candidate."""
+    """The engine with a session for each candidate that is not left out; `how` is the formula of these."""
 
     def __init__(self, bundle: Bundle, how: Formula, networks: Networks) -> None:
-        self._networks, self._how = networks, how
+        self._networks, self._how, self._used = networks, how, list(networks.used)
         self._m, self._n_classes = len(bundle.manifest.candidates), bundle.manifest.task.n_classes
 
     @property
@@ -249,7 +250,7 @@ class SeparateEngine:
         """Return the same outputs as `FusedEngine`, with no candidate skipped and no bound changed."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        return fuse(self._how, [self._compute_logits(k, x) for k in range(self._m)], gate)
+        return self._fuse([self._compute_logits(i, x) for i in range(len(self._used))], gate)
 
     run = run_all
 
@@ -257,11 +258,27 @@ class SeparateEngine:
         """Return the outputs of `run`, and the probabilities (n, C) if `log_ratio` (M,) is added to the scores."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        logits = [self._compute_logits(k, x) for k in range(self._m)]
-        return [*fuse(self._how, logits, gate), fuse(self._how, logits, gate + log_ratio)[0]]
+        logits = [self._compute_logits(i, x) for i in range(len(self._used))]
+        return [*self._fuse(logits, gate), fuse(self._how, logits, gate + log_ratio[self._used])[0]]
 
-    def _compute_logits(self, k: int, x: Floats) -> Floats:
-        return self._networks.compute_logits(k, x)
+    def run_formula(self, x: Floats) -> list[Floats]:
+        """Return the outputs if all logits are 0: only gate and fusion run, to be measured."""
+        gate = compute_gate_scores(self._how, x)
+        return self._fuse([np.zeros((len(x), self._n_classes), np.float32) for _ in self._used], gate)
+
+    def _compute_logits(self, i: int, x: Floats) -> Floats:
+        """Compute logits (n, C) of the i-th candidate that is used."""
+        return self._networks.compute_logits(self._used[i], x)
+
+    def _fuse(self, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
+        """Return the outputs, in which a candidate that is left out has weight 0 and no energy."""
+        answers, weights, energies = fuse(self._how, logits, gate)
+        if len(self._used) < self._m:
+            every = np.zeros((len(gate), self._m), np.float32), np.full((len(gate), self._m), np.nan, np.float32)
+            for whole, part in zip(every, (weights, energies), strict=True):
+                whole[:, self._used] = part
+            weights, energies = every
+        return [answers, weights, energies]
 
 
 class LazyEngine(SeparateEngine):
@@ -275,10 +292,9 @@ class LazyEngine(SeparateEngine):
 
     def __init__(self, bundle: Bundle, how: Formula, networks: Networks) -> None:
         super().__init__(bundle, how, networks)
-        candidates = bundle.manifest.candidates
+        candidates = [bundle.manifest.candidates[k] for k in self._used]
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.find_guard(how)}
-        self._first = first & networks.used
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.find_guard(how)}
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
@@ -289,16 +305,16 @@ class LazyEngine(SeparateEngine):
         """Return outputs in the form of `FusedEngine.run`, but skip candidates that can hardly matter."""
         with np.errstate(all="ignore"):
             gate = compute_gate_scores(self._how, x)
-        logits = np.full((self._m, len(x), self._n_classes), np.nan, np.float32)
+        logits = np.full((len(self._used), len(x), self._n_classes), np.nan, np.float32)
         for i in range(len(x)):
             for k, row in self._run_sample(x[i : i + 1], gate[i].tolist()).items():
                 logits[k, i] = row
-        return fuse(self._how, list(logits), gate)
+        return self._fuse(list(logits), gate)
 
     def _run_sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
         """Return logits (1, C) of the candidates that were run for one sample."""
         bound = [score + energy for score, energy in zip(gate, self._bounds, strict=True)]
-        order = sorted(self._networks.used, key=lambda k: (k not in self._first, -bound[k], k))
+        order = sorted(range(len(bound)), key=lambda k: (k not in self._first, -bound[k]))
         logits: dict[int, Floats] = {}
         score: dict[int, float] = {}
         exact = False

@@ -27,27 +27,25 @@ class Networks:
         self._in_memory: dict[str, Session] = {}
         self._last: dict[str, Session] = {}
         self._lock = threading.Lock()
-        self.used: frozenset[int] = frozenset()
-        """The candidates that are not left out."""
+        self.used: tuple[int, ...] = ()
+        """The candidates that are not left out, ascending."""
         self.providers: tuple[str, ...] = ()
 
     def hold(self, in_memory: Iterable[int], on_disk: Iterable[int] = ()) -> None:
         """Have some candidates in memory, and others on the disk; leave out the rest."""
         held, open_ones = [*in_memory], self._last | self._in_memory
-        self.used = frozenset(held).union(on_disk)
+        self.used = tuple(sorted({*held, *on_disk}))
         digests = {self._bundle.manifest.candidates[k].part.digest: k for k in held}
         self._last, self._in_memory = {}, {d: each for d, each in open_ones.items() if d in digests}
         del open_ones  # before others are opened
         self._in_memory |= {digest: self._open(k) for digest, k in digests.items() if digest not in self._in_memory}
 
     def compute_logits(self, k: int, x: Floats) -> Floats:
-        """Compute logits (n, C) of candidate k, NaN if it is left out.
+        """Compute logits (n, C) of candidate k, which is not left out.
 
         Raises:
             UpdateRejected: the candidate is on the disk, and its file has changed since the bundle was verified.
         """
-        if k not in self.used:
-            return np.full((len(x), self._bundle.manifest.task.n_classes), np.nan, np.float32)
         (logits,) = self._find(k).run((LOGITS,), {INPUT: x})
         return np.asarray(logits)
 

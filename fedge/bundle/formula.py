@@ -224,6 +224,24 @@ def flatten_prior(numbers: Numbers) -> dict[str, NDArray[Any]]:
     return changed | ({"prior": np.zeros_like(numbers["prior"])} if "prior" in numbers else {})
 
 
+def select_candidates(numbers: Numbers, used: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Return the tensors of a gate's part for some of the candidates alone, in the order of `used`.
+
+    These share what the others leave, as if the others' outputs were not finite. Without its candidate there is no
+    guard.
+    """
+    rows, guard = [*used, len(numbers["energy.mean"])], int(numbers["order"][-1])
+    per_candidate = "gate.out.weight", "gate.out.bias", "energy.mean", "energy.inverse_std"
+    there = guard in used
+    return {
+        **numbers,
+        **{name: numbers[name][[*used]] for name in per_candidate},
+        **{name: numbers[name][rows] for name in ("scale", "prior")},
+        "order": np.array([*range(len(used)), used.index(guard) if there else 0]),
+        "guard.share": numbers["guard.share"] if there else np.zeros_like(numbers["guard.share"]),
+    }
+
+
 def compute_gate_scores(how: Formula, x: Floats) -> Floats:
     """Return the scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
     hidden = compute_gate_inputs(x, how.convolutions, len(how.hidden)) @ how.hidden

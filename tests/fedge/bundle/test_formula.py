@@ -27,6 +27,7 @@ from fedge.bundle.formula import (
     fuse,
     mix,
     prepare_formula,
+    select_candidates,
 )
 from fedge.data.problems.calibration import Calibration
 from tests.support import oracle
@@ -62,6 +63,29 @@ def random_mixture(rng, logits, *, guard=None, top=2, gate=None, beta=0.5):
         top=top,
         gate=gate,
     )
+
+
+# --------------------------------------------------------------------------------------- some candidates alone
+
+
+@pytest.mark.parametrize("guard", [None, Guard(3, GUARD), Guard(1, GUARD)])
+@pytest.mark.parametrize("used", [(0, 2, 3), (3,), (0, 1, 2, 3, 4)])
+def test_some_candidates_alone_are_all_of_them_where_the_others_are_not_finite(guard, used):
+    rng, (m, n) = np.random.default_rng(7), (5, 20)
+    logits = np.float32(rng.normal(size=(m, n, 4)) * 3)
+    gate = GateWeights(*(rng.normal(size=s) * 0.3 for s in ((16, 1), (16,), (m, 16), (m,))))
+    mixture = random_mixture(rng, logits, guard=guard, gate=gate)
+    how, x = formula_of(mixture), inputs(n)
+    experts = [i for i, k in enumerate(used) if k in mixture.experts]
+    alone = prepare_formula(select_candidates(tensors_of(mixture), used), experts, mixture.top)
+    found = fuse(alone, list(logits[[*used]]), compute_gate_scores(alone, x))
+    left_out = [k for k in range(m) if k not in used]
+    logits[left_out] = np.nan
+    p, weights, energies = fuse(how, list(logits), compute_gate_scores(how, x))
+    np.testing.assert_allclose(found[0], p, atol=1e-6)
+    np.testing.assert_allclose(found[1], weights[:, [*used]], atol=1e-6)
+    np.testing.assert_allclose(found[2], energies[:, [*used]], atol=1e-4, rtol=1e-4)
+    assert (weights[:, left_out] == 0).all()
 
 
 # --------------------------------------------------------------------------------------- all of its forms agree
