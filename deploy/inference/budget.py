@@ -40,6 +40,7 @@ from deploy.inference.networks import Networks
 from deploy.inference.sessions import Provider
 from fedge.bundle.manifest import Bundle, Manifest, Part
 from fedge.errors import ConfigError
+from fedge.system.malloc import release_freed_memory
 
 RUNS: Final = 7
 """Number of warm runs whose median is the time of a sample."""
@@ -70,9 +71,10 @@ class Gauge:
         return float(np.median(times))
 
     def read_mb(self) -> float:
-        """Return the resident memory of this process in MB."""
+        """Return the resident memory of this process in MB, without what it has freed."""
         import psutil  # only a budget needs it
 
+        release_freed_memory()
         return float(psutil.Process().memory_info().rss / 1e6)
 
 
@@ -158,6 +160,7 @@ def make_affordable_engine(
                 if other.fits:
                     return engine, other
     networks.hold(plan.in_memory, plan.used)
+    release_freed_memory()
     return make_engine(bundle, plan.engine, how.threads, providers, how.mode, networks), plan
 
 

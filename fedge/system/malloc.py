@@ -31,3 +31,9 @@ def tune_malloc(*, large: bool = False) -> bool:
         settings.append((_MMAP_MAX, 0))
     libc = ctypes.CDLL(None)
     return all(libc.mallopt(*setting) for setting in settings)
+
+
+def release_freed_memory() -> None:
+    """Return to the kernel what this process has freed, as far as glibc can; elsewhere do nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,12 +1,14 @@
-"""Memory that is freed stays with the process."""
+"""Memory that is freed stays with the process, or goes back at once."""
 
 import platform
 import subprocess
 import sys
 
+import numpy as np
+import psutil
 import pytest
 
-from fedge.system.malloc import tune_malloc
+from fedge.system.malloc import release_freed_memory, tune_malloc
 
 FAULTS = """
 import resource, sys
@@ -36,3 +38,16 @@ def test_a_large_array_is_made_again_without_fresh_pages() -> None:
         for how in ("tuned", "plain")
     }
     assert faults["tuned"] < 10 <= faults["plain"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's alone")
+def test_what_was_freed_goes_back_to_the_kernel() -> None:
+    """Though a later array is still in use, which alone would keep it."""
+    process = psutil.Process()
+    arrays = [np.ones(6000) for _ in range(1000)]  # of 48 kB each, so that none is mapped alone
+    last = arrays.pop()
+    del arrays
+    before = process.memory_info().rss
+    release_freed_memory()
+    assert process.memory_info().rss < before - 30e6
+    assert last.sum() == 6000
