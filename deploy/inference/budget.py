@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -142,6 +142,7 @@ def make_affordable_engine(
     gauge = gauge or Gauge()
     budget = Budget(how.budget_ms or math.inf, how.budget_mb or math.inf)
     manifest, first = bundle.manifest, choose_engine(bundle, how.engine)
+    x = np.zeros((1, *manifest.task.input_shape), np.float32)
     whole = how.engine in {"fused", "int8"} or not can_run_apart(bundle)
     if first in {"fused", "int8"} and (whole or LOADED * _compute_weights_mb(manifest, first) <= budget.mb):
         engine, plan = _try_whole(bundle, first, how, providers, budget, gauge)
@@ -151,6 +152,14 @@ def make_affordable_engine(
     networks, costs, formula_ms = _measure_apart(bundle, how, providers, budget, gauge)
     top = manifest.fusion.top if is_chosen_by_gate(manifest) else None
     plan = choose_plan(costs, formula_ms, budget, how.engine, top)
+    while plan.fits and plan.engine == "separate":
+        networks.hold(plan.used)  # together they may displace each other from the processor's caches
+        together = make_engine(bundle, "separate", how.threads, providers, how.mode, networks)
+        ms = gauge.measure_warm_ms(partial(together.run_all, x))
+        if ms <= budget.ms or len(plan.used) == 1:
+            plan = replace(plan, ms=ms, fits=ms <= budget.ms)
+            break
+        plan = choose_plan(costs[: len(plan.used) - 1], formula_ms, budget, how.engine, top)
     if how.engine == "auto" and len(plan.in_memory) < len(costs) and isinstance(manifest.int8, Part):
         networks.hold([])
         with contextlib.suppress(ConfigError):  # some processors give wrong sums

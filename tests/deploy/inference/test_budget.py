@@ -125,14 +125,22 @@ def test_the_usual_engine_runs_if_it_fits():
 
 
 def test_int8_runs_before_a_candidate_is_left_out_but_after_all_in_float32():
-    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=7.9).engine == "int8"
-    separate = loaded(Scripted(9.0, *FORMULA, *EACH), budget_ms=8.5)
+    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, 6.5, *INT8), budget_ms=7.9).engine == "int8"
+    separate = loaded(Scripted(9.0, *FORMULA, *EACH, 8.5), budget_ms=8.5)
     assert (separate.engine, separate.left_out) == ("separate", ())
+
+
+def test_what_takes_longer_together_than_one_by_one_is_left_out():
+    """4.5 ms one by one."""
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, 4.6, 2.7, *INT8), budget_ms=4.5)
+    assert (runtime.plan.used, runtime.plan.ms, runtime.plan.fits) == ((0,), 2.7, True)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, 2.7, *INT8), budget_ms=2.6)
+    assert (runtime.plan.used, runtime.plan.ms, runtime.plan.fits) == ((0,), 2.7, False)
 
 
 def test_a_candidate_that_is_left_out_counts_as_one_that_gives_no_numbers(tmp_path):
     """Which the fused graph drops, too: by it the others take the share."""
-    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, 4.4, *INT8), budget_ms=4.5)
     assert (runtime.engine, runtime.plan.used) == ("separate", (0, 1))
     assert runtime.left_out == ("expert-2", "expert-3")
     folder = broken(tmp_path / "bundle", (2, 3))
@@ -175,7 +183,7 @@ def test_candidates_on_the_disk_answer_as_those_in_memory():
 def test_what_was_left_out_has_no_part_in_the_reference_for_drift():
     whole = loaded(Scripted(*WHOLE), budget_ms=8.0)
     assert whole.reference == read_bundle(BUNDLE).manifest.reference
-    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5).reference is None
+    assert loaded(Scripted(*WHOLE, *FORMULA, *EACH, 4.4, *INT8), budget_ms=4.5).reference is None
 
 
 def test_what_does_not_fit_is_used_and_told(caplog):
@@ -192,9 +200,9 @@ def test_what_does_not_fit_is_used_and_told(caplog):
 
 
 def test_what_was_picked_is_told_in_a_line():
-    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, *INT8), budget_ms=4.5)
+    runtime = loaded(Scripted(*WHOLE, *FORMULA, *EACH, 4.4, *INT8), budget_ms=4.5)
     assert runtime.plan.describe(runtime.manifest) == (
-        "2 of 4 candidates by engine separate, about 4.5 ms and 8 MB; left out: expert-2, expert-3"
+        "2 of 4 candidates by engine separate, about 4.4 ms and 8 MB; left out: expert-2, expert-3"
     )
 
 
