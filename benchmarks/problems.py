@@ -221,9 +221,10 @@ def run(row: Row, method: str, seed: int, data: Path, *, quick: bool, label: str
 
 
 def average_metrics(done: Simulation) -> dict[str, float]:
-    """Each figure beside the score, mean over the devices that have it."""
-    names = {name for device in done.devices for name in device.score.metrics}
-    found = {n: [d.score.metrics[n] for d in done.devices if n in d.score.metrics] for n in sorted(names)}
+    """Each figure beside the score, mean over the devices with a bundle that have it."""
+    scores = [device.score for device in done.devices if device.bundle]
+    names = {name for score in scores for name in score.metrics}
+    found = {n: [score.metrics[n] for score in scores if n in score.metrics] for n in sorted(names)}
     f1 = {} if done.macro_f1 is None else {"macro_f1": done.macro_f1}
     return {name: float(np.mean(values)) for name, values in found.items()} | f1
 
