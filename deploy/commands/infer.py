@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import click
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from deploy.inference.engines import (
@@ -117,9 +117,15 @@ def infer(
     """
     settings = resolve(InferSettings, "infer", config, flags)
     how = make_engine_options(
-        settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
+        settings.runtime,
+        settings.mode,
+        settings.threads,
+        settings.provider,
+        settings.provider_options,
+        coverage=settings.coverage,
+        budget_ms=settings.budget_ms,
+        budget_mb=settings.budget_mb,
     )
-    how = structs.replace(how, coverage=settings.coverage, budget_ms=settings.budget_ms, budget_mb=settings.budget_mb)
     runtime = load_runtime(bundle, how)
     allow_code([decode] if decode else [])
     for path in inputs:

@@ -212,12 +212,16 @@ def _parse_folder(text: str) -> tuple[str | None, Path]:
 
 def _make_options(settings: ServeSettings) -> EngineOptions:
     how = make_engine_options(
-        settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options
+        settings.runtime,
+        settings.mode,
+        settings.threads,
+        settings.provider,
+        settings.provider_options,
+        coverage=settings.coverage,
+        budget_ms=settings.budget_ms,
+        budget_mb=settings.budget_mb,
     )
-    code = (settings.score_with,) if settings.score_with else ()
-    return structs.replace(
-        how, code=code, coverage=settings.coverage, budget_ms=settings.budget_ms, budget_mb=settings.budget_mb
-    )
+    return structs.replace(how, code=(settings.score_with,) if settings.score_with else ())
 
 
 def _load_model(

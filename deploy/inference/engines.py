@@ -103,7 +103,15 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 
 
 def make_engine_options(
-    runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str
+    runtime: EngineChoice,
+    mode: Mode,
+    threads: int,
+    provider: str,
+    provider_options: str,
+    *,
+    coverage: float | None,
+    budget_ms: float | None,
+    budget_mb: float | None,
 ) -> EngineOptions:
     """Return the engine options that a command's flags give.
 
@@ -114,7 +122,16 @@ def make_engine_options(
     if not all(key and equals for key, equals, _ in pairs):
         raise ConfigError(f"--provider-options are KEY=VALUE,KEY=VALUE, not {provider_options}")
     options = {key.strip(): value.strip() for key, _, value in pairs}
-    return EngineOptions(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
+    return EngineOptions(
+        engine=runtime,
+        mode=mode,
+        threads=threads,
+        provider=provider,
+        provider_options=options,
+        coverage=coverage,
+        budget_ms=budget_ms,
+        budget_mb=budget_mb,
+    )
 
 
 def choose_engine(bundle: Bundle, engine: EngineChoice) -> EngineName:

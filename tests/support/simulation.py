@@ -24,7 +24,7 @@ from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import batched
 from fedge.bundle.manifest import Manifest
 from fedge.models import build
-from fedge.models.training import CPU
+from fedge.models.training import CPU, Network
 from fedge.steps.contract import Action, Declined
 from fedge.tasks import DeviceData, Partitioning, load_pool, make_device_data, partition_pool
 from fedge.tasks.shares import Groups
@@ -133,6 +133,22 @@ def predicted(worker: Worker, x: NDArray[np.float32], release: int = 1) -> NDArr
     how = worker.task.preprocessing
     raw = (x * how.std + how.mean) * how.scale
     return load(worker.home / "bundles" / str(release)).predict(raw).probabilities
+
+
+def require_personal_ahead(fleet: Fleet, shared: Model) -> None:
+    """Require that personal models are right more often than the shared one, by 2 points, and are installed."""
+    network, workers = Network(fleet.task), fleet.workers.values()
+
+    def accuracy(model: Model, worker: Worker) -> float:
+        x, y = worker.data.validation
+        return float((network.compute_logits(model, x).argmax(axis=1) == y).mean())
+
+    personal = np.mean([accuracy(worker.make_personal_model(shared), worker) for worker in workers])
+    assert personal > np.mean([accuracy(shared, worker) for worker in workers]) + 0.02
+    worker = fleet.workers["d00"]
+    own = network.compute_logits(worker.make_personal_model(shared), worker.data.x_val)
+    installed = predicted(worker, worker.data.x_val)
+    assert (own.argmax(axis=1) == installed.argmax(axis=1)).all(), "the bundle predicts with theta"
 
 
 def manifests(fleet: Fleet, state: State) -> dict[str, Manifest]:
