@@ -225,15 +225,17 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
     return settings(**values)
 
 
-def resolve_given(settings: type[S], values: Mapping[str, object]) -> S:
+def resolve_given(settings: type[S], values: Mapping[str, object], beside: Iterable[str] = ()) -> S:
     """Return settings given in Python, checked as by `resolve` but without file and environment.
+
+    `beside` are further arguments of the function that takes them, which an unknown name may have meant.
 
     Raises:
         ConfigError: a name is unknown (the nearest one is named), a value has the wrong type or range, or a setting
             without default is missing.
     """
     known = {setting.name: setting for setting in describe_settings(settings, "")}
-    _refuse_unknown(values, known, "the arguments")
+    _refuse_unknown(values, (*known, *beside), "the arguments")
     if missing := [n for n, setting in known.items() if setting.default is msgspec.NODEFAULT and n not in values]:
         raise ConfigError(f"{missing[0]} is missing")
     passed = {name: value for name, value in values.items() if value is not None}

@@ -155,7 +155,7 @@ def simulate(
         FruitlessError: nothing was learned, or no device has a bundle.
         StoreError: `out` cannot be made.
     """
-    found = _make_settings(SimulationSettings, settings)
+    found = _make_settings(SimulationSettings, settings, "options")
     name, own = parse_method(found.method)
     given_options = {key: register_object(each) if callable(each) else each for key, each in (options or {}).items()}
     return run_simulation(found, name, given_options | own, progress or (lambda _: None))
@@ -266,7 +266,7 @@ def tune(*, search: Iterable[str] = (), progress: Watch | None = print_progress,
         FruitlessError: no trial learned anything.
         FedgeError: Ray fails, or every trial failed.
     """
-    found = _make_settings(TuneSettings, settings)
+    found = _make_settings(TuneSettings, settings, "search")
     with tempfile.TemporaryDirectory(prefix="fedge-tune-") as folder:
         return run_tuning(found, search, found.out or Path(folder), progress or (lambda _: None))
 
@@ -281,8 +281,11 @@ def run_tuning(settings: TuneSettings, search: Iterable[str], out: Path, progres
     return result
 
 
-def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
-    """Make the settings, with objects of this process replaced by the names that hold them."""
+def _make_settings(kind: type[S], arguments: Mapping[str, Any], *beside: str) -> S:
+    """Make the settings, with objects of this process replaced by the names that hold them.
+
+    `beside`: further arguments of the function, for suggestions.
+    """
     named = dict(arguments)
     if "method" in named:
         named["method"] = _hold_class(named["method"])
@@ -302,7 +305,7 @@ def _make_settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
         named["problem"] = register_object(named["problem"])
     if (model := named.get("model")) is not None:
         named["model"] = get_network_name(model)
-    return resolve_given(kind, named)
+    return resolve_given(kind, named, (*beside, "progress"))
 
 
 def _format_list(name: str, given: Any, how: str) -> str:

@@ -33,6 +33,7 @@ from fedge.data.preprocessing import preprocess, turn_images
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.system.files import lock_for_reading, require_utf8
+from fedge.system.text import refuse_unknown_arguments
 
 log = logging.getLogger("fedge.deploy")
 
@@ -198,6 +199,7 @@ class Runtime:
         return raw[np.newaxis] if raw.shape in single else raw
 
 
+@refuse_unknown_arguments
 def load(
     path: Path | str,
     threads: int | None = None,

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, StrEnum
-from typing import Self
+from typing import Any, Self, TypeVar, cast
+
+from fedge.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Worded(StrEnum):
@@ -44,6 +50,24 @@ def suggest_nearest(word: str, right: Iterable[str]) -> str:
     """Return a hint at the most similar word: " (did you mean X?)", or ""."""
     close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def refuse_unknown_arguments(function: F) -> F:
+    """Have a function answer an argument that it does not have with the nearest one, or with all that it has.
+
+    It raises ConfigError, as `fedge.simulate` does for an unknown setting.
+    """
+    known = [name for name in inspect.signature(function).parameters if name not in ("cls", "self")]
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        for name in named:
+            if name not in known:
+                hint = suggest_nearest(name.lower(), known) or f": it has {', '.join(known)}"
+                raise ConfigError(f"{function.__qualname__} has no argument {name!r}{hint}")
+        return function(*given, **named)
+
+    return cast(F, call)
 
 
 def format_address(host: str, port: int) -> str:

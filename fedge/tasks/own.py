@@ -23,6 +23,7 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, raise_as
 from fedge.models.choice import with_network
 from fedge.system.loading import FAILURES, register_object
+from fedge.system.text import refuse_unknown_arguments
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
 from fedge.tasks.pool import load_pool as read_pool
@@ -48,6 +49,7 @@ class Task:
         return self.pool.spec
 
     @classmethod
+    @refuse_unknown_arguments
     def from_arrays(
         cls,
         x: ArrayLike,
@@ -94,7 +96,7 @@ class Task:
             name: name of the task.
 
         Raises:
-            ConfigError: an array has a wrong shape, type or value.
+            ConfigError: an array has a wrong shape, type or value, or there is no such argument.
         """
         told = {"x": x, "y": y, "users": users, "block": block}
         given = {key: _to_array(own, f"{name}: {key}") for key, own in told.items() if own is not None}
@@ -119,6 +121,7 @@ class Task:
         return cls._make(pool, model, problem)
 
     @classmethod
+    @refuse_unknown_arguments
     def from_dataset(
         cls,
         dataset: Any,
@@ -166,6 +169,7 @@ class Task:
         return cls.from_arrays(x, y, problem=problem, model=model, classes=found, name=name)
 
     @classmethod
+    @refuse_unknown_arguments
     def from_folder(cls, folder: Path | str, *, problem: FolderKind = "classification", model: object = None) -> Self:
         """Make a task from a folder or .zip of images, scaled to 32 x 32; `model` is as for `from_arrays`.
 

@@ -225,6 +225,8 @@ def test_ctrl_c_ends_a_script_and_leaves_nothing(code: str, tmp_path: Path) -> N
         ({"x_test": 3}, "unknown key x_test in the arguments: give x_test and y_test to fedge.Task.from_arrays"),
         ({"patiense": 3}, "unknown key patiense in the arguments (did you mean patience?)"),
         ({"lr": 0.1}, "unknown key lr in the arguments: it is called learning_rate"),
+        ({"progres": None}, "unknown key progres in the arguments (did you mean progress?)"),
+        ({"option": {"proximal_mu": 1}}, "unknown key option in the arguments (did you mean options?)"),
         ({"qwertz": 1}, "unknown key qwertz in the arguments"),
     ],
 )
