@@ -18,14 +18,13 @@ from msgspec import Struct
 from coordinator.methods.catalogue import make_method
 from coordinator.methods.method import Server
 from coordinator.methods.options import parse_method, require_method_options
-from coordinator.simulation.federation import partition_samples
+from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.own_metric import load_metric
 from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, compute_cost, decode_figures
 from coordinator.simulation.run import LOOK_S, Watch, examine_network, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.data.problems.scores import Figure
-from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, raise_as
 from fedge.models.training import get_torch_device
 from fedge.system.child import Child, DiedError
@@ -121,10 +120,10 @@ def parse_methods(settings: CompareSettings) -> tuple[str, ...]:
     return methods
 
 
-def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> TaskSpec:
+def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> Federation:
     """Try the network and build each method once, so that a comparison with an impossible one fails before it begins.
 
-    Returns: the task.
+    Returns: what the runs with this seed begin with.
 
     Raises:
         ConfigError: the data, an option or the network does not suit a method; the text names it.
@@ -138,7 +137,7 @@ def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, wat
             )
             method.make_first_state(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
     examine_network(federation, "", watch)
-    return federation.task
+    return federation
 
 
 def parse_seeds(settings: CompareSettings) -> tuple[int, ...]:

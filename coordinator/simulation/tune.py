@@ -20,16 +20,19 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from coordinator.fleet.simulated.ray import connect, require_importable
-from coordinator.methods.catalogue import load_method_class
+from coordinator.methods.catalogue import load_method_class, make_method
+from coordinator.methods.method import Server
 from coordinator.methods.option_values import parse_options
 from coordinator.methods.options import parse_method, parse_value, require_method_options
 from coordinator.methods.settings import Option
 from coordinator.simulation.compare import examine_methods, make_scenario
+from coordinator.simulation.federation import Federation
 from coordinator.simulation.reports.outcome import encode_figures
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.data.problems.scores import ACCURACY, Figure, get_figure
-from fedge.errors import ConfigError, FedgeError, ProtocolError
+from fedge.errors import ConfigError, FedgeError, ProtocolError, raise_as
+from fedge.models.choice import with_network
 from fedge.settings import get_annotations, resolve_given
 from fedge.system.files import make_folder, write_atomically
 from fedge.system.hardware import Processor
@@ -55,6 +58,8 @@ USUAL: Final = {
     "clip_norm": "0.1..10",
     "label_smoothing": "0,0.05,0.1,0.2",
     "class_weights": "equal,balanced",
+    "augment": "none,crop,flip+crop",
+    "patience": "3,5,10",
 }
 """Default ranges of the settings of local training."""
 USUAL_ADAPTIVE: Final = "0.0001..0.01"
@@ -66,6 +71,8 @@ REDUCTION: Final = 3
 """Of this many configurations, one continues."""
 DECADE: Final = 10.0
 """Ratio of bounds from which a range of positive numbers is searched on a logarithmic scale."""
+NOTHING: Final = "none"
+"""The word for no change of samples among those that are searched."""
 PLACES: Final = ("out", "ray_address")
 TRIALS, FIGURES, CONFIG = "trials", "figures.json", "best.toml"
 
@@ -137,8 +144,9 @@ def parse_ranges(method: str, search: Iterable[str], optimizer: str = "sgd") -> 
 
     Args:
         method: the method whose options can be searched beside the settings of local training.
-        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME for its usual range or the range that the method declares. If empty,
-            the learning rate and all real options of the method that have a lowest and a highest value.
+        search: NAME=LOW..HIGH, NAME=A,B,C (of augment: none,flip,flip+crop), or NAME for its usual range or the range
+            that the method declares. If empty, the learning rate and all real options of the method that have a lowest
+            and a highest value.
         optimizer: the optimizer unless it is searched; the usual range of the learning rate depends on it.
 
     Raises:
@@ -204,7 +212,9 @@ def apply_values(
     Raises:
         ConfigError: a setting is out of range.
     """
-    settings = {name: value for name, value in values.items() if name in SETTINGS}
+    settings: dict[str, Option | None] = {name: value for name, value in values.items() if name in SETTINGS}
+    if (augment := settings.get("augment")) is not None:
+        settings["augment"] = None if augment == NOTHING else str(augment).replace("+", ",")
     own = {name: value for name, value in values.items() if name not in SETTINGS}
     return resolve_given(Scenario, msgspec.structs.asdict(scenario) | settings), {**options, **own}
 
@@ -234,12 +244,12 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         raise ConfigError(
             "a search needs rounds, and shares out processors, no GPUs: leave out --train-on, give --rounds"
         )
+    federation = examine_methods(scenario, {settings.method}, settings.seed, watch)
     for key, each in ranges.items():
         for end in each.get_ends():
-            applied_scenario, own = apply_values(scenario, fixed, {key: end})
-            require_method_options(name, own)
-            applied_scenario.make_method_settings(settings.seed, own)
-    figure = examine_methods(scenario, {settings.method}, settings.seed, watch).problem.figure
+            with raise_as(ConfigError, f"--search {key}", on=ConfigError):
+                _require_possible(federation, *apply_values(scenario, fixed, {key: end}), name, settings.seed)
+    figure = federation.task.problem.figure
     make_folder(out)
     record_search(out, settings, ranges)
     folder = (out / TRIALS).absolute()
@@ -255,7 +265,8 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     options, selection = parse_options(load_method_class(name), fixed)
     given = scenario.make_method_settings(settings.seed, fixed).sgd
     rates = {"learning_rate": given.learning_rate, "weight_decay": given.weight_decay}
-    now = msgspec.structs.asdict(scenario) | rates | msgspec.structs.asdict(options) | {"selection": selection}
+    own = rates | {"augment": (scenario.augment or NOTHING).replace(",", "+")}
+    now = msgspec.structs.asdict(scenario) | own | msgspec.structs.asdict(options) | {"selection": selection}
     asked = {key: now[key] for key in ranges}
     with connect(settings.ray_address):
         trainable = ray_tune.with_resources(run_trial, {"cpu": 1})
@@ -308,6 +319,19 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     return found
 
 
+def _require_possible(
+    federation: Federation, scenario: Scenario, options: dict[str, Option], method: str, seed: int
+) -> None:
+    """Refuse, before the first trial, a configuration that the method or the samples cannot take.
+
+    Raises:
+        ConfigError: the text says why.
+    """
+    require_method_options(method, options)
+    task = with_network(federation.task, augment=scenario.augment)
+    make_method(method, scenario.make_method_settings(seed, options), Server(task, federation.server_data))
+
+
 def make_failure_error(error: Exception) -> FedgeError:
     """Make the error of a search all of whose trials failed. `error`: the first trial's, as Ray gives it."""
     cause = getattr(error, "cause", error)
@@ -328,7 +352,7 @@ def format_configuration(found: Tuning) -> str:
     sections = {
         "simulate": {"method": name, "seed": found.seed, **changed, **searched},
         "coordinator": {"method": name}
-        | {n: v for n, v in learning.items() if n not in Partitioning.__struct_fields__},
+        | {n: v for n, v in learning.items() if n == "augment" or n not in Partitioning.__struct_fields__},
         "method": options,
     }
     lines = [f"# Found by `fedge tune`: {describe_score(found.best, found)} on validation samples."]

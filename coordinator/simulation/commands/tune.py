@@ -26,8 +26,9 @@ SHOWN = 5
     heading=Heading.RUNS,
     multiple=True,
     metavar="NAME=RANGE",
-    help="This is searched: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range; it may be repeated. By "
-    "default it is the learning rate, and the options of the method that have a lowest and a highest value.",
+    help="This is searched: NAME=LOW..HIGH, NAME=A,B,C (augment: none,flip+crop), or NAME alone for its usual range; "
+    "it may be repeated. By default it is the learning rate, and the options of the method that have a lowest and a "
+    "highest value.",
 )
 @json_option
 def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
@@ -56,8 +57,9 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     console = Console(stderr=json_file == STDOUT)
     table = Table(*found.searched, found.figure.words, "rounds", box=None, pad_edge=False)
     for one in found.trials[:SHOWN]:
-        values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values.values()]
-        table.add_row(*values, found.figure.format(one.accuracy), str(one.rounds))
+        values = [one.values.get(name, "") for name in found.searched]  # what is not set by default is missing
+        texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+        table.add_row(*texts, found.figure.format(one.accuracy), str(one.rounds))
     console.print(table, highlight=False)
     if found.asked is not None:
         click.echo(f"as it was given: {describe_score(found.asked, found)}", err=console.stderr)

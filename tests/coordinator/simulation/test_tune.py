@@ -1,11 +1,13 @@
 """`fedge tune`: what is searched, how a search ends and goes on, and what it leaves."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from coordinator.methods.catalogue import make_method
@@ -22,6 +24,7 @@ from coordinator.simulation.tune import (
     make_failure_error,
     parse_ranges,
     record_search,
+    tune,
 )
 from fedge.errors import ConfigError, FruitlessError, ProtocolError
 from fedge.settings import resolve
@@ -53,6 +56,37 @@ def test_the_recipe_is_searched_by_its_words() -> None:
     sgd = changed.make_method_settings(0, {}).sgd
     assert sgd.parts == {"optimizer": "adam", "class_weights": "balanced", "clip_norm": 0.5}
     assert sgd.learning_rate == 0.003
+
+
+def test_augmentation_and_patience_are_searched_like_the_rest_of_the_recipe() -> None:
+    found = parse_ranges("fedavg", ["augment=none,flip+crop", "patience"])
+    assert found == {"augment": Range(words=("none", "flip+crop")), "patience": Range(words=(3, 5, 10))}
+    given = Scenario(augment="noise")
+    changed, _ = apply_values(given, {}, {"augment": "flip+crop", "patience": 5})
+    assert (changed.augment, changed.make_method_settings(0, {}).patience) == ("flip,crop", 5)
+    assert apply_values(given, {}, {"augment": "none"})[0].augment is None
+    assert apply_values(given, {}, {"patience": 5})[0].augment == "noise"
+
+
+@pytest.mark.parametrize(
+    ("method", "search", "given", "why"),
+    [
+        ("ditto", "patience", {}, "--search patience: ditto takes no --patience: what devices keep is"),
+        ("fedavg", "augment=none,flip+krop", {}, "--search augment: unknown augmentation krop (did you mean crop?)"),
+        ("fedavg", "augment", {"task": "arrays"}, "--search augment: the augmentation crop is for images"),
+        ("fedrod", "class_weights", {}, "--search class_weights: fedrod takes no --class-weights"),
+    ],
+)
+def test_what_a_method_or_the_samples_cannot_take_is_refused_before_the_first_trial(
+    method: str, search: str, given: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.random((60, 5)), y=np.arange(60) % 2)
+    data = tmp_path / "own.npz" if given else None
+    settings = TuneSettings(method=method, devices=2, samples=60, rounds=2, data=data, **given)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        tune(settings, [search], tmp_path / "out", lambda _: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
