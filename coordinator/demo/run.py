@@ -144,19 +144,19 @@ async def run_over_mqtt(
             for i, share in cameras.shares.items()
         ]
         traffic = {name: summary[name] for name in ("bytes_up", "bytes_down")}
-        accuracy = float(np.mean([device.score.accuracy for device in devices]))
+        score = float(np.mean([device.score.value for device in devices]))
         return make_outcome(
             devices,
             method=method,
             seed=settings.seed,
-            global_accuracy=None,
+            global_score=None,
             rounds=settings.rounds,
             **traffic,
             seconds=0.0,
             max_abs_diff=max(read_manifest(folder)[0].max_abs_diff for folder in bundles.values()),
             split=summary["split"],
             clusters={k: tuple(members) for k, members in summary["clusters"].items()},
-            curve=(Point(round=settings.rounds, accuracy=accuracy, **traffic, seconds=0.0),),
+            curve=(Point(round=settings.rounds, score=score, **traffic, seconds=0.0),),
             validation=reported,
             wall_s=summary["wall_s"],
             evaluation_s=0.0,

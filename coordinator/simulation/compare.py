@@ -102,7 +102,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
 def _format_progress(done: int, wanted: int, outcome: RunOutcome) -> str:
     return (
         f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  {outcome.figure.words} "
-        f"{outcome.figure.format(outcome.accuracy)}  {outcome.wall_s:.1f} s"
+        f"{outcome.figure.format(outcome.score)}  {outcome.wall_s:.1f} s"
     )
 
 
@@ -270,13 +270,13 @@ def compare_runs(
 ) -> Comparison:
     """Compute means over the seeds and paired differences; `runs` holds every method for every seed."""
     of = {method: [run for run in runs if run.method == method] for method in methods}
-    accuracy = {method: np.array([run.accuracy for run in own]) for method, own in of.items()}
-    goal = choose_target(runs[0].figure, [float(a.mean()) for a in accuracy.values()]) if target is None else target
+    score = {method: np.array([run.score for run in own]) for method, own in of.items()}
+    goal = choose_target(runs[0].figure, [float(a.mean()) for a in score.values()]) if target is None else target
     outcomes = []
     for method, own in of.items():
         others = [other for other in methods if other != method]
-        best = max(others, key=lambda other: float(accuracy[other].mean()), default=None)
-        reached = [run.global_accuracy for run in own if run.global_accuracy is not None]
+        best = max(others, key=lambda other: float(score[other].mean()), default=None)
+        reached = [run.global_score for run in own if run.global_score is not None]
         cold = [run.cold_start for run in own if run.cold_start is not None]
         common = set.intersection(*(set(run.details) for run in own))
         f1 = [run.macro_f1 for run in own if run.macro_f1 is not None]
@@ -284,15 +284,16 @@ def compare_runs(
         outcomes.append(
             MethodOutcome(
                 method=method,
-                accuracy=compute_spread(accuracy[method]),
-                to_baseline=None if method == baseline else compute_spread(accuracy[method] - accuracy[baseline]),
+                score=compute_spread(score[method]),
+                to_baseline=None if method == baseline else compute_spread(score[method] - score[baseline]),
                 best_other=best,
-                to_best_other=None if best is None else compute_spread(accuracy[method] - accuracy[best]),
-                global_accuracy=compute_spread(reached) if reached else None,
+                to_best_other=None if best is None else compute_spread(score[method] - score[best]),
+                global_score=compute_spread(reached) if reached else None,
                 cost=_average_costs([compute_cost(run.curve, goal) for run in own]),
                 cold_start=compute_spread(cold) if cold else None,
                 details={name: compute_spread([run.details[name] for run in own]) for name in sorted(common)},
                 macro_f1=compute_spread(f1) if f1 else None,
+                score_name=runs[0].score_name,
                 metrics={name: compute_spread([run.metrics[name] for run in own]) for name in further},
                 **{name: compute_spread([getattr(run, name) for run in own]) for name in FIGURES},
             )

@@ -152,9 +152,9 @@ class Evaluation:
             }
 
     def evaluate_globally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> float | None:
-        """Compute the accuracy on the global test set of experts with a gate (FedCoE's Eq. 4), if there are any.
+        """Compute the score on the global test set of experts with a gate (FedCoE's Eq. 4), if there are any.
 
-        Otherwise compute the mean accuracy of the models that the devices are served.
+        Otherwise compute the mean score of the models that the devices are served.
         """
         samples = self._federation.global_test
         if samples is None:
@@ -162,10 +162,10 @@ class Evaluation:
         with self._add_time():
             (x, y), task, layout = samples, self._federation.task, self._federation.layout
             if (mixture := _find_global_mixture(self._federation, method, state, fleet)) is not None:
-                return compute_score(task.problem, predict_mixture(task, layout, mixture, x), y).accuracy
+                return compute_score(task.problem, predict_mixture(task, layout, mixture, x), y).value
             served = [method.get_model(state, i) for i in self._workers]
             each = {ref.digest: ref for ref in served}
-            reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in each.items()}
+            reached = {d: self._score(fleet.get(ref, layout), samples).value for d, ref in each.items()}
             return float(np.mean([reached[ref.digest] for ref in served]))
 
     def evaluate_finally(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, DeviceOutcome]:

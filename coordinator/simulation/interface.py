@@ -139,7 +139,7 @@ def simulate(
     """Run one method on simulated devices and measure it. Equal arguments give equal figures, except for times.
 
         result = fedge.simulate(method="fedavg+ft", task="digits", devices=20, rounds=30, alpha=0.3)
-        result.accuracy, result.devices[0].score.macro_f1
+        result.score, result.devices[0].score.value, result.devices[0].score.macro_f1
         fedge.load(result.get_bundle("device-00")).predict(x)
         result.devices[0].predictions.class_index == result.devices[0].y_test
 
@@ -251,7 +251,7 @@ def tune(*, search: Iterable[str] = (), progress: Watch | None = print_progress,
     """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
         found = fedge.tune(method="fedprox", task="digits", search=["learning_rate", "proximal_mu=0.001..1"], trials=20)
-        found.best.values, found.best.accuracy
+        found.best.values, found.best.score
 
     Trials run side by side in separate processes. With `out` they are kept, and a search can be resumed.
 

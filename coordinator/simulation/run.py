@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 import torch
-from msgspec import UNSET
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.problems import describe_reasons, select_reasons
@@ -37,6 +36,7 @@ from coordinator.simulation.reports.outcome import (
     Point,
     RunOutcome,
     Score,
+    find_score_name,
     find_without_bundle,
     make_outcome,
     name_figures,
@@ -139,14 +139,15 @@ def run_on(
         figure = federation.task.problem.figure
         curve: list[Point] = []
 
-        def measure(state: State, number: int, accuracy: float) -> None:
+        def measure(state: State, number: int, score: float) -> None:
             point = Point(
                 round=number,
-                accuracy=accuracy,
-                global_accuracy=evaluation.evaluate_globally(made, state, fleet),
+                score=score,
+                global_score=evaluation.evaluate_globally(made, state, fleet),
                 bytes_up=fleet.bytes_up,
                 bytes_down=fleet.bytes_down,
                 seconds=fleet.seconds,
+                score_name=find_score_name(figure),
             )
             curve.append(point)
             if track is not None:
@@ -169,9 +170,9 @@ def run_on(
                 measure(
                     state,
                     number,
-                    _average_accuracy(evaluation.evaluate_now(made, state, fleet), federation.late_joiners),
+                    _average_scores(evaluation.evaluate_now(made, state, fleet), federation.late_joiners),
                 )
-                reached = f"round {number}/{scenario.rounds}  {figure.words} {curve[-1].accuracy:.3f}"
+                reached = f"round {number}/{scenario.rounds}  {figure.words} {curve[-1].score:.3f}"
                 spent = "".join(f"  {name} {value:.2f}" for name, value in compute_privacy(state).items())
                 print_line(reached + spent + describe_missing(state, fleet))
             elif not made.is_done(state) and time.monotonic() - told_at[0] > QUIET_S:
@@ -192,7 +193,7 @@ def run_on(
             watch(f"note: {evaluation.failure}")
         spent = compute_privacy(state)
         done = min(count_rounds(state), scenario.rounds) if state.best_state else scenario.rounds
-        reached = _average_accuracy({i: end.score for i, end in final.items()}, federation.late_joiners)
+        reached = _average_scores({i: end.score for i, end in final.items()}, federation.late_joiners)
         measure(state, done, reached)
     write_global_bundle(federation, made, state, fleet, home)
     summary = made.summarise(state)
@@ -200,7 +201,7 @@ def run_on(
         tuple(final.values()),
         method=label,
         seed=seed,
-        global_accuracy=curve[-1].global_accuracy,
+        global_score=curve[-1].global_score,
         rounds=done,
         bytes_up=fleet.bytes_up,
         bytes_down=fleet.bytes_down,
@@ -218,7 +219,7 @@ def run_on(
         draws=federation.milder.draws,
         moved=federation.milder.moved,
         counts=evaluation.counts,
-        score_name=UNSET if figure == ACCURACY else figure.name,
+        score_name=find_score_name(figure),
         choices=choices.list_choices(measured),
     )
 
@@ -248,9 +249,7 @@ def describe_bundles(final: Mapping[str, DeviceOutcome], figure: Figure = ACCURA
     having = [device for device in final.values() if device.bundle]
     if not having:
         raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
-    accuracy = _average_accuracy(
-        {d.id: d.score for d in having}, {device.id for device in having if device.late_joiner}
-    )
+    accuracy = _average_scores({d.id: d.score for d in having}, {device.id for device in having if device.late_joiner})
     whose = f"the bundles of {len(having)} of {len(final)} devices" if why else "the devices' bundles"
     return f"{whose}  {figure.words} {accuracy:.3f}" + (f"  without one: {why}" if why else "")
 
@@ -299,7 +298,7 @@ def validate(
     """Run only the rounds of training, and report the score on the devices' validation samples.
 
     Arguments as in `simulate`. `tell` is called at each point of the curve and after the last round, once a device has
-    learned something. It gets the rounds done, and the mean accuracy of the models that the measured devices would use.
+    learned something. It gets the rounds done, and the mean score of the models that the measured devices would use.
 
     Raises:
         ConfigError: as `simulate`; or no device has validation samples.
@@ -319,7 +318,7 @@ def validate(
         if state.round % scenario.spacing == 0 or state.round == scenario.rounds:
             if not (scores := evaluation.evaluate_now(made, state, fleet)):
                 raise ConfigError("no device has validation samples to choose by: give the devices more samples")
-            tell(state.round, _average_accuracy(scores, federation.late_joiners))
+            tell(state.round, _average_scores(scores, federation.late_joiners))
 
     begun = made.make_first_state(federation.layout, first)
     run_to_end(rounds.run_rounds(made, begun, fleet, on_round, scenario.rounds))
@@ -399,6 +398,6 @@ def require_wanted() -> None:
         raise asyncio.CancelledError
 
 
-def _average_accuracy(scores: dict[str, Score], without: Collection[str]) -> float:
-    known = [score.accuracy for i, score in scores.items() if i not in without and not np.isnan(score.accuracy)]
+def _average_scores(scores: dict[str, Score], without: Collection[str]) -> float:
+    known = [score.value for i, score in scores.items() if i not in without and not np.isnan(score.value)]
     return float(np.mean(known)) if known else float("nan")

@@ -17,7 +17,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, field
 
 from coordinator.fleet.simulated.ray import connect, require_importable
 from coordinator.methods.catalogue import load_method_class, make_method
@@ -27,10 +27,10 @@ from coordinator.methods.options import parse_method, parse_value, require_metho
 from coordinator.methods.settings import Option
 from coordinator.simulation.compare import examine_methods, make_scenario
 from coordinator.simulation.federation import Federation
-from coordinator.simulation.reports.outcome import encode_figures
+from coordinator.simulation.reports.outcome import Scored, encode_figures, find_score_name
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
-from fedge.data.problems.scores import ACCURACY, Figure, get_figure
+from fedge.data.problems.scores import Figure
 from fedge.errors import ConfigError, FedgeError, ProtocolError, raise_as
 from fedge.models.choice import with_network
 from fedge.settings import get_annotations, resolve_given
@@ -102,21 +102,24 @@ class Range:
         return self.words or (self.low, self.high)
 
 
-class TriedConfiguration(Struct, frozen=True, kw_only=True):
-    """A configuration: its searched values, and its last accuracy on validation samples, after `rounds`.
-
-    The accuracy is the score of a problem that has another one (`Tuning.score_name`).
-    """
+class TriedConfiguration(Scored, frozen=True, kw_only=True):
+    """A configuration: its searched values, and its last score on validation samples, after `rounds`."""
 
     values: dict[str, Option]
-    accuracy: float
+    score: float = field(name="accuracy")
     rounds: int
 
+    @property
+    def accuracy(self) -> float:
+        """The score, if it is an accuracy."""
+        accuracy: float = self.read_accuracy("score")
+        return accuracy
 
-class Tuning(Struct, frozen=True, kw_only=True):
+
+class Tuning(Scored, frozen=True, kw_only=True):
     """The result of a search: the JSON file of `fedge tune`.
 
-    `trials`: sorted by rounds reached, then by accuracy, the best first. `asked`: the given configuration.
+    `trials`: sorted by rounds reached, then by score, the best first. `asked`: the given configuration.
     """
 
     scenario: Scenario
@@ -126,12 +129,6 @@ class Tuning(Struct, frozen=True, kw_only=True):
     best: TriedConfiguration
     asked: TriedConfiguration | None
     trials: tuple[TriedConfiguration, ...]
-    score_name: str | UnsetType = UNSET
-
-    @property
-    def figure(self) -> Figure:
-        """How people read the score."""
-        return get_figure(self.score_name or ACCURACY.name)
 
     def __repr__(self) -> str:
         """Return the best configuration."""
@@ -299,11 +296,16 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     if not grid.num_terminated:
         raise make_failure_error(grid.errors[0])
     tried = [
-        TriedConfiguration(values=_to_plain(one.config), accuracy=one.metrics["accuracy"], rounds=one.metrics["rounds"])
+        TriedConfiguration(
+            values=_to_plain(one.config),
+            score=one.metrics["accuracy"],
+            rounds=one.metrics["rounds"],
+            score_name=find_score_name(figure),
+        )
         for one in map(grid.__getitem__, range(len(grid)))
         if one.error is None and one.metrics and one.config
     ]
-    tried.sort(key=lambda one: (-one.rounds, -one.accuracy))
+    tried.sort(key=lambda one: (-one.rounds, -one.score))
     found = Tuning(
         scenario=scenario,
         method=settings.method,
@@ -312,7 +314,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
         best=tried[0],
         asked=next((one for one in tried if one.values == _to_plain(asked)), None),
         trials=tuple(tried),
-        score_name=UNSET if figure == ACCURACY else figure.name,
+        score_name=find_score_name(figure),
     )
     write_atomically(out / FIGURES, encode_figures(found, figure, indent=2))
     write_atomically(out / CONFIG, format_configuration(found).encode())
@@ -365,7 +367,7 @@ def format_configuration(found: Tuning) -> str:
 def describe_score(one: TriedConfiguration, of: Tuning) -> str:
     """Describe a configuration's score in words."""
     figure = of.figure
-    return f"{figure.words} {figure.format(one.accuracy)} after {one.rounds} of {of.scenario.rounds} rounds"
+    return f"{figure.words} {figure.format(one.score)} after {one.rounds} of {of.scenario.rounds} rounds"
 
 
 def format_values(values: Mapping[str, Option]) -> str:

@@ -17,8 +17,8 @@ def a_demonstration(*, split: bool = True, task: str = "digits", **changes: Any)
     """Four devices in two clusters; each way to learn is 10 points ahead of the one before."""
     clusters = {"0": ("camera-00", "camera-02"), "1": ("camera-01", "camera-03")} if split else {}
     model = a_run()
-    known = {name: getattr(model, name) for name in ("seconds", "rounds", "global_accuracy", "evaluation_s", "curve")}
-    known |= {"global_accuracy": None, "seed": 3, "rounds": 6, "bytes_up": 1_500_000, "bytes_down": 2_500_000}
+    known = {name: getattr(model, name) for name in ("seconds", "rounds", "global_score", "evaluation_s", "curve")}
+    known |= {"global_score": None, "seed": 3, "rounds": 6, "bytes_up": 1_500_000, "bytes_down": 2_500_000}
     runs = []
     for j, way in enumerate(WAYS):
         devices = [

@@ -59,7 +59,7 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     for one in found.trials[:SHOWN]:
         values = [one.values.get(name, "") for name in found.searched]  # what is not set by default is missing
         texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-        table.add_row(*texts, found.figure.format(one.accuracy), str(one.rounds))
+        table.add_row(*texts, found.figure.format(one.score), str(one.rounds))
     console.print(table, highlight=False)
     if found.asked is not None:
         click.echo(f"as it was given: {describe_score(found.asked, found)}", err=console.stderr)

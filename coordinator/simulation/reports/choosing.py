@@ -44,7 +44,7 @@ def render_choosing(demo: Demonstration) -> str:
         return ""
     figure, target = demo.figure, compute_common_score(demo.choosing)
     rows = [
-        (run.method, figure.format(run.accuracy), f"{run.seconds:.1f} s", format_cost(compute_cost(run.curve, target)))
+        (run.method, figure.format(run.score), f"{run.seconds:.1f} s", format_cost(compute_cost(run.curve, target)))
         for run in demo.choosing
     ]
     text = (

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from msgspec import Struct
+from msgspec import Struct, field
 from rich.console import Console
 
 from coordinator.simulation.reports.outcome import (
+    ACCURACIES,
     Cost,
     RunOutcome,
+    Scored,
     decode_figures,
     make_data_frame,
 )
 from coordinator.simulation.settings import Scenario
-from coordinator.watch.accuracy import OF_CLASSES, SCORES
+from coordinator.watch.accuracy import OF_CLASSES
 from fedge.data.problems.scores import ACCURACY, Figure
 from fedge.system.moved import alias_members
 
@@ -27,24 +29,24 @@ class Spread(Struct, frozen=True, kw_only=True):
     seeds: tuple[float, ...]
 
 
-class MethodOutcome(Struct, frozen=True, kw_only=True):
-    """The outcome of a method over all seeds. Differences are in `accuracy`, seed by seed.
+class MethodOutcome(Scored, frozen=True, kw_only=True):
+    """The outcome of a method over all seeds. Differences are in `score`, seed by seed.
 
     `to_baseline`: difference to the baseline. `to_best_other`: difference to the other method with the best mean. The
     choice in hindsight flatters that method. `cost`: mean cost of reaching the target; None unless every seed reached
-    it. `cold_start`: accuracy of the late joiners. `details`: the method's own numbers that exist for every seed.
-    `metrics`: the further figures that do. Accuracy is as in `RunOutcome`.
+    it. `cold_start`: score of the late joiners. `details`: the method's own numbers that exist for every seed.
+    `metrics`: the further figures that do. Scores and accuracies are as in `RunOutcome`.
     """
 
     method: str
-    accuracy: Spread
+    score: Spread = field(name="accuracy")
     to_baseline: Spread | None
     best_other: str | None
     to_best_other: Spread | None
     std: Spread
     worst_decile: Spread
     macro_f1: Spread | None = None
-    global_accuracy: Spread | None
+    global_score: Spread | None = field(name="global_accuracy")
     bytes_up: Spread
     bytes_down: Spread
     seconds: Spread
@@ -54,6 +56,18 @@ class MethodOutcome(Struct, frozen=True, kw_only=True):
     cold_start: Spread | None = None
     details: dict[str, Spread] = {}
     metrics: dict[str, Spread] = {}
+
+    @property
+    def accuracy(self) -> Spread:
+        """The score, if it is an accuracy."""
+        accuracy: Spread = self.read_accuracy("score")
+        return accuracy
+
+    @property
+    def global_accuracy(self) -> Spread | None:
+        """The global score, if it is an accuracy."""
+        accuracy: Spread | None = self.read_accuracy("global_score")
+        return accuracy
 
 
 @alias_members(rows="to_rows")
@@ -75,13 +89,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per method and seed, for the CSV file and `to_pandas`."""
         figures = (
-            *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
+            *("score", "std", "worst_decile", "macro_f1", "weighted_f1", "global_score", "cold_start"),
             *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
         )
-        names = {name: name for name in figures}
-        if self.figure != ACCURACY:
-            here = {SCORES["accuracy"]: self.figure.name}
-            names = {n: here.get(said := SCORES.get(n, n), said) for n in figures if n not in OF_CLASSES}
+        if self.figure == ACCURACY:
+            names = {n: ACCURACIES.get(n, n) for n in figures}
+        else:
+            names = {n: self.figure.name if n == "score" else n for n in figures if n not in OF_CLASSES}
         further = dict.fromkeys(name for run in self.runs for name in run.metrics)
         return [
             {"method": run.method, "seed": run.seed}
@@ -99,7 +113,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return make_data_frame(self.to_rows())
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
+        """Draw the score by round on matplotlib axes (default: new ones) and return them."""
         from coordinator.simulation.reports.plots import draw_by_round
 
         return draw_by_round(self.runs, axes)
@@ -161,7 +175,7 @@ class Demonstration(Comparison, frozen=True, kw_only=True):
                 "n_test": device.score.n,
                 "rounds": device.trained,
                 "cluster": " ".join(k for k, members in ours.clusters.items() if device.id in members),
-                **{run.method: run.devices[number].score.accuracy for run in self.runs},
+                **{run.method: run.devices[number].score.value for run in self.runs},
             }
             for number, device in enumerate(ours.devices)
         ]

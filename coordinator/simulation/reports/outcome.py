@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Struct, UnsetType, field, structs
 from numpy.typing import NDArray
 
 from coordinator.simulation.reports.choices import Choice
@@ -31,17 +31,47 @@ UNDEFINED: Final = frozenset(
 """Figures that are NaN, and null in JSON, if no test sample defines the score."""
 
 
-class Score(Struct, frozen=True, kw_only=True):
-    """The scores of one model on n samples: `accuracy`, or the score of another problem, and further figures by name.
+class Scored(Struct, frozen=True, kw_only=True):
+    """What has a score. `score_name` is the score's name, omitted if it is accuracy.
+
+    The score is called accuracy in JSON (`encode_figures`), and in Python, too, where it is one.
+    """
+
+    score_name: str | UnsetType = UNSET
+
+    @property
+    def figure(self) -> Figure:
+        """How people read the score."""
+        return get_figure(self.score_name or ACCURACY.name)
+
+    def read_accuracy(self, name: str) -> Any:
+        """Return a score that is an accuracy, by the name of its field.
+
+        Raises:
+            AttributeError: the score is another one; the text says which.
+        """
+        if self.figure != ACCURACY:
+            raise AttributeError(f"the score of this problem is {self.figure.words}, no accuracy: read {name}")
+        return getattr(self, name)
+
+
+class Score(Scored, frozen=True, kw_only=True):
+    """The scores of one model on n samples: `value`, of the score that people read, and further figures by name.
 
     NaN if the samples give no score, such as targets that do not vary.
     """
 
     n: int
-    accuracy: float
+    value: float = field(name="accuracy")
     macro_f1: float | None = None
     weighted_f1: float | None = None
     metrics: dict[str, float] = {}
+
+    @property
+    def accuracy(self) -> float:
+        """The value, if it is an accuracy."""
+        accuracy: float = self.read_accuracy("value")
+        return accuracy
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
@@ -64,22 +94,34 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Point(Struct, frozen=True, kw_only=True):
-    """A point of the learning curve: the devices' present accuracy, and the costs so far.
+class Point(Scored, frozen=True, kw_only=True):
+    """A point of the learning curve: the devices' present score, and the costs so far.
 
-    `accuracy`: mean over the devices, each on its own test samples. `global_accuracy`: as in `RunOutcome`.
+    `score`: mean over the devices, each on its own test samples. `global_score`: as in `RunOutcome`.
     """
 
     round: int
-    accuracy: float
-    global_accuracy: float | None = None
+    score: float = field(name="accuracy")
+    global_score: float | None = field(name="global_accuracy", default=None)
     bytes_up: int
     bytes_down: int
     seconds: float
 
+    @property
+    def accuracy(self) -> float:
+        """The score, if it is an accuracy."""
+        accuracy: float = self.read_accuracy("score")
+        return accuracy
+
+    @property
+    def global_accuracy(self) -> float | None:
+        """The global score, if it is an accuracy."""
+        accuracy: float | None = self.read_accuracy("global_score")
+        return accuracy
+
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """The cost of reaching an accuracy: rounds, bytes up and down together, simulated seconds."""
+    """The cost of reaching a score: rounds, bytes up and down together, simulated seconds."""
 
     round: int
     bytes: int
@@ -87,35 +129,36 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 
 @alias_members(rows="to_rows")
-class RunOutcome(Struct, frozen=True, kw_only=True):
-    """The outcome of a method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
+class RunOutcome(Scored, frozen=True, kw_only=True):
+    """The outcome of a method on one seed. Scores are on test samples that no choice has seen; accuracies in [0, 1].
 
-    `accuracy` and the fields down to `weighted_f1`: over the devices, each on test samples of its own distribution, by
-    its bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
-    `global_accuracy`: accuracy of the served models on the global test set, mean over the devices. `max_abs_diff`:
-    largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
-    such as the silhouette of its clusters. `validation`: accuracy by round of the received model on validation samples,
-    as devices reported it. `evaluation_s`: the part of `wall_s` spent on measuring. `draws`: draws of the partition;
-    `moved`: samples moved after the last draw, until each device had enough; both None if unknown. `experts`: models
-    for all devices, without clusters. `diagnostics`: what the method found in each round, by name. `metrics`: further
-    figures, means over the devices that have them. `counts`: the confusion matrix of all devices' bundles, if there is
-    one of at most `MOST_COUNTED` classes. `choices`: who was asked to train, and why, where a bandit chose.
+    `score` and the fields down to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
+    bundle in ONNX Runtime; `sample_score` is the mean by samples. `cold_start`: the same score over the late joiners,
+    whom all other figures leave out. `global_score`: score of the served models on the global test set, mean over the
+    devices. `max_abs_diff`: largest difference of a probability between torch and ONNX Runtime. `details`: numbers of
+    the method's own summary, such as the silhouette of its clusters. `validation`: score by round of the received model
+    on validation samples, as devices reported it. `evaluation_s`: the part of `wall_s` spent on measuring. `draws`:
+    draws of the partition; `moved`: samples moved after the last draw, until each device had enough; both None if
+    unknown. `experts`: models for all devices, without clusters. `diagnostics`: what the method found in each round, by
+    name. `metrics`: further figures, means over the devices that have them. `counts`: the confusion matrix of all
+    devices' bundles, if there is one of at most `MOST_COUNTED` classes. `choices`: who was asked to train, and why,
+    where a bandit chose.
 
-    If the problem has another score than accuracy, `score_name` is its name, and each figure called accuracy is this
-    score. Files then call it score (`encode_figures`).
+    `accuracy`, `global_accuracy` and `sample_accuracy` are these scores of a classification; elsewhere they raise
+    AttributeError, which names the score.
     """
 
     method: str
     seed: int
-    accuracy: float
+    score: float = field(name="accuracy")
     std: float
     minimum: float
     percentile_10: float
     worst_decile: float
-    sample_accuracy: float
+    sample_score: float = field(name="sample_accuracy")
     macro_f1: float | None = None
     weighted_f1: float | None = None
-    global_accuracy: float | None
+    global_score: float | None = field(name="global_accuracy")
     rounds: int
     bytes_up: int
     bytes_down: int
@@ -137,18 +180,25 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     diagnostics: tuple[dict[str, float], ...] = ()
     metrics: dict[str, float] = {}
     counts: Counts | None = None
-    score_name: str | UnsetType = UNSET
     choices: tuple[Choice, ...] = ()
 
     @property
-    def figure(self) -> Figure:
-        """How people read the score."""
-        return get_figure(self.score_name or ACCURACY.name)
+    def accuracy(self) -> float:
+        """The score, if it is an accuracy."""
+        accuracy: float = self.read_accuracy("score")
+        return accuracy
 
     @property
-    def score(self) -> float:
-        """The mean score over the devices: accuracy, or that of another problem."""
-        return self.accuracy
+    def global_accuracy(self) -> float | None:
+        """The global score, if it is an accuracy."""
+        accuracy: float | None = self.read_accuracy("global_score")
+        return accuracy
+
+    @property
+    def sample_accuracy(self) -> float:
+        """The share of right predictions, if the score is an accuracy."""
+        accuracy: float = self.read_accuracy("sample_score")
+        return accuracy
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per device with its data, scores and further figures, for the CSV file and `to_pandas`."""
@@ -183,19 +233,23 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         return draw_by_round([self], axes)
 
 
+def find_score_name(figure: Figure) -> str | UnsetType:
+    """Return the `score_name` of what has this score."""
+    return UNSET if figure == ACCURACY else figure.name
+
+
 def name_figures(point: Point, figure: Figure) -> dict[str, float]:
     """Return the known figures of a point by name, with the score by its own."""
-    found = {name: getattr(point, name) for name in Point.__struct_fields__ if name != "round"}
-    return {
-        name.replace(ACCURACY.name, figure.name): float(value) for name, value in found.items() if value is not None
-    }
+    score = {figure.name: point.score, f"global_{figure.name}": point.global_score}
+    found = score | {"bytes_up": point.bytes_up, "bytes_down": point.bytes_down, "seconds": point.seconds}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def name_scores(score: Score, figure: Figure) -> dict[str, float | None]:
     """Return the scores of a device by name."""
     if figure == ACCURACY:
-        return {"accuracy": score.accuracy, "macro_f1": score.macro_f1, "weighted_f1": score.weighted_f1}
-    return {figure.name: score.accuracy}
+        return {"accuracy": score.value, "macro_f1": score.macro_f1, "weighted_f1": score.weighted_f1}
+    return {figure.name: score.value}
 
 
 def encode_figures(outcome: Any, figure: Figure, indent: int = 1) -> bytes:
@@ -288,9 +342,16 @@ def compute_score(
     details = problem.compute_details(answers, y) if thorough else problem.compute_metrics(answers, y)
     if (classes := problem.find_classes(answers)) is not None:
         found = compute_class_score(classes, y)
-        return structs.replace(found, metrics={k: v for k, v in details.items() if k not in found.__struct_fields__})
+        return structs.replace(
+            found, metrics={k: v for k, v in details.items() if k not in found.__struct_encode_fields__}
+        )
     score = problem.compute_score(answers, y)
-    return Score(n=len(y), accuracy=math.nan if score is None else score, metrics=details)
+    return Score(
+        n=len(y),
+        value=math.nan if score is None else score,
+        metrics=details,
+        score_name=find_score_name(problem.figure),
+    )
 
 
 def compute_class_score(predicted: Ints, y: Ints) -> Score:
@@ -305,30 +366,30 @@ def compute_class_score(predicted: Ints, y: Ints) -> Score:
     f1 = 2 * hits / (true + said)  # 2TP + FP + FN = true + said
     return Score(
         n=len(y),
-        accuracy=float(np.mean(predicted == y)),
+        value=float(np.mean(predicted == y)),
         macro_f1=float(f1.mean()),
         weighted_f1=float((f1 * true).sum() / true.sum()),
     )
 
 
-def compute_sample_accuracy(scores: Sequence[Score]) -> float:
-    """Compute the share of right predictions among the samples of all devices (pm_moe.md, Eq. 31), in [0, 1]."""
-    known = [score for score in scores if math.isfinite(score.accuracy)]
-    return float(np.average([s.accuracy for s in known], weights=[s.n for s in known])) if known else math.nan
+def compute_sample_score(scores: Sequence[Score]) -> float:
+    """Compute the mean score by samples: of classes the share of right predictions, in [0, 1] (pm_moe.md, Eq. 31)."""
+    known = [score for score in scores if math.isfinite(score.value)]
+    return float(np.average([s.value for s in known], weights=[s.n for s in known])) if known else math.nan
 
 
 def make_outcome(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
     """Compute a run's figures over its devices; `known`: its other fields."""
     devices = [device for device in everybody if not device.late_joiner]
-    accuracies = [device.score.accuracy for device in devices if math.isfinite(device.score.accuracy)] or [math.nan]
-    cold = [device.score.accuracy for device in everybody if device.late_joiner]
+    scores = [device.score.value for device in devices if math.isfinite(device.score.value)] or [math.nan]
+    cold = [device.score.value for device in everybody if device.late_joiner]
     return RunOutcome(
-        accuracy=float(np.mean(accuracies)),
-        std=float(np.std(accuracies)),
-        minimum=min(accuracies),
-        percentile_10=float(np.percentile(accuracies, 10)),
-        worst_decile=compute_worst_decile(accuracies),
-        sample_accuracy=compute_sample_accuracy([device.score for device in devices]),
+        score=float(np.mean(scores)),
+        std=float(np.std(scores)),
+        minimum=min(scores),
+        percentile_10=float(np.percentile(scores, 10)),
+        worst_decile=compute_worst_decile(scores),
+        sample_score=compute_sample_score([device.score for device in devices]),
         macro_f1=_average([device.score.macro_f1 for device in devices]),
         weighted_f1=_average([device.score.weighted_f1 for device in devices]),
         metrics=average_metrics([device.score for device in devices]),
@@ -351,15 +412,15 @@ def _average(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def compute_worst_decile(accuracies: Sequence[float]) -> float:
-    """Compute the mean accuracy of the lowest tenth of the devices, rounded up to at least one device."""
-    lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
+def compute_worst_decile(scores: Sequence[float]) -> float:
+    """Compute the mean score of the lowest tenth of the devices, rounded up to at least one device."""
+    lowest = sorted(scores)[: math.ceil(len(scores) / 10)]
     return float(np.mean(lowest))
 
 
 def compute_cost(curve: Sequence[Point], target: float) -> Cost | None:
-    """Return the cost of the first point of a curve that reaches an accuracy; None if none does."""
-    point = next((point for point in curve if point.accuracy >= target), None)
+    """Return the cost of the first point of a curve that reaches a score; None if none does."""
+    point = next((point for point in curve if point.score >= target), None)
     if point is None:
         return None
     return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)
@@ -367,7 +428,7 @@ def compute_cost(curve: Sequence[Point], target: float) -> Cost | None:
 
 def compute_common_score(runs: Sequence[RunOutcome]) -> float:
     """Compute the highest score that all runs' curves reached before the installed bundles."""
-    return min(max(point.accuracy for point in run.curve[:-1]) for run in runs)
+    return min(max(point.score for point in run.curve[:-1]) for run in runs)
 
 
 def format_megabytes(size_bytes: float) -> str:

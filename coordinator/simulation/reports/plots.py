@@ -95,7 +95,7 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
     for number, method in enumerate(methods):
         curves = select_common_points([run.curve for run in runs if run.method == method])
         places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
-        accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
+        accuracy = np.array([[point.score for point in curve] for curve in curves])
         colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
         if len(places) > 2:  # a method of one round has no curve
             axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
@@ -104,7 +104,7 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
     figure = runs[0].figure
-    axes.set_ylim(bottom=(floor := compute_floor([run.accuracy for run in runs], figure)))
+    axes.set_ylim(bottom=(floor := compute_floor([run.score for run in runs], figure)))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
     set_axis(axes.yaxis, figure.words, floor)
@@ -173,7 +173,7 @@ def draw_device_bars(runs: Sequence[RunOutcome]) -> str:
     with open_figure(1.1 + 0.52 * len(ids)) as (axes, svg):
         for j, run in enumerate(runs):
             middle = np.arange(len(ids)) + (j - (len(runs) - 1) / 2) * height
-            values = [device.score.accuracy for device in run.devices]
+            values = [device.score.value for device in run.devices]
             axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
         axes.set_yticks(range(len(ids)), ids)
         axes.invert_yaxis()
@@ -200,7 +200,7 @@ def set_axis(axis: Axis, what: str, floor: float | None) -> None:
 
 def list_accuracies(runs: Sequence[RunOutcome]) -> list[float]:
     """List the accuracies in `draw_device_bars`."""
-    return [device.score.accuracy for run in runs for device in run.devices]
+    return [device.score.value for run in runs for device in run.devices]
 
 
 def compute_floor(values: Sequence[float], figure: Figure = ACCURACY) -> float | None:

@@ -82,7 +82,7 @@ def render_curves(runs: Sequence[RunOutcome]) -> str:
     """Render the score against rounds, traffic and time."""
     figure = runs[0].figure
     begins, name = (
-        describe_axis(plots.compute_floor([run.accuracy for run in runs], figure)),
+        describe_axis(plots.compute_floor([run.score for run in runs], figure)),
         make_heading(figure.words),
     )
     seeds = " Shade: from the lowest seed to the highest." if len({run.seed for run in runs}) > 1 else ""
@@ -182,13 +182,13 @@ def format_row(method: MethodOutcome, comparison: Comparison) -> tuple[str, ...]
     second = find_second(comparison)
     return (
         method.method,
-        format_spread(method.accuracy, figure),
+        format_spread(method.score, figure),
         format_difference(method.to_baseline, figure),
         f"{format_difference(method.to_best_other, figure)} {method.best_other or ''}".strip(),
         format_spread(method.std, figure),
         format_spread(method.worst_decile, figure),
         *([] if second is None else [format_spread(get_second(method, second), second)]),
-        *([] if method.global_accuracy is None else [format_spread(method.global_accuracy, figure)]),
+        *([] if method.global_score is None else [format_spread(method.global_score, figure)]),
         *([] if method.cold_start is None else [format_spread(method.cold_start, figure)]),
         format_megabytes(method.bytes_up.mean + method.bytes_down.mean),
         format_cost(method.cost),
@@ -198,7 +198,7 @@ def format_row(method: MethodOutcome, comparison: Comparison) -> tuple[str, ...]
 
 def format_seed_row(method: MethodOutcome, figure: Figure) -> tuple[str, ...]:
     """Format a method's mean score on each seed."""
-    return (method.method, *map(figure.format_cell, method.accuracy.seeds))
+    return (method.method, *map(figure.format_cell, method.score.seeds))
 
 
 def list_own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -313,14 +313,14 @@ def make_demo_report(demo: Demonstration) -> Report:
 
 
 def _list_demo_tiles(demo: Demonstration) -> list[tuple[str, str]]:
-    mean = {run.method: run.accuracy for run in demo.runs}
+    mean = {run.method: run.score for run in demo.runs}
     *_, ours = demo.runs
     figure, points = demo.figure, "points " * demo.figure.share
     return [
-        (figure.format(ours.accuracy), f"personalised {figure.words}"),
-        (figure.format_cell(ours.accuracy - mean["fedavg"], "+"), f"{points}above FedAvg"),
-        (figure.format_cell(ours.accuracy - mean["local"], "+"), f"{points}above local only"),
-        (figure.format_cell(ours.accuracy - mean["fedavg+ft"], "+"), f"{points}above fine-tuned"),
+        (figure.format(ours.score), f"personalised {figure.words}"),
+        (figure.format_cell(ours.score - mean["fedavg"], "+"), f"{points}above FedAvg"),
+        (figure.format_cell(ours.score - mean["local"], "+"), f"{points}above local only"),
+        (figure.format_cell(ours.score - mean["fedavg+ft"], "+"), f"{points}above fine-tuned"),
         (f"{format_megabytes(ours.bytes_up)} ↑", f"{format_megabytes(ours.bytes_down)} ↓"),
         (f"{demo.wall_s:.0f} s", "from start to end"),
     ]

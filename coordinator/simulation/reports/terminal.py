@@ -50,21 +50,21 @@ def make_table(comparison: Comparison) -> Table:
     beside = [] if second is None else [second.short]
     for heading in (figure.words, "− base", "− best", "worst", *beside, *some, "MB", "r", *(["s"] if clock else [])):
         found.add_column(heading, justify="right", no_wrap=True)
-    best = max(method.accuracy.mean for method in comparison.methods)
+    best = max(method.score.mean for method in comparison.methods)
     for method in comparison.methods:
         found.add_row(
             method.method,
-            format_spread(method.accuracy, figure),
+            format_spread(method.score, figure),
             format_difference(method.to_baseline, figure),
             format_difference(method.to_best_other, figure),
             figure.format_cell(method.worst_decile.mean),
             *([] if second is None else [format_mean(get_second(method, second), second)]),
-            *([] if method.global_accuracy is None else [figure.format_cell(method.global_accuracy.mean)]),
+            *([] if method.global_score is None else [figure.format_cell(method.global_score.mean)]),
             *([] if method.cold_start is None else [figure.format_cell(method.cold_start.mean)]),
             f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
             NOTHING if method.cost is None else str(method.cost.round),
             *([NOTHING if method.cost is None else f"{method.cost.seconds:.1f}"] if clock else []),
-            style="bold" if method.accuracy.mean == best else "",
+            style="bold" if method.score.mean == best else "",
         )
     return found
 
@@ -115,14 +115,14 @@ def list_figures(outcome: RunOutcome, target: float | None) -> list[tuple[str, s
     """List a single run's names and figures for a terminal."""
     overall, figure = NOTHING, outcome.figure
     whole, cell = figure.format, figure.format_cell
-    if outcome.global_accuracy is not None:
+    if outcome.global_score is not None:
         whose = "experts and gate" if outcome.experts > 1 else "served models"
-        overall = f"{figure.format(outcome.global_accuracy)}  ({whose}, on samples from all devices' distributions)"
+        overall = f"{figure.format(outcome.global_score)}  ({whose}, on samples from all devices' distributions)"
     experts = f"{outcome.experts} for all devices, and a gate" if outcome.experts > 1 else "one shared model"
     n_late = sum(device.late_joiner for device in outcome.devices)
     n_measured = len(outcome.devices) - n_late
     lines = [
-        (figure.words, f"{whole(outcome.accuracy)}  ± {cell(outcome.std)} over {n_measured} devices"),
+        (figure.words, f"{whole(outcome.score)}  ± {cell(outcome.std)} over {n_measured} devices"),
         ("worst 10 %", f"{whole(outcome.worst_decile)}  (lowest {whole(outcome.minimum)})"),
         *([] if outcome.macro_f1 is None else [("macro F1", whole(outcome.macro_f1))]),
         *(

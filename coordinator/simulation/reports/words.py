@@ -142,7 +142,7 @@ def format_cost(found: Cost | None) -> str:
 
 def is_tested_globally(comparison: Comparison) -> bool:
     """Return whether there is a global test set."""
-    return comparison.methods[0].global_accuracy is not None
+    return comparison.methods[0].global_score is not None
 
 
 def has_clock(comparison: Comparison) -> bool:

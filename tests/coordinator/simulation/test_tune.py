@@ -129,7 +129,7 @@ def test_a_value_out_of_range_is_refused() -> None:
 
 
 def test_the_best_configuration_is_one_of_simulate_and_of_the_coordinator(tmp_path: Path) -> None:
-    best = TriedConfiguration(values={"learning_rate": 0.1, "rho": 0.25, "batch_size": 32}, accuracy=0.8, rounds=9)
+    best = TriedConfiguration(values={"learning_rate": 0.1, "rho": 0.25, "batch_size": 32}, score=0.8, rounds=9)
     scenario = Scenario(rounds=9, devices=5, alpha=0.3)
     tuning = Tuning(
         scenario=scenario, method="fedge:gamma=0.2", seed=4, searched={}, best=best, asked=None, trials=(best,)

@@ -19,7 +19,7 @@ from coordinator.simulation.reports.outcome import (
     Score,
     compute_class_score,
     compute_cost,
-    compute_sample_accuracy,
+    compute_sample_score,
     compute_worst_decile,
     decode_figures,
     encode_figures,
@@ -28,7 +28,7 @@ from coordinator.simulation.reports.outcome import (
 from coordinator.simulation.reports.report import make_comparison_report, make_run_report
 from coordinator.simulation.settings import Scenario
 from fedge.data.problems.scores import get_figure
-from tests.support.comparison import a_regression, a_run
+from tests.support.comparison import a_comparison, a_regression, a_run
 
 
 def test_a_worked_score() -> None:
@@ -42,8 +42,8 @@ def test_a_worked_score() -> None:
 
 def test_the_worked_accuracy_over_all_samples() -> None:
     """Accuracies (0.9, 0.5, 1) on (10, 30, 60) samples: 0.84 (pm_moe.md section 12)."""
-    scores = [Score(n=n, accuracy=a, macro_f1=0.0, weighted_f1=0.0) for n, a in ((10, 0.9), (30, 0.5), (60, 1.0))]
-    assert compute_sample_accuracy(scores) == pytest.approx(0.84)
+    scores = [Score(n=n, value=a, macro_f1=0.0, weighted_f1=0.0) for n, a in ((10, 0.9), (30, 0.5), (60, 1.0))]
+    assert compute_sample_score(scores) == pytest.approx(0.84)
 
 
 def test_a_class_that_is_only_predicted_counts_with_zero() -> None:
@@ -80,9 +80,7 @@ def test_the_cost_is_that_of_the_first_point_at_or_above_the_target() -> None:
     assert compute_cost(curve, 0.1) == Cost(round=0, bytes=0, seconds=0.0)
     assert compute_cost(curve, curve[2].accuracy) == Cost(round=20, bytes=2_000_000, seconds=4.0)
     assert compute_cost(curve, 0.71) is None
-    falling = [
-        Point(round=r, accuracy=a, bytes_up=0, bytes_down=0, seconds=0) for r, a in ((0, 0.2), (5, 0.9), (9, 0.4))
-    ]
+    falling = [Point(round=r, score=a, bytes_up=0, bytes_down=0, seconds=0) for r, a in ((0, 0.2), (5, 0.9), (9, 0.4))]
     assert compute_cost(falling, 0.5) == Cost(round=5, bytes=0, seconds=0.0)
 
 
@@ -110,7 +108,7 @@ def test_accuracies_are_called_so_only_where_they_are() -> None:
     assert (found["score_name"], found["score"], found["metrics"]) == ("r2", -0.25, {"rmse": 618.75})
     assert [device["score"].get("score") for device in found["devices"]] == [None, -0.25]
     again = decode_figures(encoded, RunOutcome)
-    assert math.isnan(again.devices[0].score.accuracy)
+    assert math.isnan(again.devices[0].score.value)
     assert again.curve == run.curve
     assert again.score == -0.25
 
@@ -163,3 +161,29 @@ def test_a_comparison_of_another_score_is_read_again() -> None:
 def test_each_figure_has_its_format(name: str, value: float, cell: str, whole: str) -> None:
     figure = get_figure(name)
     assert (figure.format_cell(value), figure.format(value)) == (cell, whole)
+
+
+def test_a_score_is_called_accuracy_where_it_is_one() -> None:
+    run = a_run(accuracy=0.8)
+    assert (run.score, run.global_score, run.sample_score) == (0.8, 0.7, 0.8)
+    assert (run.accuracy, run.global_accuracy, run.sample_accuracy) == (0.8, 0.7, 0.8)
+    assert run.devices[0].score.value == run.devices[0].score.accuracy == 0.8
+    assert [point.score for point in run.curve] == [point.accuracy for point in run.curve]
+    (method, *_) = a_comparison().methods
+    assert method.accuracy == method.score
+
+
+def test_another_score_is_no_accuracy() -> None:
+    run = a_regression(r2=0.5)
+    assert (run.score, run.devices[1].score.value) == (0.5, 0.5)
+    (method,) = compare_runs(Scenario(), [run], ["fedavg"], (0,), "fedavg", None).methods
+    for one, name in (
+        (run, "accuracy"),
+        (run, "sample_accuracy"),
+        (run.devices[1].score, "accuracy"),
+        (method, "accuracy"),
+    ):
+        with pytest.raises(AttributeError, match="the score of this problem is R², no accuracy: read "):
+            getattr(one, name)
+    assert not hasattr(decode_figures(encode_figures(run, run.figure), RunOutcome), "accuracy")
+    assert method.score.mean == 0.5

@@ -43,7 +43,7 @@ def test_a_single_run_in_lines() -> None:
     assert dict(list_figures(a_run(experts=5), None))["experts"] == "5 for all devices, and a gate"
     assert lines["until 90.0 %"] == "not reached"
     assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
-    assert dict(list_figures(a_run(global_accuracy=None), None))["global accuracy"] == "–"
+    assert dict(list_figures(a_run(global_score=None), None))["global accuracy"] == "–"
     assert dict(list_figures(a_run(details={"silhouette": 0.561}), None))["silhouette"] == "0.56"
 
 
