@@ -51,15 +51,18 @@ THEIRS: Final = {
     "fedavg": ("avg", "FedAvg"),
     "apfl": ("apfl", "APFL"),
     "fedbabu": ("babu", "FedBABU"),
+    "feddyn": ("dyn", "FedDyn"),
     "fedgh": ("gh", "FedGH"),
     "moon": ("moon", "MOON"),
     "pfedme": ("pFedMe", "pFedMe"),
+    "scaffold": ("scaffold", "SCAFFOLD"),
 }
 """Their file and class of each method."""
 OPTIONS: Final[dict[str, dict[str, float]]] = {
     "moon": {"mu": 1.0, "tau": 0.5},
     "pfedme": {"inner_steps": 5, "moreau_lambda": 15.0, "outer_rate": RATE},
     "fedgh": {"head_rate": 0.1},
+    "feddyn": {"alpha": 0.5},
 }
 
 
@@ -102,9 +105,9 @@ def run_theirs(folder: Path, name: str, pool: Pool, shares: Sequence[Share], see
         "random_join_ratio": False, "few_shot": 0, "time_select": False, "goal": "test", "time_threthold": 1e9,
         "save_folder_name": "items", "top_cnt": 100, "auto_break": False, "eval_gap": rounds, "client_drop_rate": 0.0,
         "train_slow_rate": 0.0, "send_slow_rate": 0.0, "dlg_eval": False, "dlg_gap": 100, "batch_num_per_client": 2,
-        "num_new_clients": 0, "fine_tuning_epoch_new": 0, "alpha": 0.5, "beta": 1.0, "mu": own.get("mu", 0.0),
-        "tau": own.get("tau", 1.0), "K": 5, "lamda": own.get("moreau_lambda", 1.0), "p_learning_rate": RATE,
-        "fine_tuning_epochs": 10, "server_learning_rate": own.get("head_rate", 1.0),
+        "num_new_clients": 0, "fine_tuning_epoch_new": 0, "alpha": own.get("alpha", 0.5), "beta": 1.0,
+        "mu": own.get("mu", 0.0), "tau": own.get("tau", 1.0), "K": 5, "lamda": own.get("moreau_lambda", 1.0),
+        "p_learning_rate": RATE, "fine_tuning_epochs": 10, "server_learning_rate": own.get("head_rate", 1.0),
     }  # fmt: skip
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - theirs draw from it

@@ -22,6 +22,7 @@ Examples:
     python benchmarks/papers/cfic.py --seeds 0,1,2,3,4 --json cfic.json
     python benchmarks/papers/cfic.py --table images --data DIR --settings "MNIST, 0.05"
     python benchmarks/papers/cfic.py --settings "skew 0.1, lr 0.1" --rows "FedAvg; FedProx 0.01"
+    python benchmarks/papers/cfic.py --rows "FedProx 0.01; SCAFFOLD; MOON; FedDyn; FedAdam; FedYogi"
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ METHODS = {
     "CFIC relative 0.9 / 0.2, no cluster sampling": f"{HERE}:Relative:beta=0.2:selection=uniform",
     "FedAvg + server momentum 0.5": "fedavgm:gamma=0.5",
     "FedAvg + server momentum 0.9": "fedavgm:gamma=0.9",
+    "SCAFFOLD": "scaffold",
+    "MOON": "moon",
+    "FedDyn": "feddyn",
+    "FedAdam": "fedadam",
+    "FedYogi": "fedyogi",
 }
 DIGITS = {
     "set": "digits", "model": "networks:mlp64", "devices": 40, "participation": 0.25, "rounds": 60, "local_epochs": 5,
@@ -98,7 +104,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for alpha in (0.05, 0.1, 0.5)
     },
 }
-IN_IMAGES = ("FedAvg", "FedProx 0.01", "cluster sampling only", "CFIC 0.9 / 0.2", "FedAvg + server momentum 0.5")
+RIVALS = ("SCAFFOLD", "MOON", "FedDyn", "FedAdam", "FedYogi")
+IN_IMAGES = (
+    *("FedAvg", "FedProx 0.01", "cluster sampling only", "CFIC 0.9 / 0.2", "FedAvg + server momentum 0.5"),
+    *RIVALS,
+)
 TARGETS = {"digits": 0.9, "MNIST": 0.8, "Fashion": 0.65, "CIFAR-10": 0.25}
 SPEC: dict[str, tuple[float | None, ...]] = {
     "FedAvg": (0.919, 0.848, 0.954, 0.889),

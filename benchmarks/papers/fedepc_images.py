@@ -15,7 +15,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/fedepc_images.py --data DIR --quick
     python benchmarks/papers/fedepc_images.py --data DIR --settings "MNIST, 0.1; Fashion, 0.1"
-    python benchmarks/papers/fedepc_images.py --data DIR --settings "MNIST, 0.1" --rows "FedProx 0.01; PM-MoE"
+    python benchmarks/papers/fedepc_images.py --data DIR --settings "MNIST, 0.1" --rows "FedProx 0.01; PM-MoE; IFCA"
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ METHODS = {
     "FedProx 0.01": "fedprox",
     "CFIC": "cfic",
     "PM-MoE": "pm-moe",
+    "IFCA": "ifca:n_clusters=4",
     "FedEPC": "fedepc",
     "FedEPC, k-means": "fedepc:clustering=k-means:n_clusters=4",
     "FedEPC, random selection": "fedepc:selection=uniform",

@@ -21,6 +21,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/pm_moe.py --quick
     python benchmarks/papers/pm_moe.py --settings "digits, alpha 0.1" --seeds 1,2
+    python benchmarks/papers/pm_moe.py --rows "fedbabu; fedgh"
     python benchmarks/papers/pm_moe.py --setup B --data DIR --settings "MNIST, S = 20"
     python benchmarks/papers/pm_moe.py --setup B --data DIR --full --train-on cuda --out pm-moe-full
 """
@@ -30,13 +31,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
+from table import Runs, add_rows, chosen, chosen_rows, claim, measure, over_seeds, parser_of, show, write
 
 from coordinator.methods.papers.pm_moe import PmMoe
 from coordinator.simulation.reports.outcome import RunOutcome
 
 BASES = ("fedper", "fedrep", "lg-fedavg", "fedrod", "dbe")
-OTHERS = ("fedavg", "fedavg+ft")  # without a private part: their accuracy alone
+OTHERS = ("fedavg", "fedavg+ft", "fedbabu", "fedgh")  # no bases of `pm-moe`: their accuracy alone
 HERE = "benchmarks.papers.pm_moe"
 STAGES = {
     "paper": HERE + ":Paper:base={}:guard=false",
@@ -176,6 +177,7 @@ def main() -> None:
     parser = parser_of(__doc__, "pm-moe")
     parser.add_argument("--setup", choices=list(SETUPS), default="A")
     parser.add_argument("--full", action="store_true", help="B: all images, as they are")
+    add_rows(parser)
     arguments = parser.parse_args()
     if arguments.full and arguments.setup != "B":
         parser.error("--full is for --setup B: there are no more digits than setup A has")
@@ -183,10 +185,12 @@ def main() -> None:
     figures, claims = [], []
     for setting in chosen(settings, arguments):
         size = FULL | {"set": f"{settings[setting]['set']}-28"} if arguments.full else {}
-        methods = [*OTHERS, *BASES, *(stage(name, base, setting) for base in BASES for name in STAGES)]
+        rows = chosen_rows((*OTHERS, *BASES), arguments)
+        stages = [stage(name, base, setting) for base in rows if base in BASES for name in STAGES]
+        methods = [*rows, *stages]
         runs = measure(setting, methods, settings[setting] | size, arguments)
-        show(f"{setting} (specification)", ["base", *STAGES], {m: cells(runs, m, setting) for m in (*OTHERS, *BASES)})
-        claims += judge(runs, setting)
+        show(f"{setting} (specification)", ["base", *STAGES], {m: cells(runs, m, setting) for m in rows})
+        claims += [] if arguments.rows else judge(runs, setting)
         figures += [
             {"setting": setting, "method": method, "sample_accuracy": over_seeds(own, points).tolist()}
             for method, own in runs.items()

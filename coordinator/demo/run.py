@@ -155,6 +155,7 @@ async def run_over_mqtt(
             seconds=0.0,
             max_abs_diff=max(read_manifest(folder)[0].max_abs_diff for folder in bundles.values()),
             split=summary["split"],
+            experts=summary["experts"],
             clusters={k: tuple(members) for k, members in summary["clusters"].items()},
             curve=(Point(round=settings.rounds, score=score, **traffic, seconds=0.0),),
             validation=reported,

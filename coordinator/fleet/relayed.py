@@ -75,13 +75,17 @@ class SiteOrders(Struct, frozen=True, kw_only=True):
 
 
 class SiteAnswer(Struct, frozen=True, kw_only=True):
-    """The answer of a device on a site. `norms`: the norms of its update, if it sent one."""
+    """The answer of a device on a site. `norms`: the norms of its update, if it sent one.
+
+    `further`: those of the updates that it sent beside, in their order, which relays of 0.2 leave out.
+    """
 
     seconds: NonNegative
     outcome: Outcome
     why: Why | None = None
     body: bytes = b""
     norms: tuple[NonNegative, NonNegative] | None = None
+    further: tuple[tuple[NonNegative, NonNegative], ...] = ()
 
 
 class Relayed(Result, frozen=True, kw_only=True):
@@ -150,6 +154,11 @@ class Sum(Action, frozen=True, kw_only=True):
         """Return the files of the means, which are checked when they are read."""
         del layout
         return dict.fromkeys(iterate_blobs(result))
+
+
+def list_updates(action: Train, result: Trained, layout: Layout) -> dict[BlobRef, Layout]:
+    """List the updates that a device on a site sent, with their layouts, `result.update` first; they stay there."""
+    return {ref: part for ref, part in action.uploads(result, layout).items() if part is not None}
 
 
 STEPS: Final[tuple[type[Action], ...]] = (Relay, Sum)
@@ -259,19 +268,24 @@ class RelayFleet(Fleet):
         report = Report(order_id=via, device_id=device_id, outcome=answer.outcome, why=answer.why, body=answer.body)
         try:
             result = read_valid_result(action, report, self.task)
+            stand_ins: dict[BlobRef, BlobRef] = {}
             if isinstance(result, Trained) and isinstance(action, Train):  # the relay has the same condition
-                norms = answer.norms or (math.nan, math.nan)
-                require(all(map(math.isfinite, norms)), "an update has no finite norms")
-                held = StandIn(via=via, update=result.update, norms=norms)
-                stand_in = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
-                return msgspec.structs.replace(result, update=stand_in)
+                told = (answer.norms or (math.nan, math.nan), *answer.further)
+                refs = list_updates(action, result, self._layout)
+                require(len(told) == len(refs), f"{len(told)} updates have norms, and {len(refs)} were sent")
+                for ref, norms in zip(refs, told, strict=True):
+                    require(all(map(math.isfinite, norms)), "an update has no finite norms")
+                    held = StandIn(via=via, update=ref, norms=norms)
+                    stand_ins[ref] = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
         except ProtocolError as error:
             self._fleet.accuse(via, ProtocolError(error.name, f"{device_id}: {error}"))
             return None
-        if list(iterate_blobs(result)):  # the method's fault
+        if not stand_ins.keys() >= set(iterate_blobs(result)):  # the method's fault
             log.warning("event=not_handed_on relay=%s device=%s step=%s", via, device_id, action.STEP)
             return None
-        return result
+        fields = {name: getattr(result, name) for name in result.__struct_fields__}
+        own = {name: stand_ins[ref] for name, ref in fields.items() if isinstance(ref, BlobRef)}
+        return msgspec.structs.replace(result, **own) if own else result
 
     def _read(self, via: str, ref: BlobRef, kind: type[T]) -> T | None:
         """Read a relay's file; None if it is invalid."""

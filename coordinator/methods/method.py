@@ -307,7 +307,7 @@ class Method(Generic[S]):
 
     def summarise(self, state: S) -> dict[str, Any]:
         """Return the figures for people and plots, as JSON values."""
-        best = state.best_state
+        best, served = state.best_state, self.get_global_model(state)
         return {
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
             "round": min(state.round, self.last),
@@ -317,7 +317,8 @@ class Method(Generic[S]):
             "history": msgspec.to_builtins(state.history),
             "selection": state.participations,
             "installed": msgspec.to_builtins(state.installed),
-            "experts": len(self.get_global_model(state).models),
+            "experts": len(served.models),
+            "top": served.top,
             "split": False,
             "clusters": {},
             **({"stopped": best.stopped, "best": best.round} if best and best.stopped else {}),

@@ -24,7 +24,7 @@ import numpy as np
 from coordinator.fleet.fleet import Answer, require_answer
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
-from coordinator.fleet.relayed import Relay, Relayed, SiteAnswer, SiteOrders, Sum, Summed
+from coordinator.fleet.relayed import Relay, Relayed, SiteAnswer, SiteOrders, Sum, Summed, list_updates
 from coordinator.fleet.sites import SiteSums, average_updates
 from coordinator.store.records import Device, DeviceFacts
 from coordinator.store.store import Store
@@ -274,11 +274,12 @@ class Site:
     def _make_answer(self, order: Order, answer: Answer, action: Action | None) -> SiteAnswer:
         assert answer.result is not None
         report = make_report(order, answer.result, answer.seconds)
-        norms = None
+        told = SiteAnswer(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body)
         if isinstance(answer.result, Trained) and isinstance(action, Train):
-            update = answer.result.update
-            norms = self.fleet.get_norms(update, action.uploads(answer.result, self._run.layout)[update])
-        return SiteAnswer(seconds=report.seconds, outcome=report.outcome, why=report.why, body=report.body, norms=norms)
+            updates = list_updates(action, answer.result, self._run.layout)
+            norms, *further = (self.fleet.get_norms(ref, part) for ref, part in updates.items())
+            told = msgspec.structs.replace(told, norms=norms, further=tuple(further))
+        return told
 
     # --------------------------------------------------------------------------------------------------- sums
 

@@ -41,6 +41,7 @@ from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import open_tracking
 from coordinator.watch.words import (
     describe_campaign,
+    describe_experts,
     describe_progress,
     explain_no_bundle,
     format_age,
@@ -345,8 +346,8 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
 def _format_federation(summary: dict[str, Any]) -> list[str]:
     history, devices, figure = summary["history"], summary["devices"], find_figure(summary)
-    experts = summary.get("experts", 1)
-    shared = f"none: {experts} experts for all devices, and a gate" if experts > 1 else "one global model"
+    experts = describe_experts(summary)
+    shared = f"none, but {experts}" if experts else "one global model"
     accuracy = describe_fleet_accuracy(summarise_accuracy(summary["fleet"].values(), find_trained(history)))
     lines = [
         f"federation  {summary['federation']} ({summary['method']}), as it was {format_duration(summary['age_s'])} ago",

@@ -24,6 +24,7 @@ from coordinator.watch.attention import describe_attention, is_heard, list_atten
 from coordinator.watch.expiring import list_signatures
 from coordinator.watch.liveness import describe_coordinator, forget_presence, refresh_presence
 from coordinator.watch.words import (
+    describe_experts,
     describe_progress,
     describe_row,
     explain_chosen,
@@ -159,6 +160,7 @@ class Watch:
             "accuracy": (trained := find_trained(summary["history"])),
             "shown": msgspec.to_builtins(summarise_accuracy(summary["fleet"].values(), trained)),
             "text": describe_progress(summary),
+            "experts": describe_experts(summary),
             "clusters": [{"name": name, "members": members} for name, members in clusters.items()],
             "devices": [self._describe_device(i, summary, of[i]) for i in ids],
             "rounds_list": rows,

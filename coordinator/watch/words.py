@@ -41,6 +41,18 @@ def describe_progress(summary: Mapping[str, Any]) -> str:
     return f"round {number + 1} of {rounds} is under way"
 
 
+def describe_experts(summary: Mapping[str, Any]) -> str:
+    """Describe the experts that all devices have together, without clusters; empty if there is one model for all."""
+    experts, top = summary.get("experts", 1), summary.get("top", 1)
+    if summary["split"] or experts < 2:
+        return ""
+    best = "the best answers" if top < 2 else f"the best {top} answer"
+    return (
+        f"{experts} experts and a gate, of which {best} each input: a device that does not train gets them, or a mix "
+        "for its own samples"
+    )
+
+
 def describe_campaign(campaign: Mapping[str, Any]) -> str:
     """Describe the present campaign, or the rest after it, in one line. `campaign`: as in HOME/summary.json."""
     why = f": {campaign['why']}" if campaign["why"] else ""

@@ -19,8 +19,8 @@ from fedge.errors import ProtocolError
 from fedge.tensors.layout import Layout, Model, TensorInfo, Tensors, flatten, unflatten
 
 N = TypeVar("N", bound=np.generic)
-NOW, BEFORE = "now", "before"
-"""Names of the two values of a vector that a device keeps and can take back."""
+NOW, BEFORE, ROUND = "now", "before", "round"
+"""Names of the two values of a vector that a device keeps and can take back, and of the round of the newer one."""
 
 
 class _Span(NamedTuple):
@@ -76,10 +76,11 @@ def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> L
 def make_reversible_layout(layout: Layout) -> Layout:
     """Return the layout of a vector as long as a network's parameters, (d,), with the vector before it, (d,).
 
-    A device keeps both if its server sums what devices keep (SCAFFOLD, FedDyn): each device's vector must be that of
-    its last accepted report (`edge_agent.learning.reversible`).
+    A device keeps both, and the round of the newer one, if its server sums what devices keep (SCAFFOLD, FedDyn): each
+    device's vector must be that of its last report that counted (`edge_agent.learning.reversible`).
     """
-    return Layout(tensors=tuple(TensorInfo(name=name, shape=(layout.n_params,)) for name in (NOW, BEFORE)))
+    vectors = (TensorInfo(name=name, shape=(layout.n_params,)) for name in (NOW, BEFORE))
+    return Layout(tensors=(*vectors, TensorInfo(name=ROUND, shape=(), kind="counter")))
 
 
 def select_params(layout: Layout) -> Layout:

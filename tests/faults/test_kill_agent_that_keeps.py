@@ -13,6 +13,8 @@ import pytest
 from coordinator.methods.baselines.dbe import DbeState
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.baselines.personal_layers import PersonalState
+from coordinator.methods.baselines.shared.feddyn import FedDynState
+from coordinator.methods.baselines.shared.scaffold import ScaffoldState
 from fedge.tensors.layout import Codec
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, same, settings
@@ -26,6 +28,8 @@ ROUNDS, STEPS = 4, 200
     [
         ("fedrep", PersonalState, Codec.INT8, "personal"),
         ("dbe", DbeState, Codec.INT8, "personal"),
+        ("scaffold", ScaffoldState, Codec.INT8, "personal"),
+        ("feddyn", FedDynState, Codec.INT8, "personal"),
         ("fedavg", FedAvgState, Codec.TOP, "waits-train"),
     ],
 )

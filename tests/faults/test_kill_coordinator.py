@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.baselines.shared.feddyn import FedDynState
+from coordinator.methods.baselines.shared.ifca import IfcaState
+from coordinator.methods.baselines.shared.scaffold import ScaffoldState
 from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
@@ -31,6 +34,9 @@ def counted_once(federation: Federation) -> bool:
         pytest.param("fedavg", FedAvgState, 3, "sqlite", marks=pytest.mark.smoke),
         ("fedavg", FedAvgState, 3, "postgresql"),
         ("fedge", FedgeState, 7, "sqlite"),
+        ("scaffold", ScaffoldState, 3, "sqlite"),
+        ("feddyn", FedDynState, 3, "sqlite"),
+        ("ifca", IfcaState, 3, "sqlite"),
     ],
     indirect=["store_url"],
 )

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.baselines.shared.scaffold import ScaffoldState
+from coordinator.methods.state import State
 from fedge.errors import TransportError
 from fedge.identity.names import Role
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.connection.refusals import CHECK_TLS
 from fedge.wire.topics import ClientRole, Topics
 from fedge.wire.transport import Transport
-from tests.support.federation import NAME, Federation, Running, words
+from tests.support.federation import NAME, Federation, Running, same, settings, words
 from tests.support.identities import Authority, TlsBroker
 from tests.support.waiting import until
 
@@ -42,15 +45,20 @@ async def status(broker: TlsBroker, log: Path, **flags: object) -> tuple[int, Ru
     return await asked.ended(), asked
 
 
-async def test_a_federation_over_tls(broker: TlsBroker, authority: Authority, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "kind"), [("fedavg", FedAvgState), ("scaffold", ScaffoldState)])
+async def test_a_federation_over_tls(
+    method: str, kind: type[State], broker: TlsBroker, authority: Authority, tmp_path: Path
+) -> None:
+    """All messages are signed, since whoever has a certificate signs."""
     async with Federation(broker, tmp_path, devices=DEVICES) as federation:
         for device in DEVICES:
             await federation.agent(device, **authority.client(device))
-        coordinator = await federation.coordinator(method="fedavg", rounds=2, **authority.client("coordinator"))
+        coordinator = await federation.coordinator(method=method, rounds=2, **authority.client("coordinator"))
         assert await coordinator.ended() == 0, coordinator.log.read_text()
         summary = json.loads((federation.home / "summary.json").read_bytes())
         assert summary["selection"] == dict.fromkeys(DEVICES, 2)
         assert set(summary["installed"]) == set(DEVICES)
+        assert same(federation.state(kind), await federation.undisturbed(method, settings(2)))
 
         code, seen = await status(broker, tmp_path / "status.log", **authority.client("status"))
         assert code == 0, seen.log.read_text()

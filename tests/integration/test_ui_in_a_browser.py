@@ -85,6 +85,15 @@ def test_every_view_shows_what_there_is_and_what_devices_say_stays_text(browser:
     assert complaints(browser) == []
 
 
+def test_experts_for_all_devices_are_not_called_one_model(browser: Any, tmp_path: Path) -> None:
+    begin(browser)
+    told = {"method": "fedcoe", "split": False, "clusters": {}, "experts": 5, "top": 2}
+    with contextlib.closing(make_shop(tmp_path, **told)) as store, serve_page(store.home) as url:
+        browser.get(f"{url}#clusters")
+        see(browser, "There are no clusters, but 5 experts and a gate, of which the best 2 answer each input")
+        assert "one model" not in browser.find_element("id", "main").text
+
+
 VIEWS = {
     "fleet": "cam12", "clusters": "cam12", "rounds": "round", "accuracy": "round", "samples": "cam12",
     "events": "cam12", "rollouts": "cam1 refused",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.fleet.sites import Note, SiteMean, SiteSums, average_updates
 from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.store.records import Device
@@ -159,6 +161,19 @@ def manifests(fleet: Fleet, state: State) -> dict[str, Manifest]:
 def roles(fleet: Fleet, state: State) -> dict[str, tuple[Role, ...]]:
     """Of the candidates in these bundles."""
     return {i: tuple(c.role for c in manifest.candidates) for i, manifest in manifests(fleet, state).items()}
+
+
+def lose_sums(fleet: Fleet, patch: pytest.MonkeyPatch, *, far: Collection[str], lost: Collection[int]) -> None:
+    """Let updates of some devices be summed where they are, as behind relays, whose sums of some rounds do not come."""
+
+    async def compute_means(wanted: SiteSums, _: Note) -> list[SiteMean]:
+        if fleet.round in lost:
+            return []
+        means, _ = average_updates(wanted, wanted.updates, lambda ref: fleet.get(ref, wanted.layout))
+        return [SiteMean(k, mean, tuple(wanted.sums[k])) for k, mean in enumerate(means) if mean is not None]
+
+    patch.setattr(fleet, "find_remote", lambda updates: {i for i in updates if i in far})
+    patch.setattr(fleet, "compute_means", compute_means)
 
 
 def declining(*ids: str) -> Callable[[Sequence[batched.Job]], list[FinishedOrder]]:

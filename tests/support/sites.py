@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
 from fedge.system.files import BlobFolder
 from fedge.tensors.layout import from_bytes
+from fedge.wire.messages import iterate_blobs
 from tests.support.federation import Federation, Running
 
 
@@ -71,8 +73,9 @@ class Sites(Federation):
         """What the coordinator calls the devices."""
         return {f"{self.site_of[d]}.{d}" if d in self.site_of else d for d in self.devices}
 
-    async def require_flat(self, name: str, settings: MethodSettings) -> FedAvgState:
-        """See that the global model is that of the same devices without relays; the last state."""
+    async def require_flat(self, name: str, settings: MethodSettings) -> State:
+        """See that all models, and what the server keeps beside, are those of the same devices without relays; the
+        last state."""
         made: list[SimulatedFleet] = []
 
         def kind(*args: Any, **named: Any) -> SimulatedFleet:
@@ -80,9 +83,10 @@ class Sites(Federation):
             return made[0]
 
         theirs = await self.undisturbed(name, settings, kind)
-        assert isinstance(theirs, FedAvgState)
         state = self.state(type(theirs))
-        ours = from_bytes(BlobFolder(self.home / "blobs").get(state.model.digest))
-        for tensor, expected in made[0].get_tensors(theirs.model).items():
-            np.testing.assert_allclose(ours[tensor], expected, rtol=1e-4, atol=1e-5, err_msg=tensor)
+        here, there = (list(iterate_blobs(msgspec.structs.replace(each, descents={}))) for each in (state, theirs))
+        for ours, expected in zip(here, there, strict=True):
+            tensors = from_bytes(BlobFolder(self.home / "blobs").get(ours.digest))
+            for name, own in made[0].get_tensors(expected).items():
+                np.testing.assert_allclose(tensors[name], own, rtol=1e-4, atol=1e-5, err_msg=name)
         return state

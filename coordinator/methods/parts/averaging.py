@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from types import MappingProxyType
@@ -40,6 +40,10 @@ def ignore(device_id: str, direction: geometry.Vectors) -> None:
     """Ignore a direction."""
 
 
+def ignore_device(device_id: str) -> None:
+    """Ignore a device whose update is in no mean."""
+
+
 async def average_by_cluster(
     method: Method[Any],
     fleet: Fleet,
@@ -51,6 +55,7 @@ async def average_by_cluster(
     note: Note = ignore,
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
+    miss: Callable[[str], object] = ignore_device,
 ) -> tuple[Average | None, ...]:
     """Average updates within clusters; updates on sites are summed on their sites.
 
@@ -64,6 +69,7 @@ async def average_by_cluster(
         note: called with directions of updates.
         whose: devices whose directions are wanted.
         discounts: factors of some updates, applied after their lengths are bounded.
+        miss: called with each device whose update is in no mean, since its site has not answered or has lost it.
 
     Returns:
         The average of each cluster; None if the cluster has no members, or none of their sites has answered.
@@ -102,6 +108,8 @@ async def average_by_cluster(
         directions=tuple(i for i in ids if i in far and i in whose),
     )
     means = await fleet.sites.compute_means(wanted, note)
+    for i in sorted(set(far).difference(*(mean.devices for mean in means))):
+        miss(i)
     near = iterate_changes([i for i in ids if i not in far])
     return _average_over_sites(means, near, n_of, [i for i in ids if i not in far], ids, positions, counts, layout)
 
@@ -165,11 +173,13 @@ async def average(
     note: Note = ignore,
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
+    miss: Callable[[str], object] = ignore_device,
 ) -> Average | None:
     """Return the average over all updates; None if no site has answered."""
     (found,) = await average_by_cluster(
-        method, fleet, updates, [updates], layout, alike=alike, note=note, whose=whose, discounts=discounts
-    )
+        *(method, fleet, updates, [updates], layout),
+        alike=alike, note=note, whose=whose, discounts=discounts, miss=miss,
+    )  # fmt: skip
     return found
 
 

@@ -235,7 +235,9 @@ const NAMED = 24; // devices that a list of a cluster names
 
 export function clusters() {
   const found = data.fleet.clusters;
-  if (!found.length) return section("Clusters and experts", "There is one model for all so far.");
+  const { experts } = data.fleet;
+  const shared = experts ? `There are no clusters, but ${experts}.` : "There is one model for all so far.";
+  if (!found.length) return section("Clusters and experts", shared);
   return section(
     "Clusters and experts",
     "One expert for each cluster. A device in several clusters learns from all of them, and stands between them.",

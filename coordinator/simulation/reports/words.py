@@ -165,12 +165,16 @@ def describe_run(outcome: RunOutcome, scenario: Scenario) -> str:
 def describe_demo(demo: Demonstration) -> str:
     """Describe the demo in a few sentences."""
     *_, ours = demo.runs
-    split = f"It made {len(ours.clusters)} clusters with a model each."
+    parted = "It made no clusters: devices share one model, or none."
+    if ours.split:
+        parted = f"It made {len(ours.clusters)} clusters with a model each."
+    elif ours.experts > 1:
+        parted = f"It made no clusters: all devices share {ours.experts} experts and a gate."
     return (
         f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({describe_partition(demo.scenario)}) in "
         f"{ours.rounds} rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
         f"{BOARDS if demo.boards else ''}"
-        f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
+        f"{parted} "
         f"{name_all(demo.figure)} on each device's own test samples, which no choice has seen. local: every device "
         "alone; fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has "
         "installed, run by ONNX Runtime in a process without PyTorch. The last two are measured at the end alone."

@@ -26,21 +26,20 @@ from fedge.tensors.layout import Layout, Model
 
 def run(device: Device, action: TrainFedDyn) -> Result:
     """Train with both terms; a report that did not count has moved neither side."""
-    counted = device.was_counted()  # to be asked in every order
-    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine, counted))
+    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine))
 
 
-def learn(device: Device, action: TrainFedDyn, start: Model, mine: Layers | None, counted: bool | None) -> Learned:
+def learn(device: Device, action: TrainFedDyn, start: Model, mine: Layers | None) -> Learned:
     """Compute theta, of which the change is sent, and the next g."""
     network = device.network
-    gradient = read_vector(mine, counted=counted, n_params=device.layout.n_params)
+    gradient = read_vector(mine, counted=action.counted, n_params=device.layout.n_params)
     sgd = msgspec.structs.replace(action.sgd, proximal_mu=action.alpha)
     anchor, shift = (to_tensor(vector, network.processor) for vector in (start.params, -gradient))
     network.load(start)
     fit(network, [device], Recipe(sgd, optimizer=lambda _: Shifted(make_optimizer(sgd, anchor), shift)))
     trained = network.dump()
     after = gradient - np.float32(action.alpha) * (trained.params - start.params)
-    return Learned(trained, kept=pack_vector(after, gradient, device.layout))
+    return Learned(trained, kept=pack_vector(after, gradient, device.order.round, device.layout))
 
 
 def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the signature of all steps

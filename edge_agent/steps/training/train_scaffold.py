@@ -22,19 +22,15 @@ from fedge.tensors.layout import Codec, Layout, Model
 
 def run(device: Device, action: TrainScaffold) -> Result:
     """Train with control variates; a report that did not count has moved neither side's."""
-    counted = device.was_counted()  # to be asked in every order
-    return train_alone(device, action, lambda x, mine: learn(device, action, x, mine, counted))
+    return train_alone(device, action, lambda x, mine: learn(device, action, x, mine))
 
 
-def learn(device: Device, action: TrainScaffold, x: Model, mine: Layers | None, counted: bool | None) -> Learned:
+def learn(device: Device, action: TrainScaffold, x: Model, mine: Layers | None) -> Learned:
     """Compute y and c_i+, and send dc = c_i+ - c_i."""
     network, sgd, part = device.network, action.sgd, select_params(device.layout)
     d = device.layout.n_params
-    if action.control is None:
-        c = c_i = np.zeros(d, np.float32)
-    else:
-        c = device.fetch_model(action.control, part).params
-        c_i = read_vector(mine, counted=counted, n_params=d)
+    c = np.zeros(d, np.float32) if action.control is None else device.fetch_model(action.control, part).params
+    c_i = read_vector(mine, counted=action.counted, n_params=d)
     correction = to_tensor(c - c_i, network.processor)
     network.load(x)
     fit(network, [device], Recipe(sgd, optimizer=lambda _: Shifted(make_optimizer(sgd), correction)))
@@ -42,7 +38,7 @@ def learn(device: Device, action: TrainScaffold, x: Model, mine: Layers | None, 
     k_rate = np.float32(sgd.count_steps(device.data.n_shared) * sgd.learning_rate)
     c_plus = c_i - c + (x.params - y.params) / k_rate  # line 12, option (ii)
     sent = send_update(device, Model(c_plus - c_i, y.buffers, y.counters), part, Codec.FLOAT32)
-    return Learned(y, kept=pack_vector(c_plus, c_i, device.layout), report={"control": sent})
+    return Learned(y, kept=pack_vector(c_plus, c_i, device.order.round, device.layout), report={"control": sent})
 
 
 def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the signature of all steps

@@ -12,11 +12,15 @@ from fedge.tensors.layout import Layout, Selector
 
 
 class TrainFedDyn(Train, frozen=True, kw_only=True):
-    """FedDyn's training with weight `alpha` of both terms."""
+    """FedDyn's training with weight `alpha` of both terms.
+
+    `counted`: the round of the device's last report that is in the server's h; 0 if there is none, and g begins at 0.
+    """
 
     STEP: ClassVar = "train_feddyn"
 
     alpha: Annotated[float, Meta(gt=0)]
+    counted: Annotated[int, Meta(ge=0)] = 0
 
     @staticmethod
     def select_kept(personal: Selector, layout: Layout) -> Layout:

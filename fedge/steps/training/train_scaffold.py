@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Reveals, require
@@ -21,11 +23,16 @@ class TrainedScaffold(Trained, frozen=True, kw_only=True):
 
 
 class TrainScaffold(Train, frozen=True, kw_only=True):
-    """SCAFFOLD's training; `control` is the server's variate c. Without it c = 0, and the device's begins at 0."""
+    """SCAFFOLD's training; `control` is the server's variate c, 0 if it is None.
+
+    `counted`: the round of the device's last report whose dc is in c; 0 if there is none, and the device's variate
+    begins at 0.
+    """
 
     STEP: ClassVar = "train_scaffold"
     RESULT: ClassVar = TrainedScaffold
     control: BlobRef | None = None
+    counted: Annotated[int, Meta(ge=0)] = 0
 
     def check(self, result: Trained, task: TaskSpec) -> None:
         """Require what `Train` does, and a control variate in float32."""

@@ -374,7 +374,7 @@ async def test_a_false_share_is_noticed(tmp_path, caplog) -> None:
 # ---------------------------------------------------------------------------------------------------- whole methods
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedavgm", "fedepc"])
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi", "fedepc"])
 async def test_a_masked_method_learns_what_the_plain_one_does(tmp_path, name) -> None:
     """FedEPC's clusters are groups of six; each is a sum of its own."""
     states = []

@@ -22,7 +22,9 @@ from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.steps.training.train import Start, Train, Trained
+from fedge.steps.training.train_scaffold import TrainedScaffold, TrainScaffold
 from fedge.tensors import codecs
+from fedge.tensors.layers import select_params
 from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Outcome, Why
 from tests.support.simulation import digits
@@ -149,6 +151,36 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     assert isinstance(below.asked[-1], Relay)
     orders = msgspec.msgpack.decode(below.get_bytes(below.asked[-1].orders), type=SiteOrders)
     assert orders.keep == (there.digest,)
+
+
+async def test_further_updates_of_a_device_stay_on_its_site_too(tmp_path: Path) -> None:
+    """Such as the change of SCAFFOLD's control variate. d1's relay leaves its norms out."""
+    below = Below(tmp_path)
+    train = TrainScaffold(starts=(Start(model=below.first),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=False)
+    update, control = (BlobRef(digest=digits * 32, size_bytes=5000) for digits in ("ab", "cd"))
+    trained = TrainedScaffold(update=update, n_samples=10, control=control)
+    told = {"d0": done(trained, norms=(3.0, 0.0), further=((2.0, 0.0),)), "d1": done(trained, norms=(3.0, 0.0))}
+    below.answers = [
+        Relayed(answers=below.file(told)),
+        *(Summed(means=(below.update(value),)) for value in (0.01, 0.02)),
+    ]
+    fleet, part = below.above(), select_params(below.layout)
+    answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
+    result = answers["s.d0"].result
+    assert isinstance(result, TrainedScaffold)
+    assert (fleet.get_norms(result.update, below.layout), fleet.get_norms(result.control, part)) == (
+        (3.0, 0.0),
+        (2.0, 0.0),
+    )
+    for ref, value in ((result.update, 0.01), (result.control, 0.02)):
+        whole = {"s.d0": (1.0, 1.0)}
+        sums = SiteSums(layout=below.layout, updates={"s.d0": ref}, weights={"s.d0": 1.0}, sums=(whole,))
+        (mean,) = await fleet.compute_means(sums, ignore)
+        assert set(mean.model.params) == {np.float32(value)}
+        wanted = msgspec.msgpack.decode(below.get_bytes(below.asked[-1].wanted), type=SiteSums)  # type: ignore[attr-defined]
+        assert wanted.updates == {"d0": update if ref is result.update else control}
+    assert answers["s.d1"].result is None
+    assert below.accused() == {"wrong-result"}
 
 
 async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_count(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from coordinator.simulation.rounds import run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data.preprocessing import preprocess
 from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
 from fedge.models import build
 from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, Pool, load_pool, load_task
@@ -78,6 +79,38 @@ def test_a_method_says_why_devices_cannot_be_behind_relays(text: str, why: str) 
     assert make_method(name, MethodSettings(options=options)).explain_no_relays() == why
     median = make_method(name, MethodSettings(options=options, protection=Protection(average="median")))
     assert median.explain_no_relays().startswith("--average median needs each device's update")
+
+
+NO_SUM = "cannot have masking: its server needs more of updates than their sum"
+NO_NOISE = "cannot have dp: it needs"
+
+
+@pytest.mark.parametrize(
+    ("name", "masked", "private"),
+    [
+        ("fedadam", "", ""),
+        ("fedyogi", "", ""),
+        ("q-fedavg", NO_SUM, f"{NO_NOISE} loss_before of step train"),
+        ("scaffold", NO_SUM, f"{NO_NOISE} control of step train_scaffold"),
+        ("feddyn", NO_SUM, f"{NO_NOISE} update of step train_feddyn"),
+        ("ifca", NO_SUM, f"{NO_NOISE} cluster of step train"),
+    ],
+)
+def test_what_a_rival_cannot_have_is_refused_before_its_first_round(name: str, masked: str, private: str) -> None:
+    """Neither do they take answers one by one: no option says so."""
+
+    def refuse(**given: Any) -> str:
+        try:
+            make_method(name, MethodSettings(**given))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    guards = {masked: Protection(average="mean", masking=True), private: Protection(dp_noise=1.0)}
+    for why, guard in guards.items():
+        found = refuse(protection=guard)
+        assert found.startswith(f"{name} {why}") if why else not found
+    assert "buffer" in refuse(options={"buffer": 3})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,23 @@ async def devices(mosquitto: LocalBroker, tmp_path: Path) -> AsyncIterator[list[
         yield await learners(stack, mosquitto, tmp_path)
 
 
+WITHOUT_CLUSTERS = {"split": False, "clusters": {}}
+EXPERTS = (
+    "5 experts and a gate, of which the best 2 answer each input: a device that does not train gets them, or a mix for "
+    "its own samples"
+)
+
+
+@pytest.mark.parametrize(("summary", "told"), [({"experts": 5, "top": 2}, EXPERTS), ({"experts": 1, "top": 1}, "")])
+def test_experts_for_all_devices_are_not_called_one_model(home: Path, summary: dict[str, object], told: str) -> None:
+    home.mkdir()
+    with contextlib.closing(make_shop(home, **WITHOUT_CLUSTERS, **summary)) as store:
+        assert Watch(home, store).get_state()["experts"] == told
+        shown = CliRunner().invoke(cli.status, ["--home", str(home)]).output
+    assert ("one global model" in shown) == (not told)
+    assert f"none, but {told}" in shown or not told
+
+
 def served(broker: LocalBroker, store: Store, seen: list[tuple[str, Any]] | None = None, **changes: Any) -> Any:
     values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, "once": True, **changes}
     address = f"{broker.host}:{broker.port}"

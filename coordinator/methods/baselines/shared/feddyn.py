@@ -2,7 +2,8 @@
 
 Source: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, Algorithm 1; baselines.md
 section 18. Device i trains theta_i from theta on F_i(theta_i) - <g_i, theta_i> + alpha / 2 |theta_i - theta|^2, and
-keeps g_i <- g_i - alpha (theta_i - theta). With the m devices that are there and the cohort P, the server moves by
+keeps g_i <- g_i - alpha (theta_i - theta). Each order says which report of the device was the last that is in h, and
+the device goes on from the g_i of that report. With the m devices that are there and the cohort P, the server moves by
 
     h <- h - alpha / m sum_{i in P} (theta_i - theta)
     theta <- mean_{i in P} theta_i - h / alpha
@@ -10,11 +11,13 @@ keeps g_i <- g_i - alpha (theta_i - theta). With the m devices that are there an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace as replace_fields
 
 from coordinator.aggregation.protection import explain_no_noise
 from coordinator.methods.method import Method
@@ -38,10 +41,14 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FedDynState(ChoosingState, frozen=True, kw_only=True):
-    """The state of FedDyn. `model`: theta; `drift`: h (d,), zero if None."""
+    """The state of FedDyn. `model`: theta; `drift`: h (d,), zero if None.
+
+    `counted`: by device the round of its last report that is in h.
+    """
 
     model: BlobRef
     drift: BlobRef | None = None
+    counted: dict[str, int] = {}
 
 
 class FedDyn(Method[FedDynState]):
@@ -54,22 +61,37 @@ class FedDyn(Method[FedDynState]):
     Options: ClassVar[type[Struct]] = Options
     REFUSED = NO_CLUSTERS | {"dp": explain_no_noise((TrainFedDyn, "update"))}
 
+    def begin_campaign(self, state: FedDynState, changed: Collection[str]) -> FedDynState:
+        """Return the next campaign's first state; after an early stop h and all g_i begin anew.
+
+        The state is then that of an earlier round, and devices have gone on since.
+        """
+        afresh = {"drift": None, "counted": {}} if state.best_state else {}
+        return replace_fields(super().begin_campaign(state, changed), **afresh)
+
     async def round(self, state: FedDynState, fleet: Fleet) -> FedDynState:
-        """Do one round of Algorithm 1. If theta stays, h moves: devices whose reports were accepted have moved g_i."""
-        order = TrainFedDyn(
-            starts=(Start(model=state.model),),
-            sgd=self.settings.sgd,
-            codec=self.settings.codec,
-            alpha=self.options.alpha,
-        )
-        state, asked, updates = await train_cohort(self, state, fleet, state.model, lambda _: order)
-        mean = await average(self, fleet, updates, state.layout, alike=True)
+        """Do one round of Algorithm 1. With too few reports theta stays, and h moves."""
+        alpha, own = self.options.alpha, state.counted
+        orders = {
+            counted: TrainFedDyn(
+                starts=(Start(model=state.model),),
+                sgd=self.settings.sgd,
+                codec=self.settings.codec,
+                alpha=alpha,
+                counted=counted,
+            )
+            for counted in {0, *own.values()}
+        }
+        state, asked, updates = await train_cohort(self, state, fleet, state.model, lambda i: orders[own.get(i, 0)])
+        missing: set[str] = set()
+        mean = await average(self, fleet, updates, state.layout, alike=True, miss=missing.add)
         if mean is None:
             return finish_round(state, asked, updates)
-        alpha = self.options.alpha
+        summed = updates.keys() - missing
         before = fleet.get_tensors(state.drift)["h"] if state.drift else np.zeros(len(mean.params), np.float32)
-        h = before - alpha * len(updates) / len(fleet.get_devices()) * mean.params
+        h = before - alpha * len(summed) / len(fleet.get_devices()) * mean.params
         model = state.model
         if len(updates) >= self.settings.min_reports:
             model = apply(model, replace(mean, params=mean.params - h / alpha), state.layout, fleet)
-        return finish_round(state, asked, updates, model=model, drift=fleet.put({"h": h.astype(np.float32)}))
+        drift, counted = fleet.put({"h": h.astype(np.float32)}), dict.fromkeys(sorted(summed), state.round + 1)
+        return finish_round(state, asked, updates, model=model, drift=drift, counted=own | counted)

@@ -125,7 +125,8 @@ class Ifca(Method[IfcaState]):
     def summarise(self, state: IfcaState) -> dict[str, Any]:
         """Return the figures of every method, with the devices of each cluster."""
         members = {str(j): sorted(i for i, k in state.clusters.items() if k == j) for j in range(len(state.models))}
-        return super().summarise(state) | {"clusters": {j: own for j, own in members.items() if own}}
+        clusters = {j: own for j, own in members.items() if own}
+        return super().summarise(state) | {"clusters": clusters, "split": len(clusters) > 1}
 
 
 def randomise_tensors(tensors: Tensors, part: Layout, rng: np.random.Generator) -> Tensors:

@@ -28,6 +28,7 @@ from edge_agent.learning import batched
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Codec
+from fedge.wire.messages import iterate_blobs
 
 pytestmark = pytest.mark.process
 SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)
@@ -61,7 +62,8 @@ async def trained(
     for number in range(1, SCENARIO.rounds + 1):
         fleet.round = number
         state = await method.round(state, fleet)
-    return fleet.get(state.model, federation.layout).params.tobytes()
+    models = {ref.digest: ref for ref in iterate_blobs(state)}.values()
+    return b"".join(tensor.tobytes() for ref in models for tensor in fleet.get_tensors(ref).values())
 
 
 def shards(federation: Federation, home: Path, n: int) -> Shards:
@@ -81,6 +83,16 @@ async def test_bits_do_not_depend_on_the_number_of_actors(undisturbed: bytes, fe
     assert await trained(federation, tmp_path / "3", shards(federation, tmp_path / "3", 3)) == undisturbed
     here = np.frombuffer(await trained(federation, tmp_path / "here", batched.execute_jobs), np.float32)
     np.testing.assert_allclose(np.frombuffer(undisturbed, np.float32), here, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["fedadam", "q-fedavg", "scaffold", "feddyn", "ifca"])
+async def test_a_method_on_ray_ends_where_it_does_here(
+    name: str, cluster: object, federation: Federation, tmp_path: Path
+) -> None:
+    """Also one whose devices keep something of their own, or send more than one update."""
+    there = await trained(federation, tmp_path / "2", shards(federation, tmp_path / "2", 2), name)
+    here = await trained(federation, tmp_path / "here", batched.execute_jobs, name)
+    np.testing.assert_allclose(np.frombuffer(there, np.float32), np.frombuffer(here, np.float32), rtol=1e-5, atol=1e-6)
 
 
 async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, federation: Federation, tmp_path: Path):

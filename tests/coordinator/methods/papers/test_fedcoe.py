@@ -280,7 +280,7 @@ async def test_every_device_ends_with_its_own_model_as_a_bundle(tmp_path: Path) 
     assert decode_state(encode_state(state), FedCoEState) == state
     summary = method.summarise(state)
     assert (summary["method"], summary["done"], len(summary["diagnostics"])) == ("fedcoe", True, 2)
-    assert (summary["split"], summary["experts"]) == (False, 5)
+    assert (summary["split"], summary["experts"], summary["top"]) == (False, 5, 2)
 
 
 async def test_equal_seeds_give_equal_states(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The setting and the figures of runs in words."""
 
+import msgspec
 import pytest
 
 from coordinator.simulation.compare import compare_runs
@@ -69,3 +70,12 @@ def test_the_lead_of_a_demo_tells_of_no_trial_where_there_was_none(split: bool, 
     assert words in text
     assert "trial" not in text
     assert "better" not in text
+
+
+def test_the_lead_of_a_demo_does_not_call_experts_for_all_devices_one_model() -> None:
+    demo = a_demonstration(split=False, learned_by="fedcoe")
+    *others, ours = demo.runs
+    runs = (*others, msgspec.structs.replace(ours, experts=5))
+    text = describe_demo(msgspec.structs.replace(demo, runs=runs))
+    assert "It made no clusters: all devices share 5 experts and a gate." in text
+    assert "one model" not in text

@@ -21,18 +21,18 @@ DATA = mixed_data(samples(20, 1), samples(12, 2))
 D = LAYOUT.n_params
 
 
-@pytest.mark.parametrize("counted", [None, False])
-def test_the_worked_step(counted: bool | None) -> None:
+@pytest.mark.parametrize("counted", [1, 2])
+def test_the_worked_step(counted: int) -> None:
     """theta = theta_0 - rate (gradient - g), and g+ = g - alpha (theta - theta_0)."""
     now, before = np.random.default_rng(0).normal(size=(2, D)).astype(np.float32)
-    action = TrainFedDyn(starts=(Start(model=Blobs().model(0)),), sgd=ONE, alpha=0.5)
+    action = TrainFedDyn(starts=(Start(model=Blobs().model(0)),), sgd=ONE, alpha=0.5, counted=counted)
     here = device(Path("unused"), action, data=DATA, seed=3)
-    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(now, before, LAYOUT))
-    learned = train_feddyn.learn(here, action, INITIAL, mine, counted)
+    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(now, before, 2, LAYOUT))
+    learned = train_feddyn.learn(here, action, INITIAL, mine)
     network = Network(TASK)
     network.load(INITIAL)
     Trainer(network, *DATA.shared, ONE, np.random.default_rng(3)).run(1)
-    g = before if counted is False else now
+    g = before if counted == 1 else now
     step = network.dump().params - INITIAL.params + 0.2 * g
     np.testing.assert_allclose(learned.model.params, INITIAL.params + step, atol=1e-5)
     assert learned.kept is not None
@@ -47,8 +47,6 @@ def test_the_larger_alpha_the_nearer_to_the_start() -> None:
     for alpha in (0.01, 1.0, 10.0):
         action = TrainFedDyn(starts=(Start(model=Blobs().model(0)),), sgd=sgd, alpha=alpha)
         here = device(Path("unused"), action, data=DATA, seed=3)
-        moved.append(
-            np.linalg.norm(train_feddyn.learn(here, action, INITIAL, None, None).model.params - INITIAL.params)
-        )
+        moved.append(np.linalg.norm(train_feddyn.learn(here, action, INITIAL, None).model.params - INITIAL.params))
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < 0.3 * moved[0]

@@ -22,22 +22,22 @@ DATA = mixed_data(samples(20, 1), samples(12, 2))
 D = LAYOUT.n_params
 
 
-@pytest.mark.parametrize("counted", [None, False])
-def test_the_worked_step(counted: bool | None) -> None:
+@pytest.mark.parametrize("counted", [1, 2])
+def test_the_worked_step(counted: int) -> None:
     """y = x - rate (g - c_i + c) and c_i+ = c_i - c + (x - y) / rate = g: the gradient itself."""
     rng = np.random.default_rng(0)
     c, now, before = rng.normal(size=(3, D)).astype(np.float32)
     blobs, part = Blobs(), select_params(LAYOUT)
     control = blobs.put(unflatten(Model(c, np.zeros(0, np.float32), np.zeros(0, np.int64)), part))
-    action = TrainScaffold(starts=(Start(model=blobs.model(0)),), sgd=ONE, control=control)
+    action = TrainScaffold(starts=(Start(model=blobs.model(0)),), sgd=ONE, control=control, counted=counted)
     here = device(Path("unused"), action, blobs, data=DATA, seed=3)
-    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(now, before, LAYOUT))
-    learned = train_scaffold.learn(here, action, INITIAL, mine, counted)
+    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(now, before, 2, LAYOUT))
+    learned = train_scaffold.learn(here, action, INITIAL, mine)
     network = Network(TASK)
     network.load(INITIAL)
     Trainer(network, *DATA.shared, ONE, np.random.default_rng(3)).run(1)
     gradient = (INITIAL.params - network.dump().params) / 0.2
-    c_i = before if counted is False else now
+    c_i = before if counted == 1 else now
     np.testing.assert_allclose(learned.model.params, INITIAL.params - 0.2 * (gradient - c_i + c), atol=1e-5)
     assert learned.kept is not None
     kept = Layers(make_reversible_layout(LAYOUT), learned.kept)
@@ -50,9 +50,9 @@ def test_without_a_server_variate_both_begin_at_zero() -> None:
     """As in round 1, or when a class has joined, whatever the device has kept."""
     action = TrainScaffold(starts=(Start(model=Blobs().model(0)),), sgd=ONE)
     ones = np.ones(D, np.float32)
-    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(ones, ones, LAYOUT))
+    mine = Layers(make_reversible_layout(LAYOUT), pack_vector(ones, ones, 2, LAYOUT))
     plain, kept = (
-        train_scaffold.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, own, None)
+        train_scaffold.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, own)
         for own in (None, mine)
     )
     np.testing.assert_array_equal(plain.model.params, kept.model.params)

@@ -17,7 +17,7 @@ from fedge.models.build import make_initial_model
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Codec, Layout, Model
 from tests.support.plain_loop import Gradients
-from tests.support.simulation import Fleet, digits, rounds
+from tests.support.simulation import Fleet, digits, lose_sums, rounds
 
 SGD = Sgd(steps=5, batch_size=16, learning_rate=0.1, momentum=0.0)
 ROUNDS, ALPHA = 3, 0.3
@@ -81,6 +81,21 @@ async def test_as_a_plain_loop(
     np.testing.assert_allclose(fleet.get(state.model, layout).params, theta, atol=1e-5)
     np.testing.assert_allclose(fleet.get_tensors(state.drift)["h"], h, atol=1e-5)
     assert np.abs(theta - first.params).max() > 0.05
+
+
+async def test_a_sum_that_a_relay_does_not_send_moves_neither_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay has accepted the reports of its devices, which learn of it with their next orders."""
+    fleet, layout, method, state = made(tmp_path)
+    first, far = fleet.get(state.model, layout), ("d01", "d03")
+    lose_sums(fleet, monkeypatch, far=far, lost={1})
+    state = await rounds(method, state, fleet, ROUNDS)
+    cohorts = [sorted(fleet.workers)] * ROUNDS
+    theta, h = in_a_plain_loop(fleet, layout, first, cohorts, {(1, i) for i in far})
+    assert state.drift is not None
+    np.testing.assert_allclose(fleet.get(state.model, layout).params, theta, atol=1e-5)
+    np.testing.assert_allclose(fleet.get_tensors(state.drift)["h"], h, atol=1e-5)
 
 
 async def test_a_single_device_doubles_its_step_at_first(tmp_path: Path) -> None:

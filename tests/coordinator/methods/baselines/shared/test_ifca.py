@@ -67,7 +67,9 @@ async def test_it_finds_groups_and_at_the_end_each_device_chooses_again(tmp_path
     state = await run_rounds(method, method.init(layout, first), fleet)
     assert "d05" not in state.participations
     assert len({(state.clusters[i], g) for i, g in group_of.items()}) == len(set(group_of.values()))
-    found = method.summarise(state)["clusters"]
+    summary = method.summarise(state)
+    found = summary["clusters"]
+    assert summary["split"]
     assert sorted(itertools.chain(*found.values())) == sorted(fleet.workers)
     x, y = fleet.data("d05").labelled
     assert (predicted(fleet.workers["d05"], x).argmax(axis=1) == y).mean() > 0.7

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.aggregation.protection import Protection
+from coordinator.fleet.fleet import Answer
 from coordinator.methods.baselines.shared.scaffold import Scaffold, ScaffoldState
 from coordinator.methods.settings import MethodSettings
 from fedge.models.build import make_initial_model
@@ -18,7 +19,7 @@ from fedge.steps.sgd import Sgd
 from fedge.tensors.layers import select_params
 from fedge.tensors.layout import Codec, Layout, Model
 from tests.support.plain_loop import Gradients
-from tests.support.simulation import Fleet, digits, rounds
+from tests.support.simulation import Fleet, digits, lose_sums, rounds
 
 SGD = Sgd(steps=7, batch_size=16, learning_rate=0.1)
 ROUNDS = 4
@@ -75,7 +76,7 @@ async def test_as_a_plain_loop(tmp_path: Path, participation: float) -> None:
 
 
 async def test_a_report_that_comes_too_late_moves_neither_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device hears it with its next order (`was_counted`), and goes on from the control variate before."""
+    """The device hears it with its next order, and goes on from the control variate before."""
     fleet, layout, method = made(tmp_path)
     late = {(1, "d00"), (2, "d00"), (2, "d03"), (3, "d01")}
     monkeypatch.setattr(fleet, "_deadline_s", 100.0)
@@ -88,6 +89,40 @@ async def test_a_report_that_comes_too_late_moves_neither_side(tmp_path: Path, m
         (r, a.device_id) for r, a in zip([r for r, _, _ in fleet.asked], fleet.heard, strict=True) if a.result is None
     } == late
     require_equal(fleet, layout, state, fleet.get(first, layout), late)
+
+
+async def test_a_sum_that_a_relay_does_not_send_moves_neither_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay has accepted the reports of its devices, which learn of it with their next orders."""
+    fleet, layout, method = made(tmp_path)
+    far = ("d01", "d03")
+    lose_sums(fleet, monkeypatch, far=far, lost={1, 3})
+    first = fleet.put_model(make_initial_model(fleet.task, 0)[1], layout)
+    state = await rounds(method, method.init(layout, first), fleet, ROUNDS)
+    require_equal(fleet, layout, state, fleet.get(first, layout), {(r, i) for r in (1, 3) for i in far})
+
+
+async def test_an_update_that_is_left_out_as_too_long_moves_neither_side(tmp_path: Path) -> None:
+    """Its report has been accepted; the device goes on from the control variate before."""
+    fleet, layout, method = made(tmp_path)
+    fleet.change = lambda _, answers: answers.update(d02=Answer("d02", None)) if fleet.round == 2 else None
+    first = fleet.put_model(make_initial_model(fleet.task, 0)[1], layout)
+    state = await rounds(method, method.init(layout, first), fleet, ROUNDS)
+    require_equal(fleet, layout, state, fleet.get(first, layout), {(2, "d02")})
+
+
+async def test_after_an_early_stop_a_campaign_begins_with_new_control_variates(tmp_path: Path) -> None:
+    """Its state is that of an earlier round, and the devices have gone on."""
+    fleet, layout, method = made(tmp_path, patience=1)
+    first = fleet.put_model(make_initial_model(fleet.task, 0)[1], layout)
+    state = await rounds(method, method.init(layout, first), fleet, ROUNDS)
+    assert state.best_state
+    assert state.counted
+    begun = method.begin_campaign(state, ())
+    assert (begun.model, begun.control, begun.counted) == (state.model, None, {})
+    goes_on = method.begin_campaign(msgspec.structs.replace(state, best_state=msgspec.UNSET), ())
+    assert (goes_on.control, goes_on.counted) == (state.control, state.counted)
 
 
 async def test_c_moves_even_if_too_few_reports_leave_x_as_it_is(tmp_path: Path) -> None:
