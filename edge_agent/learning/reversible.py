@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedge.tensors.layers import BEFORE, NOW, ROUND, Layers, make_reversible_layout
-from fedge.tensors.layout import Floats, Layout, Model, flatten
+from fedge.tensors.layout import Floats, Layout, Model, Tensors, flatten
 
 
 def read_vector(mine: Layers | None, *, counted: int, n_params: int) -> Floats:
@@ -27,5 +27,5 @@ def pack_vector(now: Floats, before: Floats, round_number: int, layout: Layout) 
 
     `layout`: the network's.
     """
-    tensors = {NOW: now, BEFORE: before, ROUND: np.array(round_number, np.int64)}
+    tensors: Tensors = {NOW: now, BEFORE: before, ROUND: np.array(round_number, np.int64)}
     return flatten(tensors, make_reversible_layout(layout))

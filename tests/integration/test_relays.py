@@ -44,16 +44,3 @@ async def test_whoever_is_killed_the_model_is_that_of_the_flat_federation(
         state = await federation.require_flat(name, settings(3, codec=Codec.FLOAT32))
         assert state.installed.keys() == federation.names()
         assert dict.fromkeys(federation.names(), 3) == state.participations
-
-
-@pytest.mark.parametrize("name", ["fedadam", "q-fedavg", "ifca"])
-async def test_a_method_whose_server_weighs_and_groups_ends_as_in_the_flat_federation(
-    name: str, mosquitto: LocalBroker, tmp_path: Path
-) -> None:
-    async with Sites(mosquitto, tmp_path, SITES) as federation:
-        await federation.relays()
-        await federation.agents()
-        coordinator = await federation.coordinator(method=name, **FLAGS)
-        assert await coordinator.ended() == 0
-        state = await federation.require_flat(name, settings(3, codec=Codec.FLOAT32))
-        assert state.installed.keys() == federation.names()

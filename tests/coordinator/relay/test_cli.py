@@ -49,6 +49,9 @@ CASES = [
     ("fedrep", {}, 1),
     ("fedepc", {"clustering": "labels"}, 2),
     ("fedge", SPLIT, ROUNDS),
+    ("fedadam", {}, 2),
+    ("q-fedavg", {}, 2),
+    ("ifca", {}, 2),
 ]
 
 

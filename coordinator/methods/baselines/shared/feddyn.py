@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -66,7 +66,7 @@ class FedDyn(Method[FedDynState]):
 
         The state is then that of an earlier round, and devices have gone on since.
         """
-        afresh = {"drift": None, "counted": {}} if state.best_state else {}
+        afresh: dict[str, Any] = {"drift": None, "counted": {}} if state.best_state else {}
         return replace_fields(super().begin_campaign(state, changed), **afresh)
 
     async def round(self, state: FedDynState, fleet: Fleet) -> FedDynState:

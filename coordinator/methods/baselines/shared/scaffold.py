@@ -13,7 +13,7 @@ and the device goes on from the control variate of that report.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -71,7 +71,7 @@ class Scaffold(Method[ScaffoldState]):
 
         The state is then that of an earlier round, and devices have gone on since.
         """
-        afresh = {"control": None, "counted": {}} if state.best_state else {}
+        afresh: dict[str, Any] = {"control": None, "counted": {}} if state.best_state else {}
         return msgspec.structs.replace(super().begin_campaign(state, changed), **afresh)
 
     def add_classes(self, state: ScaffoldState, layout: Layout, grow: Callable[[BlobRef], BlobRef]) -> ScaffoldState:
