@@ -7,6 +7,7 @@ import random
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
@@ -15,6 +16,7 @@ from coordinator.methods.baselines.shared.ifca import IfcaState
 from coordinator.methods.baselines.shared.scaffold import ScaffoldState
 from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State
+from coordinator.store.store import RECALLED_ROUNDS
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 
@@ -106,3 +108,29 @@ async def test_a_run_that_ended_goes_on_and_is_killed(
         assert getattr(state, "trial", None) == getattr(planned, "trial", None)
         assert {i: done.release for i, done in state.installed.items()} == dict.fromkeys(DEVICES, 2)
         assert all((federation.folder / i / "bundles" / "2" / "manifest.json").exists() for i in DEVICES)
+
+
+async def test_training_that_stops_early_is_killed(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    """Rounds without a better score count on, and the best state is installed, whoever was killed meanwhile."""
+    flags = {"method": "fedavg", "rounds": 40, "patience": 3, "learning_rate": 0.3, "keep_rounds": RECALLED_ROUNDS}
+    plain = settings(40)
+    learned = msgspec.structs.replace(plain, patience=3, sgd=msgspec.structs.replace(plain.sgd, learning_rate=0.3))
+    async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
+        wanted = await federation.undisturbed("fedavg", learned)
+        assert wanted.best_state
+        stopped, best = wanted.best_state.stopped, wanted.best_state.round
+        assert stopped is not None
+        assert best + 4 == stopped < 40
+        agents = await federation.agents()
+        for number in (best, best + 2, None):  # before the best model has been scored, while it waits, at the end
+            coordinator = await federation.coordinator(**flags)
+            await (
+                coordinator.logged("event=stopped") if number is None else coordinator.said("round_done", round=number)
+            )
+            await coordinator.kill()
+            await agents["cam1"].kill()
+            agents["cam1"] = await federation.agent("cam1")
+        assert await (await federation.coordinator(**flags)).ended() == 0
+        found = federation.state(FedAvgState)
+        assert same(found, wanted)
+        assert set(found.installed) == set(DEVICES)
