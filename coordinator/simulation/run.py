@@ -249,9 +249,11 @@ def describe_bundles(final: Mapping[str, DeviceOutcome], figure: Figure = ACCURA
     having = [device for device in final.values() if device.bundle]
     if not having:
         raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
-    accuracy = _average_scores({d.id: d.score for d in having}, {device.id for device in having if device.late_joiner})
+    score = _average_scores({d.id: d.score for d in having}, {device.id for device in having if device.late_joiner})
     whose = f"the bundles of {len(having)} of {len(final)} devices" if why else "the devices' bundles"
-    return f"{whose}  {figure.words} {accuracy:.3f}" + (f"  without one: {why}" if why else "")
+    nan = describe_reasons({d.id: "undefined (NaN) for its test samples" for d in having if np.isnan(d.score.value)})
+    told = f"  {nan}" if nan else ""
+    return f"{whose}  {figure.words} {score:.3f}" + told + (f"  without one: {why}" if why else "")
 
 
 def examine_network(federation: Federation, lacking: str, watch: Watch) -> None:

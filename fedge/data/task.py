@@ -140,7 +140,7 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError(f"the classes of {self.asked.NAME} are part of the problem")
         table = self.preprocessing.table
         if table and self.input_shape != (table.width,):
-            raise ValueError(f"the table makes {table.width} numbers, but the network takes {self.input_shape}")
+            raise ValueError(f"the table makes {table.width} columns, but the network takes {self.input_shape}")
         for name in ("mean", "std"):
             own = getattr(self.preprocessing, name)
             if isinstance(own, tuple) and len(own) != self.input_shape[0]:

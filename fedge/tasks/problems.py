@@ -73,7 +73,8 @@ def state_problem(kind: str, table: Mapping[str, NDArray[Any]], where: str, n_tr
         y = y.astype(np.int64)
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
     if kind == "reconstruction":
-        return Stated((), Reconstruction(), np.zeros(n, np.int64) if y is None else y)
+        marks = np.zeros(n, np.int64) if y is None else y
+        return Stated((), Reconstruction(), Reconstruction().convert_targets(marks, n, (), f"{where}: y"))
     if y is None:
         raise ConfigError(
             f"{where}: there is no y, and {kind} learns from targets; without any, ask for reconstruction"

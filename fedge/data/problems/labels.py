@@ -56,6 +56,13 @@ def _suggest_problem(values: NDArray[Any], n_samples: int) -> str:
     if values.ndim == 3:
         return "; a class for each pixel is another problem: segmentation (--problem segmentation)"
     if values.ndim == 2 and values.shape[1] > 1 and ((values == 0) | (values == 1)).all():
+        ones = values.sum(axis=1)
+        odd = np.flatnonzero(ones != 1)
+        if 0 < len(odd) < n_samples / 2:
+            return (
+                f"; nearly all rows are one-hot, but row {odd[0]} holds {int(ones[odd[0]])} ones: leave it out, or if "
+                "samples may have no label or several, ask for another problem: multi-label (--problem multi-label)"
+            )
         return "; several labels at once are another problem: multi-label (--problem multi-label)"
     if values.dtype.kind == "f" and values.ndim <= 2:
         return "; amounts are another problem: regression (--problem regression)"

@@ -66,7 +66,9 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         return ((1,),)
 
     def convert_targets(self, y: NDArray[Any], n: int, input_shape: tuple[int, ...], what: str) -> NDArray[Any]:
-        """Return marks, (n,) int64; raise ConfigError for others."""
+        """Return marks, (n,) int64, also of whole floats; raise ConfigError for others."""
+        if y.dtype.kind == "f" and (np.isfinite(y) & (y == np.rint(y))).all():
+            y = y.astype(np.int64)
         return require_whole_numbers(y, n, 1, what)
 
     def find_usual(self, y: NDArray[Any]) -> NDArray[np.bool_]:
@@ -128,6 +130,10 @@ class Reconstruction(Problem, frozen=True, kw_only=True, tag="reconstruction"):
         """Return the area under the ROC curve, if there are marked samples beside others."""
         found = compute_auroc(mixed[0][:, 0], targets > 0)
         return {} if found is None else {"auroc": found}
+
+    def make_figures(self, answers: Sequence[Floats], targets: NDArray[Any] | None) -> dict[str, Any]:
+        """Return the score and further figures as JSON has them; samples without marks count as usual ones."""
+        return super().make_figures(answers, np.zeros(len(answers[0]), np.int64) if targets is None else targets)
 
     def get_surprise(self, answers: Sequence[Floats]) -> Floats | None:
         """Return the surprise, (n,)."""

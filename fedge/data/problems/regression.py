@@ -81,6 +81,8 @@ class Regression(Problem, frozen=True, kw_only=True, tag="regression"):
 
     def describe_outputs(self) -> str:
         """Return them in words."""
+        if self.width == 1:
+            return "there is one number" + " and its log-variance" * self.variance
         return f"there are {self.width} numbers" + " and their log-variances" * self.variance
 
     def get_target_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

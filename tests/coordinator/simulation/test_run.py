@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import msgspec
@@ -185,6 +186,9 @@ def test_the_figure_of_the_bundles_is_of_those_that_are_there() -> None:
 
     whole = {i: end(i, 0.5) for i in "ab"}
     assert describe_bundles(whole) == "the devices' bundles  accuracy 0.500"
+    assert describe_bundles(whole | {"c": end("c", math.nan)}) == (
+        "the devices' bundles  accuracy 0.500  c: undefined (NaN) for its test samples"
+    )
     assert describe_bundles(whole | {"c": end("c", 0.9, "failed: no room")}) == (
         "the bundles of 2 of 3 devices  accuracy 0.500  without one: c: failed: no room"
     )

@@ -51,6 +51,8 @@ def test_classification_is_the_default(tmp_path: Path) -> None:
         (X[:, :2], "classification", r"--problem regression"),
         (KINDS["multi-label"][1], "classification", r"--problem multi-label"),
         (np.zeros((N, 4, 4), np.int64), "classification", r"--problem segmentation"),
+        (np.eye(3)[np.arange(N) % 3] * (np.arange(N) != 4)[:, None], "classification", "row 4 holds 0 ones: leave it"),
+        (np.maximum(np.eye(3)[np.arange(N) % 3], (np.arange(N) == 2)[:, None]), "classification", "row 2 holds 3 ones"),
         (X[:, 0], "regresion", r"did you mean regression\?"),
         (X[:, 0], "multi-label", "0 or 1 for each label"),
         (np.zeros(N, np.int64), "segmentation", r"segmentation takes images"),

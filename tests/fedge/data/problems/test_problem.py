@@ -353,6 +353,7 @@ REFUSED: dict[str, tuple[str, NDArray[Any], str]] = {
     "masks of another size": ("segmentation", np.zeros((N, 5, 5), np.int64), "a class number for each pixel"),
     "a pixel of an unknown class": ("segmentation", np.full((N, 5, 6), 7), "holds 7..7: a pixel is 0..2, or 255"),
     "marks that are no marks": ("reconstruction", np.full(N, 3), "must be in 0..1"),
+    "marks that are shares": ("reconstruction", np.full(N, 0.5), "must be one whole number per sample"),
 }
 
 
@@ -361,6 +362,23 @@ def test_targets_that_do_not_fit_are_refused_with_what_to_do(what: str) -> None:
     name, y, text = REFUSED[what]
     with pytest.raises(ConfigError, match=text):
         replace(make_case(name), y=y).convert()
+
+
+def test_marks_may_be_whole_floats() -> None:
+    marks = Reconstruction().convert_targets(np.array([0.0, 1.0]), 2, (3,), "y")
+    assert (marks.tolist(), marks.dtype) == ([0, 1], np.int64)
+
+
+def test_samples_without_marks_have_a_likelihood() -> None:
+    problem, surprise = Reconstruction(), np.array([[1.0], [2.0]])
+    assert problem.make_figures((surprise,), None) == {"likelihood": -1.5, "metrics": {}}
+    assert problem.make_figures((surprise,), np.array([0, 1])) == {"likelihood": -1.0, "metrics": {"auroc": 1.0}}
+
+
+def test_one_output_is_told_as_one() -> None:
+    one = Regression(targets=("power",), mean=(0.0,), std=(1.0,))
+    assert one.describe_outputs() == "there is one number"
+    assert msgspec.structs.replace(one, variance=True).describe_outputs() == "there is one number and its log-variance"
 
 
 # ------------------------------------------------------------------------------------------------------- on devices
