@@ -32,7 +32,7 @@ from torch import nn
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make_method
+from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.interface import use_one_thread
 from coordinator.simulation.rounds import run_rounds
@@ -51,8 +51,10 @@ THEIRS: Final = {
     "fedavg": ("avg", "FedAvg"),
     "apfl": ("apfl", "APFL"),
     "fedbabu": ("babu", "FedBABU"),
+    "fedcp": ("cp", "FedCP"),
     "feddyn": ("dyn", "FedDyn"),
     "fedgh": ("gh", "FedGH"),
+    "gpfl": ("gpfl", "GPFL"),
     "moon": ("moon", "MOON"),
     "pfedme": ("pFedMe", "pFedMe"),
     "scaffold": ("scaffold", "SCAFFOLD"),
@@ -61,8 +63,10 @@ THEIRS: Final = {
 OPTIONS: Final[dict[str, dict[str, float]]] = {
     "moon": {"mu": 1.0, "tau": 0.5},
     "pfedme": {"inner_steps": 5, "moreau_lambda": 15.0, "outer_rate": RATE},
+    "fedcp": {"mmd": 5.0},
     "fedgh": {"head_rate": 0.1},
     "feddyn": {"alpha": 0.5},
+    "gpfl": {"pull": 0.01, "decay": 0.1},
 }
 
 
@@ -106,8 +110,9 @@ def run_theirs(folder: Path, name: str, pool: Pool, shares: Sequence[Share], see
         "save_folder_name": "items", "top_cnt": 100, "auto_break": False, "eval_gap": rounds, "client_drop_rate": 0.0,
         "train_slow_rate": 0.0, "send_slow_rate": 0.0, "dlg_eval": False, "dlg_gap": 100, "batch_num_per_client": 2,
         "num_new_clients": 0, "fine_tuning_epoch_new": 0, "alpha": own.get("alpha", 0.5), "beta": 1.0,
-        "mu": own.get("mu", 0.0), "tau": own.get("tau", 1.0), "K": 5, "lamda": own.get("moreau_lambda", 1.0),
-        "p_learning_rate": RATE, "fine_tuning_epochs": 10, "server_learning_rate": own.get("head_rate", 1.0),
+        "mu": own.get("mu", own.get("decay", 0.0)), "tau": own.get("tau", 1.0), "K": 5, "p_learning_rate": RATE,
+        "lamda": next((own[name] for name in ("moreau_lambda", "mmd", "pull") if name in own), 1.0),
+        "fine_tuning_epochs": 10, "server_learning_rate": own.get("head_rate", 1.0),
     }  # fmt: skip
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - theirs draw from it
@@ -149,7 +154,7 @@ def record_tests(server: Any, name: str) -> list[Any]:
 
 async def run_ours(name: str, pool: Pool, shares: Sequence[Share], seed: int, rounds: int, home: Path) -> float:
     """The accuracy of fedge's method."""
-    spec = pool.spec
+    spec = pool.spec.with_head_class(load_method_class(name).HEAD_CLASS)
     layout, first = make_initial_model(spec, seed)
     workers = {f"d{k}": Worker(f"d{k}", spec, make_device_data(spec, s), home / f"d{k}") for k, s in enumerate(shares)}
     fleet = SimulatedFleet(spec, layout, workers, seed=seed)

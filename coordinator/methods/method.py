@@ -99,6 +99,10 @@ class Method(Generic[S]):
     """What the method does with the class of each sample, if it needs one, as a predicate. It then refuses all problems
     but single-label classification."""
 
+    HEAD_CLASS: ClassVar[str] = ""
+    """What the method puts in the place of the network's head, the same as its steps say; "" if nothing. It is a name
+    in `fedge.models.build.HEADS` or package.module:Class. The layout that `init` gets is that of this network."""
+
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
         self.server = server

@@ -93,4 +93,5 @@ def _load_global_mixture(store: Store, allow: Container[str]) -> tuple[TaskSpec,
     def get_tensors(ref: BlobRef) -> Tensors:
         return view_bytes(store.blobs.get(ref.digest))
 
+    task = task.with_head_class(method.HEAD_CLASS)
     return task, state.layout, load_global_mixture(task, method.get_global_model(state), get_model, get_tensors)

@@ -88,7 +88,8 @@ def start(
     known = store.find_value(START)
     if known is None:
         lacking = explain_no_profile(settings.method, options)
-        layout, model = make_first_model(task, settings.seed, lacking, settings.task, settings.data)
+        own = task.with_head_class(load_method_class(settings.method).HEAD_CLASS)
+        layout, model = make_first_model(own, settings.seed, lacking, settings.task, settings.data)
         data = encode(unflatten(model, layout), Codec.FLOAT32)
         ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
         known = store.put_value_once(START, msgspec.json.encode((layout, ref)).decode())
@@ -257,7 +258,8 @@ def plan_growth(
     grown = add_classes(task, names)
     layout, first = msgspec.json.decode(store.find_value(START) or "", type=tuple[Layout, BlobRef])
     wanted = grow_layout(layout, grown.n_classes)
-    found, _ = make_first_model(grown, settings.seed, explain_no_profile(settings.method, method.settings.options))
+    own = grown.with_head_class(method.HEAD_CLASS)
+    found, _ = make_first_model(own, settings.seed, explain_no_profile(settings.method, method.settings.options))
     if found != wanted:
         raise ConfigError(
             f"the network with {grown.n_classes} classes is not the present one with further outputs: let it make its "

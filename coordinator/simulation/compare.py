@@ -135,7 +135,8 @@ def examine_methods(scenario: Scenario, methods: Collection[str], seed: int, wat
             method = make_method(
                 name, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
             )
-            method.make_first_state(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+            layout = federation.with_head_class(method.HEAD_CLASS, seed).layout
+            method.make_first_state(layout, BlobRef(digest="0" * 64, size_bytes=1))
     examine_network(federation, "", watch)
     return federation
 

@@ -66,6 +66,14 @@ class Federation:
         """The data that workers see, by device id, made on each access; can be sent to other processes."""
         return LazyMapping(self.shares, partial(_make_data, self.task, self.shares))
 
+    def with_head_class(self, name: str, seed: int) -> Federation:
+        """Return the federation of a method with another head in the network (`Method.HEAD_CLASS`)."""
+        if name == self.task.head_class:
+            return self
+        task = self.task.with_head_class(name)
+        layout, first = make_initial_model(task, seed)
+        return dataclasses.replace(self, task=task, layout=layout, first=first)
+
     def draw_measured(self, n: int | None, seed: int) -> tuple[str, ...]:
         """Draw the devices whose accuracy is measured: all, or a random choice; ascending."""
         ids = list(self.shares)

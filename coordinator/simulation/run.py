@@ -123,7 +123,7 @@ def run_on(
     track: Track | None = None,
 ) -> RunOutcome:
     """Run a method instance to its end and measure it, as `simulate`, on devices whose samples are partitioned."""
-    began = time.perf_counter()
+    began, federation = time.perf_counter(), federation.with_head_class(made.HEAD_CLASS, seed)
     with _open_engine(on, scenario, federation, made, home) as execute:
         if (
             execute is not batched.execute_jobs and not torch.cuda.is_available()
@@ -310,6 +310,7 @@ def validate(
     made = make_method(
         method, scenario.make_method_settings(seed, options), Server(federation.task, federation.server_data)
     )
+    federation = federation.with_head_class(made.HEAD_CLASS, seed)
     fleet, first, workers = make_fleet(federation, scenario, seed, home)
     measured = federation.draw_measured(scenario.measured, seed)
     evaluation = Evaluation(federation, workers, measured, get_torch_device(scenario.train_on), on_validation=True)

@@ -131,20 +131,25 @@ class Worker:
     @property
     def network(self) -> Network:
         """The task's network. All workers of a thread share it, so do not rely on its present weights."""
+        return self._get_network(self.task)
+
+    def _get_network(self, task: TaskSpec) -> Network:
         from fedge.models.training import CPU, get_shared_network
 
-        return get_shared_network(self.task, self.fingerprint, self._processor or CPU)
+        return get_shared_network(task, self.fingerprint, self._processor or CPU)
 
     @property
     def versions(self) -> Mapping[str, int] | None:
         """Versions of the worker's steps by name, or None if the worker takes any step."""
         return None if self._limits is None else list_versions(self._limits)
 
-    def make_device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
-        """Make the device that a step may use during this order."""
+    def make_device(self, order: Order, fetch: Fetch, stop: Stop = never, action: Action | None = None) -> Device:
+        """Make the device that a step may use during this order; `action`: the order's, which may need another head."""
+        head_class = action.find_head_class(self.steps) if action is not None else ""
+        task = self.task.with_head_class(head_class) if head_class else self.task
         return Device(
             id=self.id,
-            task=self.task,
+            task=task,
             fingerprint=self.fingerprint,
             data=self.data,
             home=self.home,
@@ -154,7 +159,7 @@ class Worker:
             order=order,
             source=self.source(order),
             _fetch=fetch,
-            _network=lambda: self.network,
+            _network=lambda: self._get_network(task),
             _accepted=self.accepted,
             stop=stop,
             student=self.student,
@@ -173,11 +178,11 @@ class Worker:
             StoppedError: `stop()` was true.
             StoreError: the disk is full or broken.
         """
-        device = self.make_device(order, fetch, stop)
         asked = action if action is not None else self.run_guarded(lambda: decode_action(order, self.steps))
         if isinstance(asked, Refusal):
             return FinishedOrder(asked)
         self.steps.setdefault(asked.STEP, type(asked))
+        device = self.make_device(order, fetch, stop, asked)
         device.campaign = 0 if asked.campaign is UNSET else asked.campaign
         if (refusal := self.find_refusal(asked)) is not None:
             return FinishedOrder(refusal)

@@ -71,7 +71,9 @@ def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, Fini
     found: dict[int, FinishedOrder] = {}
     half = load_device_half(step)
     if hasattr(half, "many"):
-        devices = {number: job.worker.make_device(job.order, job.fetch) for number, job in jobs.items()}
+        devices = {
+            number: job.worker.make_device(job.order, job.fetch, action=job.action) for number, job in jobs.items()
+        }
         results = half.many(list(devices.values()), [job.action for job in jobs.values()])
         for (number, device), result in zip(devices.items(), results, strict=True):
             if result is not None:

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from fedge.data.problems.classification import Classification
 from fedge.data.problems.multi_label import MultiLabel
@@ -93,6 +94,9 @@ class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return tuple(target.name for target in self.targets or ()) or tuple(self.labels or ())
 
 
+HEAD_CLASS: Final = "head_class"
+"""Name of the entry in a task's `model_options` that says what a method has put in the place of the network's head."""
+
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -161,14 +165,25 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def code(self) -> tuple[str, ...]:
         """The code that the task calls, as package.module:name: its class, its network, and its augmentation."""
-        named = (self.name, self.model, self.problem.request, *(self.augment or ()))
+        named = (self.name, self.model, self.problem.request, self.head_class, *(self.augment or ()))
         return tuple(dict.fromkeys(path for path in named if ":" in path))
 
+    @property
+    def head_class(self) -> str:
+        """What a method has put in the place of the network's head (`fedge.models.build`); "" if nothing."""
+        return str(self.model_options.get(HEAD_CLASS, ""))
+
+    def with_head_class(self, name: str) -> TaskSpec:
+        """Return the task with another head in its network, or with the network's own if the name is empty."""
+        others = {key: value for key, value in self.model_options.items() if key != HEAD_CLASS}
+        return replace(self, model_options={**others, HEAD_CLASS: name} if name else others)
+
     def compute_fingerprint(self) -> str:
-        """Return a hash of the whole task in 16 hexadecimal digits."""
+        """Return a hash in 16 hexadecimal digits of all but the head that a method puts into the network."""
         import hashlib  # 3.5 MB of OpenSSL: import only when hashing
 
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+        own = self.with_head_class("") if self.head_class else self
+        return hashlib.sha256(msgspec.json.encode(own, order="deterministic")).hexdigest()[:16]
 
 
 def list_differences(old: TaskSpec, new: TaskSpec) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,13 +13,18 @@ from torch import nn
 from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
+from fedge.models.layers.policy import PolicyHead
+from fedge.models.layers.valve import ValveHead
 from fedge.models.network import dump_model, find_head_name, iterate_tensors, make_layout, make_tensor_info
 from fedge.models.networks import NETWORKS
 from fedge.models.weights import ADAPT, log_fresh_head
 from fedge.system.loading import FAILURES, describe_error, load_object
 from fedge.system.moved import alias_names
 from fedge.system.text import suggest_nearest
-from fedge.tensors.layout import Layout, Model
+from fedge.tensors.layout import NO_HEAD, Layout, Model
+
+HEADS: Final[Mapping[str, Callable[..., nn.Module]]] = {"policy": PolicyHead, "valve": ValveHead}
+"""What fedge's methods put in the place of a network's head, by the name in a task's `head_class`."""
 
 
 def make_network(task: TaskSpec) -> nn.Module:
@@ -31,6 +37,11 @@ def make_network(task: TaskSpec) -> nn.Module:
         ConfigError: the network is unknown, an option is wrong, the user's factory fails or returns no module, or the
             task's weights are missing or do not fit.
     """
+    return _replace_head(_make_adapted(task), task)
+
+
+def _make_adapted(task: TaskSpec) -> nn.Module:
+    """Make the task's network with the head of its own."""
     module = _make_plain(task)
     if ADAPT not in task.model_options:
         return module
@@ -38,6 +49,26 @@ def make_network(task: TaskSpec) -> nn.Module:
 
     adapters.load_initial_weights(module, task)
     adapters.adapt_network(module, task)
+    return module
+
+
+def _replace_head(module: nn.Module, task: TaskSpec) -> nn.Module:
+    """Put a module that takes features (n, D) and gives logits (n, C) in the place of the head, made of the head."""
+    if not task.head_class:
+        return module
+    name = find_head_name(module, task)
+    if name is None:
+        raise ConfigError(NO_HEAD)
+    head = module.get_submodule(name)
+    kind = HEADS.get(task.head_class) or load_object(task.head_class)
+    try:
+        other = kind(head)
+    except FAILURES as error:
+        raise ConfigError(f"{task.head_class} fails with {describe_error(error)}") from error
+    if not isinstance(other, nn.Module):
+        raise ConfigError(f"{task.head_class} returned {type(other).__name__}, not a torch.nn.Module")
+    module.set_submodule(name, other)
+    require_usable(module, task)
     return module
 
 
@@ -128,9 +159,10 @@ def make_initial_model(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = make_network(task)
-    if ADAPT not in task.model_options:
-        adapters.load_initial_weights(module, task)
+        module = _make_adapted(task)
+        if ADAPT not in task.model_options:
+            adapters.load_initial_weights(module, task)
+        module = _replace_head(module, task)
     layout = make_layout(module, find_head_name(module, task))
     log_fresh_head(task, layout)
     if wrong := [name for name, own in iterate_tensors(module) if own.is_floating_point() and not own.isfinite().all()]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.system.loading import FAILURES, describe_error
 from fedge.tensors.layout import HEAD, Layout, Model, TensorInfo, flatten, unflatten
+
+N = TypeVar("N", bound=nn.Module)
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}
 _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
@@ -37,6 +39,11 @@ def listen_to_layers(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def find_layer(module: nn.Module, kind: type[N]) -> N:
+    """Return the first layer of a kind, which the network must have."""
+    return next(layer for layer in module.modules() if isinstance(layer, kind))
 
 
 def find_head_name(module: nn.Module, task: TaskSpec) -> str | None:

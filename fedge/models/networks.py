@@ -14,7 +14,7 @@ from fedge.data.task import TaskSpec
 from fedge.data.text import Text
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
-from fedge.models.resnet_moe import ResNetMoE
+from fedge.models.layers.resnet_moe import ResNetMoE
 from fedge.models.weights import RESERVED
 
 Options = Mapping[str, int | float | str | bool]

@@ -382,8 +382,8 @@ def get_shared_network(task: TaskSpec, fingerprint: str, processor: torch.device
     """
     if not hasattr(_of_thread, "networks"):
         _of_thread.networks = OrderedDict()
-    networks: OrderedDict[tuple[str, torch.device], Network] = _of_thread.networks
-    key = fingerprint, processor
+    networks: OrderedDict[tuple[str, str, torch.device], Network] = _of_thread.networks
+    key = fingerprint, task.head_class, processor
     if key not in networks:
         networks[key] = Network(task, processor)
         if len(networks) > _SHARED:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
-from fedge.data.task import TaskSpec
+from fedge.data.task import HEAD_CLASS, TaskSpec
 from fedge.errors import ConfigError, StoreError
 from fedge.settings import CODE
 from fedge.system.files import compute_digest, get_cache_folder, write_atomically
@@ -26,8 +26,9 @@ log = logging.getLogger("fedge.models")
 WEIGHTS: Final = "weights"
 SIZE: Final = "weights_bytes"
 ADAPT: Final = "adapt"
-RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
-"""Names of the entries in a task's `model_options` that describe the weights."""
+RESERVED: Final = (WEIGHTS, SIZE, ADAPT, HEAD_CLASS)
+"""Names of the entries in a task's `model_options` that are no options of its network: they say with which weights it
+begins, and what takes the place of its head."""
 
 _held: dict[str, bytes] = {}  # weights by digest, if the cache folder cannot be written
 _whole: set[Path] = set()  # files that this process has verified

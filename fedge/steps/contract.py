@@ -127,6 +127,8 @@ class Action(Struct, frozen=True, kw_only=True):
     RESULT: ClassVar[type[Result]]
     DEVICE: ClassVar[str] = ""
     TRAINS: ClassVar[bool] = True
+    HEAD_CLASS: ClassVar[str] = ""
+    """What is in the place of the network's head for this step (`fedge.models.build`); "" if nothing."""
     weights: BlobRef | UnsetType = UNSET
     """The weights of a frozen part of the network (`fedge.models.weights`), set by the fleet for any step."""
     campaign: Count | UnsetType = UNSET
@@ -156,6 +158,10 @@ class Action(Struct, frozen=True, kw_only=True):
     def exports(self) -> bool:
         """Whether the step exports a bundle; for an order to a relay, whether any of its actions does."""
         return self.EXPORTS
+
+    def find_head_class(self, known: Steps) -> str:
+        """Find what is in the place of the network's head for this order; `known`: the device's steps."""
+        return self.HEAD_CLASS
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Estimate the cost in forward passes of one sample, for simulated time and deadlines.

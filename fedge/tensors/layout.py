@@ -150,12 +150,16 @@ def _select(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorIn
     )
 
 
+NO_HEAD: Final = (
+    "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its output the "
+    "logits; change the network, or choose a method that keeps no part of it, such as fedavg"
+)
+"""What is said if a method needs a head that the network lacks."""
+
+
 def _describe_missing(pattern: str) -> str:
     if pattern == "head":
-        return (
-            "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
-            "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
-        )
+        return NO_HEAD
     return (
         f"the network has no layer {pattern!r}: a selector takes head, norm, conv, linear, or names such as layer1.*; "
         "for another network give --model package.module:factory"

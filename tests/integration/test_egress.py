@@ -43,6 +43,7 @@ from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 from tests.deploy.serve_process import process
 from tests.deploy.served import body
+from tests.support.simulation import of_method
 
 STRICT = Rules(PRESETS["strict"])
 RECEIVES = Rules(frozenset({Reveals.NOTHING}))
@@ -72,14 +73,15 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
     method: str, who: str, samples: Pool, tmp_path: Path
 ) -> None:
     shares = partition_pool(samples, 4, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
-    layout, first = build.make_initial_model(samples.spec, 1)
+    name, _, option = method.partition(":")
+    spec = of_method(samples.spec, name)
+    layout, first = build.make_initial_model(spec, 1)
     workers = {
-        f"d{i}": Worker(f"d{i}", samples.spec, make_device_data(samples.spec, share), tmp_path / f"d{i}")
+        f"d{i}": Worker(f"d{i}", spec, make_device_data(spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
     }
     rules = dict.fromkeys(workers, STRICT) if who == "all" else {"d1": STRICT, "d2": RECEIVES}
-    fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=rules)
-    name, _, option = method.partition(":")
+    fleet = SimulatedFleet(spec, layout, workers, seed=1, rules=rules)
     options = dict([option.split("=")]) if option else {}
     if "warm_up" in options:
         options["warm_up"] = int(options["warm_up"])  # type: ignore[assignment]

@@ -54,7 +54,7 @@ REFUSED = [case for case in ALL if case not in OFFERED]
 
 def made(tmp_path, method: str, rounds: int, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The method, its first state, and a fleet of six devices in three groups of turned cameras."""
-    fleet, layout, first, _ = digits(tmp_path, limit=300)
+    fleet, layout, first, _ = digits(tmp_path, limit=300, method=method)
     settings = MethodSettings(
         rounds=rounds, participation=0.5, sgd=Sgd(steps=3), codec=Codec.FLOAT32, options=options, seed=1
     )

@@ -49,6 +49,7 @@ from tests.support.agents import agents
 from tests.support.broker import local_broker
 from tests.support.rollouts import plan_of, rolled_out
 from tests.support.runtime_device import LENIENT, device
+from tests.support.simulation import of_method
 from tests.support.trained_bundles import trained_bundle
 
 ROUNDS = 5
@@ -56,7 +57,7 @@ METHODS = [
     *("local", "fedavg", "fedavg+ft", "fedavgm", "fedprox", "ditto", "ditto+ft", "fedper", "fedrep", "lg-fedavg"),
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
     *("fedge", "fedge:split=always", "fedge:class_means=0.5", "fedge:buffer=3", "fedbuff"),
-    *("fedbabu", "apfl", "pfedme", "moon", "fedgh"),
+    *("fedbabu", "apfl", "pfedme", "moon", "fedgh", "fedcp", "gpfl"),
     *("fedadam", "fedyogi", "q-fedavg", "scaffold", "feddyn", "ifca"),
 ]
 PRIVATE = ["fedadam", "fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "fedyogi", "lg-fedavg"]
@@ -116,12 +117,13 @@ def samples() -> Pool:
 
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
-    layout, first = build.make_initial_model(samples.spec, seed)
-    workers = {i: Worker(i, samples.spec, data, home / i, source=make_repeatable_source) for i, data in devices.items()}
-    wire = Wire()
-    fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)
     method, _, private = method.partition(" ")
     name, _, option = method.partition(":")
+    spec = of_method(samples.spec, name.removesuffix(FINE_TUNED))
+    layout, first = build.make_initial_model(spec, seed)
+    workers = {i: Worker(i, spec, data, home / i, source=make_repeatable_source) for i, data in devices.items()}
+    wire = Wire()
+    fleet = SimulatedFleet(spec, layout, workers, seed=seed, execute=wire)
     options = dict([option.split("=")]) if option else {}
     guards = Protection(dp_noise=1.0 if private else None)
     settings = MethodSettings(rounds=ROUNDS, seed=seed, sgd=Sgd(steps=4), options=options, protection=guards)

@@ -17,6 +17,7 @@ from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums, average_updates
+from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.method import Method
 from coordinator.methods.state import State
 from coordinator.store.records import Device
@@ -25,6 +26,7 @@ from edge_agent.device.device import UnpackedModel
 from edge_agent.device.worker import FinishedOrder, Worker
 from edge_agent.learning import batched
 from fedge.bundle.manifest import Manifest
+from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models.training import CPU, Network
 from fedge.steps.contract import Action, Declined
@@ -90,6 +92,11 @@ class Fleet(SimulatedFleet):
         return answers
 
 
+def of_method(task: TaskSpec, name: str) -> TaskSpec:
+    """The task with the network of a method."""
+    return task.with_head_class(load_method_class(name).HEAD_CLASS)
+
+
 def digits(
     home: Path,
     *,
@@ -103,8 +110,9 @@ def digits(
     model: str = "mlp",
     sensitive: float = 0.3,
     processor: torch.device = CPU,
+    method: str = "",
 ) -> tuple[Fleet, Layout, BlobRef, dict[str, int]]:
-    """A fleet, the layout, the initial model, and the true group of each device."""
+    """A fleet, the layout, the initial model, and the true group of each device; `method`: whose network it is."""
     samples = load_pool("digits", seed=seed, limit=limit)
     shares = partition_pool(
         samples,
@@ -113,6 +121,7 @@ def digits(
         seed=seed,
     )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
+    task = of_method(task, method) if method else task
     layout, first = build.make_initial_model(task, seed)
     data = {f"d{i:02d}": make_device_data(task, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, task, own, home / i, processor=processor) for i, own in data.items()}

@@ -101,6 +101,8 @@ export const STEPS = {
   train_babu: "trains the shared model but for its head",
   train_apfl: "trains the shared model, and a model of its own to mix with it",
   train_moon: "trains the shared model, away from its own last one",
+  train_cp: "trains the shared model with a head of its own, and a policy between the two",
+  train_gp: "trains the shared features, guided by embeddings of the classes, with a head of its own",
   train_gh: "trains its model, and sends the mean features of its classes",
   train_pfedme: "trains a model of its own, and the shared one after it",
   train_scaffold: "trains the shared model with corrected steps, and sends how its correction changed",

@@ -10,6 +10,7 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
+from coordinator.methods.catalogue import load_method_class
 from coordinator.methods.options import method_options, parse_method, resolve_options
 from coordinator.service import samples
 from coordinator.service.checks import Examination, examine, explain_no_profile, make_samples, prepare_few, select_few
@@ -90,6 +91,7 @@ def check(
 
     task = load_task(settings.task, settings.data, problem=settings.problem, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt, settings.augment)
+    task = task.with_head_class(load_method_class(name).HEAD_CLASS)
 
     def print_step(step: str) -> None:
         click.echo(step, err=True)

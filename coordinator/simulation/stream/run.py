@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.methods.catalogue import make_method
+from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.method import Method, Server
 from coordinator.methods.settings import Option
 from coordinator.methods.state import State
@@ -95,7 +95,8 @@ def simulate_stream(
         ConfigError: the data, the partition, the method or its options are not available as requested.
         FruitlessError: a campaign learned nothing, or no device has a bundle.
     """
-    federation = partition_samples(scenario, seed)
+    head_class = load_method_class(method).HEAD_CLASS
+    federation = partition_samples(scenario, seed).with_head_class(head_class, seed)
     if not (problem := federation.task.problem).CLASSED:
         raise ConfigError(
             f"a stream of campaigns has happenings to classes, and is for classification, not for {problem.NAME}: "

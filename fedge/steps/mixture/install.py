@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
-from fedge.steps.contract import Action, Result, Reveals
+from fedge.steps.contract import Action, Result, Reveals, Steps
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Selector
 from fedge.wire.messages import BlobRef, Count, Id, Text
@@ -42,6 +42,11 @@ class Served(Action, frozen=True, kw_only=True):
     personal: Selector = ()
     kept_by: Id | None = None
     initial: BlobRef | None = None
+
+    def find_head_class(self, known: Steps) -> str:
+        """Find what is in the place of the network's head for the step that has kept something."""
+        kind = known.get(self.kept_by or "")
+        return "" if kind is None else kind.HEAD_CLASS
 
 
 class Install(Served, frozen=True, kw_only=True):

@@ -25,11 +25,11 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import build
 from fedge.steps.sgd import Sgd
-from fedge.system.loading import allow_code
+from fedge.system.loading import FINE_TUNED, allow_code
 from fedge.tasks import DeviceData
 from fedge.tensors.layout import unflatten
 from tests.support.own_problem import NEAREST
-from tests.support.simulation import Fleet
+from tests.support.simulation import Fleet, of_method
 
 N = 30
 """Samples of a device: 20 for training, 10 for validation."""
@@ -38,11 +38,12 @@ CLASSED = {
     "fedcoe": "makes its experts from the classes of the server's samples",
     "fedgh": "trains the shared head on the mean features of classes",
     "fedrod": "weighs the classes by a balanced softmax",
+    "gpfl": "learns an embedding of each class",
     "pm-moe": "mixes the confidences of many modules in each class",
 }
 """Methods that need the class of each sample, and what for."""
 KINDS = ("classification", "multi-label", "regression", "segmentation", "reconstruction", "own")
-HEADED = {"dbe", "fedbabu", "fedper", "fedrep", "lg-fedavg", "moon"}
+HEADED = {"dbe", "fedbabu", "fedcp", "fedper", "fedrep", "lg-fedavg", "moon"}
 """Methods that part a network into a base and a head, its last linear layer."""
 HEADLESS = {"segmentation", "own"}
 """Kinds whose network here has no linear layer that gives its output."""
@@ -76,10 +77,10 @@ def targets_of(kind: str, x: NDArray[np.float32], rng: np.random.Generator) -> N
     }[kind]
 
 
-def federation(kind: str, home: Path) -> tuple[Fleet, Server]:
+def federation(kind: str, home: Path, method: str = "fedavg") -> tuple[Fleet, Server]:
     """Four devices with random samples, and a server with as many."""
     allow_code([NEAREST])
-    task, workers = task_of(kind), {}
+    task, workers = of_method(task_of(kind), method.removesuffix(FINE_TUNED)), {}
     rng = np.random.default_rng(0)
     for k in range(5):
         x = rng.normal(size=(N, *task.input_shape)).astype(np.float32)
@@ -103,15 +104,16 @@ def make(name: str, fleet: Fleet, server: Server) -> tuple[Method[Any], Any]:
 async def test_a_method_answers_a_problem_or_names_the_need_that_it_does_not_meet(
     tmp_path: Path, name: str, kind: str
 ) -> None:
-    fleet, server = federation(kind, tmp_path)
     if name in CLASSED and kind != "classification":
+        fleet, server = federation(kind, tmp_path)
         with pytest.raises(ConfigError, match=f"^{name} is for classification, not for .*, since it {CLASSED[name]}"):
             make(name, fleet, server)
         return
     if name in HEADED and kind in HEADLESS:
         with pytest.raises(ConfigError, match="its last layer must be linear"):
-            make(name, fleet, server)
+            make(name, *federation(kind, tmp_path, name))
         return
+    fleet, server = federation(kind, tmp_path, name)
     method, state = make(name, fleet, server)
     state = await run_rounds(method, state, fleet)
     assert set(state.installed) == set(fleet.workers)

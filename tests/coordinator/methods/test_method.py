@@ -137,7 +137,7 @@ def test_a_method_says_what_becomes_of_it_in_a_network_without_a_relu(text: str,
 @pytest.mark.parametrize("name", get_installed_methods())
 async def test_a_second_campaign_of_every_method_goes_on_from_the_first(name: str, tmp_path: Path) -> None:
     """On samples that have not changed it is not worse, and has from its first round what the first has learned."""
-    fleet, layout, first, _ = digits(tmp_path, n=6, limit=900)
+    fleet, layout, first, _ = digits(tmp_path, n=6, limit=900, method=name)
     samples = tuple(
         np.concatenate(part) for part in zip(*(fleet.data(i).validation for i in fleet.workers), strict=True)
     )
@@ -165,7 +165,7 @@ def count_right(worker: Worker, release: int) -> int:
     return int((predicted(worker, x, release).argmax(axis=1) == y).sum())
 
 
-TAKE_NO_CLASSES = {"cfic", "fedcoe", "feddyn", "fedepc", "pm-moe", "scmoe-pfl"}
+TAKE_NO_CLASSES = {"cfic", "fedcoe", "fedcp", "feddyn", "fedepc", "gpfl", "pm-moe", "scmoe-pfl"}
 """Methods that have more than models of the whole network, and do not begin it anew."""
 SLOWER = {"fedgh": 12, "pfedme": 12, "q-fedavg": 12, "scaffold": 12}
 """Rounds of methods that take smaller steps."""

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from fedge.data.classes import has_grown
 from fedge.data.task import Preprocessing, TaskSpec, list_differences
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(4,), model="mlp", model_options={"hidden": 3, "bias": True})
@@ -30,6 +31,16 @@ def test_equal_tasks_have_equal_fingerprints_whatever_the_order_of_their_options
 )
 def test_any_change_changes_the_fingerprint(change: dict[str, object]) -> None:
     assert msgspec.structs.replace(TASK, **change).compute_fingerprint() != TASK.compute_fingerprint()
+
+
+def test_the_head_that_a_method_puts_into_the_network_is_no_part_of_the_fingerprint() -> None:
+    """So devices of the task take part, whatever the method."""
+    wide = TASK.with_head_class("policy")
+    assert wide.model_options == {**TASK.model_options, "head_class": "policy"}
+    assert wide.compute_fingerprint() == TASK.compute_fingerprint()
+    assert wide.with_head_class("valve").head_class == "valve"
+    assert wide.with_head_class("") == TASK
+    assert has_grown(TASK, wide)
 
 
 def test_a_task_survives_json() -> None:

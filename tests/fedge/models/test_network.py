@@ -1,3 +1,4 @@
+import textwrap
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -288,6 +289,43 @@ def test_the_users_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     layout, _ = build.make_initial_model(mobile, seed=0)
     assert layout.select_kind("counter")
     assert [info.name for info in layout.select(HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
+
+
+def test_a_method_puts_a_module_into_the_place_of_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made of the head with its first weights, also of given ones and in a network that is nothing else."""
+    (tmp_path / "my_heads.py").write_text(
+        textwrap.dedent("""
+        from torch import nn
+
+        class Twice(nn.Module):
+            def __init__(self, head):
+                super().__init__()
+                self.head, self.own = head, nn.Linear(head.in_features, head.out_features)
+
+            def forward(self, f):
+                return self.head(f) + self.own(f)
+
+        def broken(head):
+            return head.nothing
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    wide = TASK.with_head_class("my_heads:Twice")
+    assert (wide.code, wide.with_head_class("")) == (("my_heads:Twice",), TASK)
+    (plain_layout, plain), (layout, model) = (build.make_initial_model(task, 3) for task in (TASK, wide))
+    before, found = unflatten(plain, plain_layout), unflatten(model, layout)
+    head = plain_layout.select(HEAD).tensors[0].name.removesuffix(".weight")
+    assert found.keys() - {f"{head}.own.weight", f"{head}.own.bias"} == {
+        name.replace(f"{head}.", f"{head}.head.") for name in before
+    }
+    for name, own in before.items():
+        np.testing.assert_array_equal(found[name.replace(f"{head}.", f"{head}.head.")], own)
+    with pytest.raises(ConfigError, match="my_heads:broken fails with AttributeError"):
+        build.make_network(TASK.with_head_class("my_heads:broken"))
+    with pytest.raises(ConfigError, match="its last layer must be linear"):
+        build.make_network(
+            msgspec.structs.replace(TASK, model="tests.support.networks:without_head").with_head_class("valve")
+        )
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:

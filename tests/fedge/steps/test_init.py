@@ -40,7 +40,9 @@ from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.noise import Privacy
 from fedge.steps.personal.train_apfl import TrainApfl
 from fedge.steps.personal.train_babu import TrainBabu
+from fedge.steps.personal.train_cp import TrainCp
 from fedge.steps.personal.train_gh import TrainedGh, TrainGh
+from fedge.steps.personal.train_gp import TrainGp
 from fedge.steps.personal.train_moon import TrainMoon
 from fedge.steps.personal.train_pfedme import TrainPFedMe
 from fedge.steps.sgd import Sgd
@@ -74,6 +76,8 @@ DBE = TrainDbe(starts=(START,), sgd=Sgd(), global_mean=PLAIN)
 BABU = TrainBabu(starts=(START,), sgd=Sgd(), personal=HEAD)
 APFL = TrainApfl(starts=(START,), sgd=Sgd(), alpha=0.5)
 MOON = TrainMoon(starts=(START,), sgd=Sgd(), mu=1.0, tau=0.5)
+CP = TrainCp(starts=(START,), sgd=Sgd(), personal=HEAD, mmd=5.0)
+GP = TrainGp(starts=(START,), sgd=Sgd(), personal=HEAD, pull=0.01, decay=0.1)
 GH = TrainGh(starts=(START,), sgd=Sgd(), personal=BASE)
 PFEDME = TrainPFedMe(starts=(START,), sgd=Sgd(), inner_steps=2, moreau_lambda=1.0, outer_rate=0.1)
 PRIVACY = Privacy(clip_norm=1.0, delta=1e-5, participations=3, epsilon=2.0)
@@ -163,6 +167,8 @@ GOOD: list[tuple[Action, Result]] = [
     (FEDDYN, trained()),
     (SCAFFOLD, corrected()),
     (MOON, trained()),
+    (CP, trained()),
+    (GP, trained()),
     (GH, TrainedGh(update=REF, n_samples=3, cluster=2, loss_before=1.0, loss_after=0.5, gradient_norm=1.0)),
     (DP, trained_dp()),
     (MeanFeatures(model=REF), FeaturesMeasured(mean=(0.5, -1.5), n_samples=5)),
@@ -203,7 +209,10 @@ BAD: list[tuple[Action, Result, str]] = [
     (TRAIN, trained(gradient_norm=None), "wrong-result"),
     *((TRAIN, trained(val_score=score), "wrong-result") for score in (1.01, -0.01)),
     *((MASKED, masked(val_score=score), "wrong-result") for score in (1.01, -0.01)),
-    *((action, trained(n_samples=0), "no-samples") for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME, FEDDYN, MOON)),
+    *(
+        (action, trained(n_samples=0), "no-samples")
+        for action in (DITTO, ROD, DBE, BABU, APFL, PFEDME, FEDDYN, MOON, CP, GP)
+    ),
     (SCAFFOLD, corrected(n_samples=0), "no-samples"),
     (SCAFFOLD, msgspec.structs.replace(corrected(), control=REF), "wrong-result"),
     (GH, TrainedGh(update=REF, n_samples=0), "no-samples"),
@@ -262,6 +271,8 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (PFEDME, {"inner_steps": 0}),
     (FEDDYN, {"alpha": 0.0}),
     (MOON, {"tau": 0.0}),
+    (CP, {"mmd": -1.0}),
+    (GP, {"decay": -1.0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),
     (NOISY, {"noise": -1.0}),
@@ -378,6 +389,15 @@ def test_what_each_step_keeps_is_what_may_be_shared(step: str, personal: Selecto
     assert names(find_kept(step, personal, LAYOUT)) == expected
     uploads = SharePrivate(kept_by=step, personal=personal).uploads(PrivateShared(module=PLAIN), LAYOUT)
     assert {ref: names(part) for ref, part in uploads.items()} == {PLAIN: expected}
+
+
+@pytest.mark.parametrize("kind", [TrainCp, TrainGp])
+def test_an_order_that_installs_has_the_head_of_the_step_that_kept_something(kind: type[Train]) -> None:
+    final = Install(model=PLAIN, kept_by=kind.STEP, method="m")
+    assert final.find_head_class({kind.STEP: kind, Train.STEP: Train}) == kind.HEAD_CLASS != ""
+    assert final.find_head_class({}) == ""
+    assert Install(model=PLAIN, method="m").find_head_class({kind.STEP: kind}) == ""
+    assert Install(model=PLAIN, kept_by=Train.STEP, method="m").find_head_class({Train.STEP: Train}) == ""
 
 
 def test_the_offset_is_as_long_as_the_features() -> None:

@@ -26,7 +26,7 @@ every = pytest.mark.parametrize("name", NAMES)
 async def test_another_sequence_of_devices_gives_the_same_state_and_bundles(tmp_path: Path, name: str) -> None:
     states, said = [], []
     for turn in (1, -1):
-        fleet, layout, first, _ = digits(tmp_path / str(turn), n=4, limit=300)
+        fleet, layout, first, _ = digits(tmp_path / str(turn), n=4, limit=300, method=name)
         fleet.workers = dict(list(fleet.workers.items())[::turn])
         method: Any = make_method(name, SETTINGS)
         states.append(await run_rounds(method, method.init(layout, first), fleet))
@@ -39,7 +39,7 @@ async def test_another_sequence_of_devices_gives_the_same_state_and_bundles(tmp_
 
 @every
 async def test_a_device_alone_learns_and_a_round_without_answers_changes_nothing(tmp_path: Path, name: str) -> None:
-    fleet, layout, first, _ = digits(tmp_path, n=1, limit=200, sensitive=0.0)
+    fleet, layout, first, _ = digits(tmp_path, n=1, limit=200, sensitive=0.0, method=name)
     method: Any = make_method(name, MethodSettings(rounds=8, sgd=Sgd(steps=20)))
     fleet.unresponsive = frozenset(fleet.workers)
     state = await rounds(method, method.init(layout, first), fleet)

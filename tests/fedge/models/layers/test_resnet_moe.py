@@ -13,7 +13,7 @@ from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models import network as models
-from fedge.models.resnet_moe import Block, ResNetMoE
+from fedge.models.layers.resnet_moe import Block, ResNetMoE
 from fedge.tensors.layout import flatten, unflatten
 from fedge.wire.messages import Role
 
