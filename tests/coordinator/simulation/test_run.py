@@ -147,7 +147,7 @@ def unchecked(home: Path, scenario: Scenario, told: list[str], method: str = "fe
 def test_a_run_in_which_no_update_came_fails_with_the_devices_reason(tmp_path: Path, method: str) -> None:
     told: list[str] = []
     with pytest.raises(FruitlessError, match="RuntimeError: it is tired") as caught:
-        unchecked(tmp_path, of_network("Tiring"), told, method)
+        unchecked(tmp_path, of_network("Tiring", local_steps=20), told, method)
     assert caught.value.exit_code == 6
     assert not list(tmp_path.glob("*/bundles/*")), "what nobody has learned is not installed"
     if method != "local":
