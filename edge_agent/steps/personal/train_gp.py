@@ -76,9 +76,9 @@ class Guided:
                     loss = problem_loss(module, x, y, *given)
                     generic = head.open_valve(seen.pop(), fixed.mean(dim=0))
                     loss = loss + compute_guidance(generic, head.embeddings, y)
-                    loss = loss + self.action.pull * torch.linalg.norm(generic - fixed[y])
+                    away: Tensor = torch.linalg.norm(generic - fixed[y])
                     squares = torch.stack([weights.pow(2).sum() for weights in decaying]).sum()
-                    return loss + self.action.decay / 2 * squares
+                    return loss + self.action.pull * away + self.action.decay / 2 * squares
 
                 yield compute_loss
         finally:
