@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from default_method import SETTINGS, paired, source_of
+from default_method import SETTINGS, paired, parser_of_settings, source_of
 from gate import kinds
 from inference import Subject, child
 from parts import load
-from script import finish, parser_of, say, several
+from script import finish, say
 
 import fedge
 from coordinator.simulation.federation import partition_samples
@@ -118,19 +118,7 @@ def show_costs(name: str, costs: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
-    parser.add_argument(
-        "--settings",
-        type=lambda text: [part.strip() for part in text.split(";")],
-        default=["digits, alpha 0.5"],
-        help="settings of default_method.py with semicolons between them (default: digits, alpha 0.5)",
-    )
-    parser.add_argument("--seeds", type=several(int), default=[80, 81, 82], help="default 80,81,82")
-    parser.add_argument("--method", default="fedge", help="one whose devices end with a mixture")
-    parser.add_argument("--model", help="a network, such as cnn (default: that of the setting)")
-    parser.add_argument("--rounds", type=int, default=30)
-    given = parser.parse_args()
+    given = parser_of_settings(__doc__, seeds=[80, 81, 82]).parse_args()
     figures: dict[str, Any] = {}
     for setting in given.settings:
         runs, costs = [], dict[str, dict[str, float]]()

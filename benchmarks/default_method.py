@@ -435,6 +435,24 @@ WHOLE = {  # as they are: task, and where the images are in the folder of the se
 }
 
 
+def parser_of_settings(description: str | None, seeds: list[int]) -> argparse.ArgumentParser:
+    """A parser for scripts that run one method in some of `SETTINGS`."""
+    parser = parser_of(description)
+    parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
+    parser.add_argument(
+        "--settings",
+        type=lambda text: [part.strip() for part in text.split(";")],
+        default=["digits, alpha 0.5"],
+        help="settings of default_method.py with semicolons between them (default: digits, alpha 0.5)",
+    )
+    default = ",".join(map(str, seeds))
+    parser.add_argument("--seeds", type=several(int), default=seeds, help=f"with commas (default {default})")
+    parser.add_argument("--method", default="fedge", help="one whose devices end with a mixture")
+    parser.add_argument("--model", help="a network, such as cnn (default: that of the setting)")
+    parser.add_argument("--rounds", type=int, default=30)
+    return parser
+
+
 def source_of(name: str, data: Path | None, out: Path) -> dict[str, object]:
     """Task and data of a set; pooled images are written once, beside the runs."""
     if name == "digits":

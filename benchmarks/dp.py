@@ -5,9 +5,9 @@
 
 DATA holds mnist/ and uci-har/; digits need none, also where the cameras of half of the devices are turned. Told are,
 as means over the seeds, the accuracy of the global model on samples of all devices, and the mean accuracy of the
-devices' bundles, the global model fine-tuned on their own samples, on their own unseen ones. What a method makes of
-its models on the device is not noisy, since it stays there. Takes some three minutes of one core a seed for
-fedavg+ft.
+devices' bundles, the global model fine-tuned on their own samples, on their own unseen ones, each with its standard
+error. What a method makes of its models on the device is not noisy, since it stays there. Takes some three minutes of
+one core a seed for fedavg+ft.
 """
 
 from __future__ import annotations
@@ -47,14 +47,20 @@ def measured(
     return done.global_accuracy, done.accuracy
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> str:
-    """The figures as Markdown: a row for each method and epsilon, global / own for each task."""
+def spread(values: list[float]) -> str:
+    """Mean and standard error of shares, in percent."""
+    error = f" ± {100 * np.std(values, ddof=1) / math.sqrt(len(values)):.1f}" if len(values) > 1 else ""
+    return f"{100 * np.mean(values):.1f}{error}"
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Mapping[str, list[float]]]]]) -> str:
+    """The figures of each seed as Markdown: a row for each method and epsilon, global / own for each task."""
     tasks = list(found)
     rows = [
         [
             method,
             epsilon,
-            *(f"{own['global']:.1%} / {own['own']:.1%}" for own in (found[t][method][epsilon] for t in tasks)),
+            *(" / ".join(spread(found[t][method][epsilon][which]) for which in ("global", "own")) for t in tasks),
         ]
         for method, epsilons in found[tasks[0]].items()
         for epsilon in epsilons
@@ -72,12 +78,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    found: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
     for task, method, epsilon in product(given.tasks, given.methods, given.epsilons):
         noise = None if math.isinf(epsilon) else epsilon
         runs = [measured(method, task, noise, seed, given.rounds, given.data) for seed in given.seeds]
-        shared, own = np.mean(runs, axis=0)
-        figures = {"global": float(shared), "own": float(own)}
+        figures = {"global": [shared for shared, _ in runs], "own": [own for _, own in runs]}
         found.setdefault(task, {}).setdefault(method, {})[f"{epsilon:g}"] = figures
         print(task, method, epsilon, figures, file=sys.stderr, flush=True)
     print(table(found))

@@ -175,8 +175,15 @@ def measured(task: str, given: argparse.Namespace, seed: int) -> dict[tuple[str,
                 for warning, scores in strange.items():
                     others = np.repeat([0, 1], [len(own[warning]), len(scores)])
                     told[kind, warning].append(roc_auc_score(others, np.concatenate([own[warning], scores])))
-    for (kind, warning), areas in told.items():
-        found[kind, warning, "auc"] = float(np.mean(areas))
+    return found | figures_of(probabilities, told)
+
+
+def figures_of(
+    probabilities: Mapping[tuple[str, str], Sequence[tuple[np.ndarray, np.ndarray]]],
+    told: Mapping[tuple[str, str], Sequence[float]],
+) -> dict[tuple[str, str, str], float]:
+    """Each measure of each kind and variant, of each device's probabilities and labels; means of areas as "auc"."""
+    found = {(kind, warning, "auc"): float(np.mean(areas)) for (kind, warning), areas in told.items()}
     for (kind, variant), each in probabilities.items():
         found[kind, variant, "accuracy"] = 100 * float(np.mean([(p.argmax(axis=1) == y).mean() for p, y in each]))
         losses = [-np.log(np.maximum(p[np.arange(len(y)), y], 1e-30)).mean() for p, y in each]

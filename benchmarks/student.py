@@ -9,6 +9,10 @@ expected calibration error in points. Then the paired differences of the student
 error over the seeds, and how well samples of this kind are told from the device's own by the free energy of mixture and
 student (the area under the curve, 0.5: not at all).
 
+`--smaller "NETWORK:NAME=VALUE,...; ..."` also trains students of other networks. They begin at random weights, take
+2,000 steps in place of 200, and have the temperature 1 and no class shares. Their columns are accuracy, then accuracy
+and likelihood minus the mixture's.
+
 Below: candidates of a mixture, and which share of the devices installed the student. At the end, as `inference.py`
 measures it: processor time of an answer by bundles of M candidates with random weights, batch 1, one thread, without
 preprocessing, all in turn in each of 7 rounds. A student is a bundle of one; ratios are medians over the rounds.
@@ -16,6 +20,7 @@ preprocessing, all in turn in each of 7 rounds. A student is a bundle of one; ra
     python benchmarks/student.py
     python benchmarks/student.py --data DIR --settings "digits, alpha 0.5; MNIST, alpha 0.5" --seeds 70,71 --json s.json
     python benchmarks/student.py --settings "digits, alpha 0.5" --model cnn
+    python benchmarks/student.py --smaller "mlp:hidden=16; mlp:hidden=8"
 """
 
 from __future__ import annotations
@@ -28,21 +33,28 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
-from default_method import SETTINGS, paired, source_of
-from gate import calibration_error, kinds, parts_of
+from default_method import SETTINGS, paired, parser_of_settings, source_of
+from gate import figures_of, kinds, parts_of
 from inference import Subject, time_rounds
-from script import finish, parser_of, say, several
+from msgspec import structs
+from script import finish, say
 from sklearn.metrics import roc_auc_score
 
 import fedge
 from coordinator.simulation.federation import partition_samples
 from deploy.inference.runtime import Runtime
-from export.student import STUDENT
+from export import Candidate, student
+from export.student import STUDENT, Teach, train_student
 from fedge.bundle.energies import compute_free_energy
 from fedge.bundle.formula import compute_gate_scores, fuse
 from fedge.data import preprocessing
+from fedge.data.task import TaskSpec
+from fedge.models.build import make_initial_model
+from fedge.models.training import Network
+from fedge.system.stopping import never
 from fedge.wire.messages import Role
 
 VARIANTS: Final = ("mixture", "fine-tuned", STUDENT)
@@ -50,6 +62,7 @@ MEASURES: Final = ("accuracy", "nll", "ece")
 ROUNDS: Final = 7
 CANDIDATES: Final = (1, 2, 3, 4)
 NETWORKS: Final = ("mlp", "cnn28", "cnn32")
+SMALLER_STEPS: Final = 2000
 
 
 def answers(runtime: Runtime, x: np.ndarray, *, alone: Role | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -63,6 +76,23 @@ def answers(runtime: Runtime, x: np.ndarray, *, alone: Role | None = None) -> tu
     logits = [engine._compute_logits(k, x) for k in range(len(candidates))]  # noqa: SLF001
     p, weights, energies = fuse(how, logits, compute_gate_scores(how, x))
     return p, compute_free_energy(weights, energies)
+
+
+def parse_network(text: str) -> tuple[str, dict[str, int]]:
+    """A network's name and options, as in mlp:hidden=16."""
+    name, _, options = text.strip().partition(":")
+    return name, {key: int(value) for key, value in (each.split("=") for each in options.split(",") if each)}
+
+
+def train_smaller(task: TaskSpec, teach: Teach, x: np.ndarray, rng: np.random.Generator) -> Teach:
+    """A student of a network that nobody has weights of, as a function from model inputs to probabilities."""
+    flat = np.zeros(len(task.classes))
+    begin = Candidate(Role.PRIVATE, STUDENT, make_initial_model(task, int(rng.integers(2**31)))[1], flat)
+    with patch.object(student, "STEPS", SMALLER_STEPS):
+        learned = train_student(network := Network(task), teach, begin, x, rng, never)
+    return lambda inputs: np.exp(
+        task.problem.calibrate(network.compute_logits(learned.model, inputs), learned.calibration, flat).values
+    )
 
 
 def times_of(network: str, folder: Path) -> dict[int, tuple[float, float]]:
@@ -107,43 +137,37 @@ def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[s
             candidates = {name: runtime.manifest.candidates for name, runtime in runtimes.items()}
             whole["candidates"].append(len(candidates["mixture"]))
             whole["installed"].append(candidates[STUDENT][0].name == STUDENT)
-            own: dict[str, np.ndarray] = {}
+            rng, own = np.random.default_rng((seed, number, 1)), dict[str, np.ndarray]()
+            others = {
+                text: train_smaller(
+                    structs.replace(federation.task, model=name, model_options=options),
+                    lambda x, runtime=runtimes["mixture"]: answers(runtime, x)[0],
+                    preprocessing.preprocess(federation.task, federation.shares[device].x_train),
+                    rng,
+                )
+                for text in given.smaller
+                for name, options in [parse_network(text)]
+            }
             for kind, (raw, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
                 x = preprocessing.preprocess(federation.task, raw)
                 found_of = {name: answers(runtime, x) for name, runtime in runtimes.items()}
                 role = Role.PRIVATE if any(c.role is Role.PRIVATE for c in candidates["mixture"]) else None
                 alone, _ = answers(runtimes["mixture"], x, alone=role)
-                for name, p in {**{name: found[0] for name, found in found_of.items()}, "fine-tuned": alone}.items():
+                every = {name: found[0] for name, found in found_of.items()} | {"fine-tuned": alone}
+                for name, p in (every | {name: other(x) for name, other in others.items()}).items():
                     probabilities[kind, name].append((p, y))
                 strange = {name: free for name, (_, free) in found_of.items()}
                 own = own or strange
                 for name, scores in strange.items():
-                    others = np.repeat([0, 1], [len(own[name]), len(scores)])
-                    told[kind, name].append(roc_auc_score(others, np.concatenate([own[name], scores])))
+                    strangers = np.repeat([0, 1], [len(own[name]), len(scores)])
+                    told[kind, name].append(roc_auc_score(strangers, np.concatenate([own[name], scores])))
     found = {("", "", name): float(np.mean(each)) for name, each in whole.items()}
-    for (kind, name), areas in told.items():
-        found[kind, name, "auc"] = float(np.mean(areas))
-    for (kind, name), each in probabilities.items():
-        found[kind, name, "accuracy"] = 100 * float(np.mean([(p.argmax(axis=1) == y).mean() for p, y in each]))
-        losses = [-np.log(np.maximum(p[np.arange(len(y)), y], 1e-30)).mean() for p, y in each]
-        found[kind, name, "nll"] = float(np.mean(losses))
-        found[kind, name, "ece"] = 100 * calibration_error(each)
-    return found
+    return found | figures_of(probabilities, told)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
-    parser.add_argument(
-        "--settings",
-        type=lambda text: [part.strip() for part in text.split(";")],
-        default=["digits, alpha 0.5"],
-        help="settings of default_method.py with semicolons between them (default: digits, alpha 0.5)",
-    )
-    parser.add_argument("--seeds", type=several(int), default=[70, 71, 72, 73, 74], help="default 70,71,72,73,74")
-    parser.add_argument("--method", default="fedge", help="one whose devices end with a mixture")
-    parser.add_argument("--model", help="a network, such as cnn (default: that of the setting)")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = parser_of_settings(__doc__, seeds=[70, 71, 72, 73, 74])
+    parser.add_argument("--smaller", type=lambda text: text.split(";"), default=[], help="see above")
     given = parser.parse_args()
     figures: dict[str, Any] = {}
     for setting in given.settings:
@@ -153,8 +177,9 @@ def main() -> None:
             runs.append(measured(setting, given, seed))
         print(f"{setting}: accuracy / nll / ece")
         others = VARIANTS[:2]
-        print(f"| inputs | {' | '.join(VARIANTS)} | {' | '.join(f'student - {o}' for o in others)} | told |")
-        print("|---" * 7 + "|")
+        heads = [*VARIANTS, *(f"student - {o}" for o in others), *given.smaller, "told"]
+        print(f"| inputs | {' | '.join(heads)} |")
+        print("|---" * (1 + len(heads)) + "|")
         for kind in dict.fromkeys(kind for run in runs for kind, _, _ in run if kind):
             there = [run for run in runs if (kind, STUDENT, MEASURES[0]) in run]  # devices may know every class
             every = {m: np.array([[run[kind, v, m] for v in VARIANTS] for run in there]) for m in MEASURES}
@@ -165,6 +190,10 @@ def main() -> None:
                 f"{paired(every['nll'][:, 2] - every['nll'][:, k], 3)}"
                 for k in range(2)
             ]
+            for name in given.smaller:
+                apart = {m: np.array([run[kind, name, m] - run[kind, "mixture", m] for run in there]) for m in MEASURES}
+                accuracy = np.mean([run[kind, name, "accuracy"] for run in there])
+                gains.append(f"{accuracy:.1f}; {paired(apart['accuracy'])} / {paired(apart['nll'], 3)}")
             areas = [f"{np.mean([run[kind, v, 'auc'] for run in there]):.2f}" for v in ("mixture", STUDENT)]
             print(f"| {kind} | {' | '.join(cells)} | {' | '.join(gains)} | {', '.join(areas)} |", flush=True)
             figures.setdefault(setting, {})[kind] = {m: every[m].tolist() for m in MEASURES}

@@ -315,12 +315,11 @@ def _render_sets(answers: Prediction, y: NDArray[Any] | None) -> Iterator[str]:
             f"{how.n}: every answer is in the set"
         )
         return
-    figures = _make_sets(answers, y)["coverage"]
     sizes = ", ".join(
-        f"{name.replace('_', ' ')} {np.array2string(np.asarray(figures[name]), precision=3)}"
-        for name in answers.problem.measure_sets(answers.answers, how.threshold)
+        f"{name.replace('_', ' ')} {np.array2string(np.asarray(size), precision=3)}"
+        for name, size in answers.problem.measure_sets(answers.answers, how.threshold).items()
     )
-    found = "" if figures["found"] is None else f", found {figures['found']:.4f}"
+    found = "" if y is None else f", found {answers.problem.find_covered(answers.answers, y, how.threshold).mean():.4f}"
     yield f"  coverage wanted {how.wanted:g}{found}; {sizes}"
 
 

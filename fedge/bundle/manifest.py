@@ -193,6 +193,9 @@ class _Version(Struct):
     schema_version: int
 
 
+_IF_NEWER: Final = "; if a newer fedge made this bundle, update fedge on this device"
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Serialise the manifest as JSON; equal manifests give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
@@ -207,11 +210,15 @@ def decode_manifest(data: bytes) -> Manifest:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise UpdateRejected(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} allowed")
-    with raise_as(UpdateRejected, "manifest", on=MALFORMED):
+    try:
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != SCHEMA_VERSION:
-            raise UpdateRejected(f"the manifest has schema version {version}; this runtime reads {SCHEMA_VERSION}")
+            raise UpdateRejected(
+                f"the manifest has schema version {version}; this runtime reads {SCHEMA_VERSION}{_IF_NEWER}"
+            )
         manifest = msgspec.json.decode(data, type=Manifest)
+    except MALFORMED as error:
+        raise UpdateRejected(f"manifest: {error}{_IF_NEWER if 'unknown field' in str(error) else ''}") from error
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):
         raise UpdateRejected(f"manifest: guard names candidate {guard.candidate} of {len(manifest.candidates)}")

@@ -104,16 +104,16 @@ class Cameras(Programs):
         settings = ("--task", "digits", "--home", self.shop, "--config", self.folder / "shop.toml", "--deadline-s", 600)
         await self.begin("coordinator", "coordinator", *self.at, *settings, "--devices", len(self.cameras), *more)
 
-    async def start_agent(self, camera: str) -> None:
+    async def start_agent(self, camera: str, *more: object) -> None:
         own = ("--id", camera, "--home", self.folder / camera, "--data", self.folder / f"{camera}.npz")
-        await self.begin(camera, "agent", *self.at, "--task", "digits", *own, "--context-interval-s", 1)
+        await self.begin(camera, "agent", *self.at, "--task", "digits", *own, "--context-interval-s", 1, *more)
 
-    async def start_runtime(self, camera: str) -> None:
+    async def start_runtime(self, camera: str, *more: object) -> None:
         """Start `fedge serve` on a camera that has a bundle, and note its address."""
         name, home, log = f"{camera}-serve", self.folder / camera, self.folder / f"{camera}-serve.log"
         before = log.stat().st_size if log.exists() else 0
         await seen(lambda: any((home / "bundles").glob("*/manifest.json")))
-        await self.begin(name, "serve", *self.at, "--home", home, "--id", camera, "--port", 0)
+        await self.begin(name, "serve", *self.at, "--home", home, "--id", camera, "--port", 0, *more)
         await seen(lambda: "serving" in log.read_text()[before:])
         address = next(word for word in log.read_text()[before:].split() if word.startswith("http"))
         self.cameras[camera].url = f"{address.rstrip('/')}/digits"

@@ -324,6 +324,14 @@ for k in range(6):
         f"{name}: last byte altered": lambda f, k=k: flip(part(f, k), -1),
     }
 
+
+@pytest.mark.parametrize("name", ["schema version of tomorrow", "unknown field", "unknown field of a candidate"])
+def test_a_bundle_of_a_later_fedge_is_refused_with_what_to_do(bundle: Path, name: str) -> None:
+    TAMPERED[name](bundle)
+    with pytest.raises(UpdateRejected, match="if a newer fedge made this bundle, update fedge on this device"):
+        deploy.load(bundle)
+
+
 STRUCTURE = {"one candidate less", "one candidate more", "one class less", "another input shape"}
 """Every file is what the manifest says, but the graph is not: ONNX Runtime loads it, and it is refused then."""
 
