@@ -2,8 +2,9 @@
 
 Rows (docs/results/problems.md): arrival delays of flights by airport, 40 with about 80 flights each and 89 with about
 460; the same with a constant of each airport's own; 14 labels of yeast genes; digits in pictures, pixel by pixel, by
-cameras that are turned; what is not as usual in movements (an activity that nobody does in training), in voices (a
-speaker whom nobody knows) and on a shuttle, without labels; and which library a docstring is from, by hashed n-grams.
+cameras that are turned; what is not as usual in movements (an activity that nobody does in training; also learned with
+Adam), in voices (a speaker whom nobody knows) and on a shuttle, without labels; and which library a docstring is from,
+by hashed n-grams.
 
 Figures are those of the devices' own bundles in ONNX Runtime on their own test samples, mean over devices, then over
 seeds, in per cent. Differences to fedge are paired by seed; +- is the standard error of their mean over the seeds.
@@ -36,7 +37,6 @@ from script import finish, markdown, parser_of, progress_of, several
 import fedge
 from coordinator.simulation.interface import Simulation
 from fedge.data.task import TaskSpec
-from fedge.models.networks import unet
 from fedge.system.files import write_atomically
 from fedge.tasks import Task
 from fedge.tasks.pool import load_pool
@@ -92,12 +92,7 @@ def make_masks(data: Path, seed: int, n: int) -> Task:
         x[k, 0, top : top + 28, left : left + 28] = digit
         y[k, top : top + 28, left : left + 28] = np.where(digit > 96, label + 1, 0)
     names = ("background", *"0123456789")
-    return Task.from_arrays(x, y, problem="segmentation", classes=names, model=small_unet)
-
-
-def small_unet(task: TaskSpec) -> torch.nn.Module:
-    """The built-in U-Net with half of its channels."""
-    return unet(msgspec.structs.replace(task, model="unet", model_options={"channels": 8}))
+    return Task.from_arrays(x, y, problem="segmentation", classes=names, model=Decoder)
 
 
 def make_movements(data: Path, seed: int, n: int) -> Task:
@@ -165,6 +160,35 @@ def hash_text(text: str) -> NDArray[np.int64]:
     return np.array(found + [0] * (WORDS - len(found)), np.int64)
 
 
+class Decoder(torch.nn.Module):
+    """What a picture shows, by strided convolutions, added to what its first convolution says of each pixel.
+
+    A step takes about a sixth of the built-in U-Net's with 8 channels.
+    """
+
+    def __init__(self, task: TaskSpec) -> None:
+        super().__init__()
+        outputs, *_ = task.problem.get_output_shape(task.input_shape)
+        self.first = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 4, 2, 1), torch.nn.ReLU())
+        self.whole = torch.nn.Sequential(
+            torch.nn.Conv2d(8, 16, 4, 2, 1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 32, 4, 2, 1),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32 * (SIDE // 8) ** 2, 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, outputs),
+        )
+        self.pixels = torch.nn.ConvTranspose2d(8, outputs, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs of a batch, (n, outputs, H, W)."""
+        first = self.first(x)
+        found: torch.Tensor = self.pixels(first) + self.whole(first)[:, :, None, None]
+        return found
+
+
 class EmbeddingBag(torch.nn.Module):
     """The mean of the vectors of hashed n-grams, and a linear layer."""
 
@@ -190,8 +214,9 @@ def flights_row(n: int, per_airport: int, offset: float, quick: int) -> Row:
     return Row(make, ("r2",), {"partition": "natural", "devices": n}, per_airport, quick)
 
 
-PEOPLE: Final = {"partition": "natural"}
+PEOPLE: Final[dict[str, Any]] = {"partition": "natural"}
 STRANGE: Final = ("auroc", "false alarms")
+SMALL_STEPS: Final[dict[str, Any]] = {"optimizer": "adam", "learning_rate": 0.005, "batch_size": 16}
 ROWS: Final = {
     "flights, 40": flights_row(40, 110, 0.0, 40),
     "flights, 89": flights_row(AIRPORTS, 500, 0.0, 40),
@@ -200,11 +225,14 @@ ROWS: Final = {
     "masks": Row(
         make_masks,
         ("mean_iou", "pixel_accuracy"),
-        {"devices": 20, "partition": "groups", "n_groups": 4, "rounds": 40},
+        {"devices": 20, "partition": "groups", "n_groups": 4} | SMALL_STEPS,
         4000,
         600,
     ),
     "movements": Row(make_movements, STRANGE, PEOPLE, 10299, 1500),
+    "movements, Adam": Row(
+        make_movements, STRANGE, PEOPLE | {"optimizer": "adam", "learning_rate": 0.001}, 10299, 1500
+    ),
     "voices": Row(make_voices, STRANGE, PEOPLE, 3000, 600),
     "shuttle": Row(make_shuttle, STRANGE, PEOPLE, 10000, 2000),
     "text": Row(make_texts, ("accuracy", "macro_f1"), {"devices": 10, "alpha": 0.3}, 3000, 600),
