@@ -34,6 +34,7 @@ from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State, decode_state
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
+from fedge.privacy.ledger import FILE as LEDGER
 from tests.support.broker import local_broker
 from tests.support.cameras import Cameras, say, say_logs, seen, turn
 from tests.support.faketime import CACHE_S, CLOCK, CLOCKS, FAKETIME, set_clock
@@ -52,16 +53,19 @@ RECOVERED: Final = 0.03
 """Largest loss of accuracy of a turned camera after its next campaign."""
 FLAT: Final = 1.2
 """Most that memory and a camera's disk may grow by after the fourth campaign, when it has all bundles that it keeps."""
+LEFT_MB: Final = 0.004
+"""Most that a camera's record of what left it may grow by in a campaign; it has 20,000 lines at most, some 4 MB."""
 EVENTS_MB: Final = 0.2
 """Most that the coordinator's disk may grow by in a campaign: events, of which it keeps 200,000, and a row a round."""
 
 
 class Measured(NamedTuple):
-    """What is in use at the end of a campaign."""
+    """What is in use at the end of a campaign; `cameras_mb` without the records of what left, which are `left_mb`."""
 
     campaign: int
     memory_mb: dict[str, float]
     cameras_mb: float
+    left_mb: float
     shop_mb: float
 
 
@@ -149,8 +153,10 @@ class Month(Cameras):
 
     def measure(self) -> Measured:
         """Memory, and disk of the cameras' homes and of the coordinator's."""
-        cameras = self.measure_disk_mb(*(self.folder / name for name in CAMERAS))
-        return Measured(self.campaign()["number"], self.measure_memory_mb(), cameras, self.measure_disk_mb(self.shop))
+        homes = [self.folder / name for name in CAMERAS]
+        left = sum(measure_file(home / LEDGER) for home in homes) / 1e6
+        cameras, shop = self.measure_disk_mb(*homes) - left, self.measure_disk_mb(self.shop)
+        return Measured(self.campaign()["number"], self.measure_memory_mb(), cameras, left, shop)
 
     def read_state(self) -> FedgeState:
         """The method's state after the last round."""
@@ -333,6 +339,7 @@ def see_flat(month: Month, early: Measured) -> None:
     both = early.memory_mb.keys() & late.memory_mb.keys()  # a camera that sleeps has no programs
     assert sum(late.memory_mb[name] for name in both) <= FLAT * sum(early.memory_mb[name] for name in both)
     assert late.cameras_mb <= FLAT * early.cameras_mb
+    assert late.left_mb - early.left_mb <= len(CAMERAS) * LEFT_MB * (late.campaign - early.campaign)
     assert late.shop_mb - early.shop_mb <= EVENTS_MB * (late.campaign - early.campaign)
 
 
