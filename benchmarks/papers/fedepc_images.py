@@ -36,6 +36,7 @@ METHODS = {
     "CFIC": "cfic",
     "PM-MoE": "pm-moe",
     "IFCA": "ifca:n_clusters=4",
+    "HACCS": "haccs",
     "FedEPC": "fedepc",
     "FedEPC, k-means": "fedepc:clustering=k-means:n_clusters=4",
     "FedEPC, random selection": "fedepc:selection=uniform",

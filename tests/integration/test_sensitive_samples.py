@@ -58,7 +58,7 @@ METHODS = [
     *("fedrod", "dbe", "pm-moe", "pm-moe:base=fedrod", "pm-moe:base=dbe", "cfic", "fedepc", "fedcoe", "scmoe-pfl"),
     *("fedge", "fedge:split=always", "fedge:class_means=0.5", "fedge:buffer=3", "fedbuff"),
     *("fedbabu", "apfl", "pfedme", "moon", "fedgh", "fedcp", "gpfl"),
-    *("fedadam", "fedyogi", "q-fedavg", "scaffold", "feddyn", "ifca"),
+    *("fedadam", "fedyogi", "q-fedavg", "scaffold", "feddyn", "haccs", "ifca"),
 ]
 PRIVATE = ["fedadam", "fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "fedyogi", "lg-fedavg"]
 """Methods that differential privacy is for."""

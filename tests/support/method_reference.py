@@ -78,7 +78,8 @@ only a table of a paper needs are classes in the benchmark that prints the table
 A selection or clustering may be your own, too: [extending.md](../extending.md#who-trains-and-who-belongs-together).
 
 {without_clusters}
-have no clustering to choose, and refuse `clustering`. `ifca` has clusters, which its devices choose themselves.
+have no clustering to choose, and refuse `clustering`. `ifca` has clusters, which its devices
+choose themselves, and `haccs` has those of label shares.
 """
 
 

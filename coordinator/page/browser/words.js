@@ -117,6 +117,7 @@ export const STEPS = {
   profile: "describes its data by a profile, from which clusters are made",
   labels: "tells which class it has most of",
   describe_labels: "tells which class it has most of",
+  label_shares: "tells what share each class has",
   mean: "sends the mean of its features",
   mean_features: "sends the mean of its features",
   trial: "compares the expert with the shared model on its validation samples",

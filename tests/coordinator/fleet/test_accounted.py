@@ -78,6 +78,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"options": {"split": "always", "clustering": "aidc"}},
         {"profile", "trial", "fit_candidates", "fit_gate"},
     ),
+    "haccs": ({}, {"label_shares"}),
     "pm-moe": ({}, {"share_private", "fit_pool"}),
     "scmoe-pfl": ({}, {"fit_mixture"}),
 }

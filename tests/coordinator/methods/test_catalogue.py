@@ -39,6 +39,7 @@ CLASSED = {
     "fedgh": "trains the shared head on the mean features of classes",
     "fedrod": "weighs the classes by a balanced softmax",
     "gpfl": "learns an embedding of each class",
+    "haccs": "clusters devices by the shares of their classes",
     "pm-moe": "mixes the confidences of many modules in each class",
 }
 """Methods that need the class of each sample, and what for."""

@@ -19,10 +19,11 @@ from edge_agent.learning import noisy_choice
 from edge_agent.learning.profile import randomise_sums
 from edge_agent.privacy.answers import Noise
 from edge_agent.privacy.dp_ledger import Ledger
-from edge_agent.steps.descriptions import describe_labels, profile
+from edge_agent.steps.descriptions import describe_labels, label_shares, profile
 from export.gate import encode_gate
 from fedge.steps.contract import Action, Declined
 from fedge.steps.descriptions.describe_labels import DescribeLabels
+from fedge.steps.descriptions.label_shares import LabelShares
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.descriptions.route import Route
 from fedge.steps.descriptions.trial import Trial, Tried
@@ -46,6 +47,7 @@ def gate() -> bytes:
 ASKED: dict[str, Callable[[Blobs, Privacy], Action]] = {
     "profile": lambda blobs, privacy: Profile(extractor=blobs.model(1), privacy=privacy),
     "labels": lambda _, privacy: DescribeLabels(privacy=privacy),
+    "shares": lambda _, privacy: LabelShares(privacy=privacy),
     "route": lambda blobs, privacy: Route(gate=blobs.file(gate()), privacy=privacy),
     "trial": lambda blobs, privacy: Trial(
         global_model=blobs.model(1, scale=9), expert=blobs.model(2, scale=9), privacy=privacy
@@ -85,7 +87,10 @@ def test_another_sample_moves_a_sum_by_no_more_than_twice_its_bound(
 ) -> None:
     """One sample away and another one there are two steps between neighbours."""
     heard: list[tuple[np.ndarray, float]] = []
-    for module in ("edge_agent.privacy.answers", *(m.__name__ for m in (noisy_choice, describe_labels, profile))):
+    for module in (
+        "edge_agent.privacy.answers",
+        *(m.__name__ for m in (noisy_choice, describe_labels, label_shares, profile)),
+    ):
         monkeypatch.setattr(f"{module}.take_noise", lambda *_: Heard(1.0, bytes, heard))
     blobs = Blobs()
     asked, data = order(ASKED[what](blobs, LOUD)), device_data(sensitive=0)

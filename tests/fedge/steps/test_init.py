@@ -20,6 +20,7 @@ from fedge.steps.contract import (
     make_report,
 )
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.descriptions.label_shares import LabelShares, LabelSharesMeasured
 from fedge.steps.descriptions.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.descriptions.route import Route, Routed
@@ -177,6 +178,7 @@ GOOD: list[tuple[Action, Result]] = [
     (NOISY, profiled()),
     (DescribeLabels(), LabelsDescribed(feature=1, n_samples=3)),
     (DescribeLabels(epsilon=3.0), LabelsDescribed(feature=-1, n_samples=0)),
+    (LabelShares(), LabelSharesMeasured(shares=(0.25, 0.75), n_samples=4)),
     (Trial(global_model=REF, expert=REF), Tried(delta=-0.1)),
     (Trial(global_model=REF, expert=REF), Tried()),
     (FIT_CANDIDATES, fitted(Role.GLOBAL, Role.EXPERT, cluster=1)),
@@ -224,6 +226,10 @@ BAD: list[tuple[Action, Result, str]] = [
     (PROFILE, profiled(extractor="1" * 64), "wrong-result"),
     (NOISY, profiled(halves=0.1), "wrong-result"),
     (DescribeLabels(), LabelsDescribed(feature=2, n_samples=3), "wrong-result"),
+    *(
+        (LabelShares(), LabelSharesMeasured(shares=shares, n_samples=4), "wrong-result")
+        for shares in ((1.0,), (0.5, 0.25, 0.25), (0.5, 0.4), (1.0, 1.0))
+    ),
     (FIT_CANDIDATES, fitted(Role.GLOBAL, cluster=7), "wrong-result"),
     (FIT_CANDIDATES, fitted(Role.PRIVATE, cluster=1), "wrong-result"),
     (NO_EXPERTS, fitted(Role.GLOBAL, Role.EXPERT), "wrong-result"),
