@@ -1,7 +1,7 @@
 """FedCP: base, policy and own head learn together; the shared head follows the own one when the round ends.
 
 Source: Zhang et al., "FedCP: Separating Feature Information for Personalized Federated Learning via Conditional
-Policy", KDD 2023, Algorithm 1; baselines.md section 24. The own head shapes the gradient of what is sent, so it learns
+Policy", KDD 2023; baselines.md section 24. The own head shapes the gradient of what is sent, so it learns
 from D_L alone.
 """
 

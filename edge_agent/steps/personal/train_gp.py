@@ -1,7 +1,7 @@
 """GPFL: base, valve, class embeddings and the own head learn together; the own head stays.
 
 Source: Zhang et al., "GPFL: Simultaneously Learning Global and Personalized Feature Information for Personalized
-Federated Learning", ICCV 2023, Algorithm 1; baselines.md section 25. Head and class shares shape the gradient of what
+Federated Learning", ICCV 2023; baselines.md section 25. Head and class shares shape the gradient of what
 is sent, so they are of D_L alone.
 """
 

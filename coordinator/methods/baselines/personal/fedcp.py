@@ -1,7 +1,7 @@
 """FedCP: for each sample a policy divides the features between a shared head and one of the device's own.
 
 Source: Zhang et al., "FedCP: Separating Feature Information for Personalized Federated Learning via Conditional
-Policy", KDD 2023, Algorithm 1; baselines.md section 24. The network of the method has `fedge.models.layers.policy` in
+Policy", KDD 2023; baselines.md section 24. The network of the method has `fedge.models.layers.policy` in
 the place of its head.
 """
 

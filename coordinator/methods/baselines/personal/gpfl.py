@@ -1,7 +1,7 @@
 """GPFL: a conditional valve makes generic and personal features, guided by embeddings of the classes.
 
 Source: Zhang et al., "GPFL: Simultaneously Learning Global and Personalized Feature Information for Personalized
-Federated Learning", ICCV 2023, Algorithm 1; baselines.md section 25. The network of the method has
+Federated Learning", ICCV 2023; baselines.md section 25. The network of the method has
 `fedge.models.layers.valve` in the place of its head.
 """
 

@@ -13,8 +13,8 @@ def head() -> PolicyHead:
     return PolicyHead(nn.Linear(4, 3)).eval()
 
 
-def test_it_answers_by_both_heads_as_the_paper_writes_it() -> None:
-    """Eq. 3 and 4 of the paper: the softmax over the pair of numbers that the policy network has for each feature."""
+def test_it_answers_by_both_heads_as_the_authors_code_does() -> None:
+    """By the softmax over the pair of numbers that the policy network has for each feature."""
     own, f = head(), torch.randn(5, 4)
     nn.init.normal_(own.own.head.weight)
     own.end_round(own.shared.weight.detach().clone(), own.shared.bias.detach().clone())

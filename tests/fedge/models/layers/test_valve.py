@@ -11,7 +11,7 @@ def head() -> ValveHead:
     return ValveHead(nn.Linear(4, 3)).eval()
 
 
-def test_it_answers_from_personal_features_as_the_paper_writes_it() -> None:
+def test_it_answers_from_personal_features_as_the_authors_code_does() -> None:
     own, f, shares = head(), torch.randn(5, 4), torch.tensor([0.5, 0.0, 0.5])
     own.freeze(shares)
     p = (own.embeddings[0] + own.embeddings[2]) / 2
