@@ -244,7 +244,7 @@ def run(row: Row, method: str, seed: int, data: Path, *, quick: bool, label: str
     task = row.make(data, seed, row.quick if quick else row.samples)
     scenario = {"rounds": 30, "hardware": "none"} | row.run | (QUICK if quick else {})
     done = fedge.simulate(task=task, method=method, seed=seed, progress=progress_of(label), **scenario)
-    found = {"score": done.accuracy} | average_metrics(done)
+    found = {"score": done.score} | average_metrics(done)
     return found | (count_alarms(done) if "false alarms" in row.figures else {})
 
 
