@@ -36,6 +36,7 @@ from fedge.models.choice import with_network
 from fedge.settings import get_annotations, resolve_given
 from fedge.system.files import make_folder, write_atomically
 from fedge.system.hardware import Processor
+from fedge.system.text import suggest_nearest
 from fedge.tasks import Partitioning
 
 os.environ |= {
@@ -157,8 +158,9 @@ def parse_ranges(method: str, search: Iterable[str], optimizer: str = "sgd") -> 
         name, _, span = (part.strip() for part in text.partition("="))
         name = name.replace("-", "_")
         if name not in SETTINGS and name not in {*options, "selection"}:
-            known = ", ".join(dict.fromkeys([*SETTINGS, *options]))
-            raise ConfigError(f"{name!r} cannot be searched: it is no setting of local training and no option: {known}")
+            known = tuple(dict.fromkeys([*SETTINGS, *options]))
+            hint = suggest_nearest(name, known) or f": {', '.join(known)}"
+            raise ConfigError(f"{name!r} cannot be searched: it is no setting of local training and no option{hint}")
         if span := span or (_find_usual_rates(texts, optimizer) if name == "learning_rate" else USUAL.get(name, "")):
             found[name] = _parse_range(name, span)
         elif name in declared:

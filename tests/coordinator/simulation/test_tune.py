@@ -113,6 +113,8 @@ def test_ranges_are_what_the_user_says() -> None:
     ("search", "why"),
     [
         ("rounds=1..9", "no setting of local training"),
+        ("optimiser=sgd,adam", r"no option \(did you mean optimizer\?\)"),
+        ("proximal_my=0.1,1", r"did you mean proximal_mu\?"),
         ("proximal_mu", "say one"),
         ("learning_rate=1..0.1", "LOW..HIGH"),
         ("learning_rate=a..b", "LOW..HIGH"),
