@@ -63,14 +63,21 @@ class Layers:
 def make_layers(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Layers:
     """Turn named tensors, such as those of a file, into vectors. `layout` is the network's; other tensors are allowed.
 
+    Of these, whole numbers (int64) are counters.
+
     Raises:
         ProtocolError: `layout` (a tensor of the network has another shape or type) or `not-finite`.
     """
     known = tuple(info for info in layout.tensors if info.name in tensors)
     names = {info.name for info in known}
-    others = tuple(TensorInfo(name=name, shape=t.shape) for name, t in sorted(tensors.items()) if name not in names)
+    others = tuple(_describe(name, tensor) for name, tensor in sorted(tensors.items()) if name not in names)
     found = Layout(tensors=(*known, *others))
     return Layers(found, flatten(tensors, found))
+
+
+def _describe(name: str, tensor: NDArray[np.generic]) -> TensorInfo:
+    """Describe a tensor that is not of the network: whole numbers are a counter."""
+    return TensorInfo(name=name, shape=tensor.shape, kind="counter" if tensor.dtype == np.int64 else "param")
 
 
 def make_reversible_layout(layout: Layout) -> Layout:
