@@ -69,19 +69,23 @@ class NearGlobal:
         fixed.load(self.start)
         seen: list[Tensor] = []
         heads = [find_layer(network.module, PolicyHead) for network in (learns, fixed)]
-        with (
-            LossOfOrder(self.action.sgd)(learns, devices) as problem_loss,
-            listen_to_layers(heads, lambda _layer, inputs, _output: seen.append(inputs[0])),
-        ):
+        heads[0].generator = torch.Generator(learns.processor).manual_seed(devices[0].seed)
+        try:
+            with (
+                LossOfOrder(self.action.sgd)(learns, devices) as problem_loss,
+                listen_to_layers(heads, lambda _layer, inputs, _output: seen.append(inputs[0])),
+            ):
 
-            def compute_loss(module: nn.Module, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
-                loss = problem_loss(module, x, y, *given)
-                with torch.no_grad():
-                    fixed.compute_outputs(x)
-                f_global, f = seen.pop(), seen.pop()
-                return loss + self.action.mmd * compute_mmd(f, f_global)
+                def compute_loss(module: nn.Module, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
+                    loss = problem_loss(module, x, y, *given)
+                    with torch.no_grad():
+                        fixed.compute_outputs(x)
+                    f_global, f = seen.pop(), seen.pop()
+                    return loss + self.action.mmd * compute_mmd(f, f_global)
 
-            yield compute_loss
+                yield compute_loss
+        finally:
+            heads[0].generator = None
 
 
 def compute_mmd(f: Tensor, other: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class PolicyHead(nn.Module):
         self.shared = head
         self.policy = nn.Sequential(nn.Linear(d, 2 * d), nn.LayerNorm(2 * d), nn.ReLU())
         self.own = Own(copy.deepcopy(head), head.weight.detach().sum(dim=0))
+        self.generator: torch.Generator | None = None  # of the drawn policies; torch's own if None
 
     def compute_policy(self, f: Tensor) -> Tensor:
         """Compute r (n, D), the share of each feature that is the device's own, in [0, 1]."""
@@ -51,7 +52,8 @@ class PolicyHead(nn.Module):
         own, shared = scores.tensor_split(2, dim=1)
         apart: Tensor = own - shared
         if self.training:  # the difference of two Gumbel numbers
-            apart = apart + torch.rand_like(apart).logit(eps=1e-6)
+            drawn = torch.rand(apart.shape, generator=self.generator, device=apart.device)
+            apart = apart + drawn.logit(eps=1e-6)
         return apart.sigmoid()
 
     def forward(self, f: Tensor) -> Tensor:

@@ -52,8 +52,7 @@ def test_a_round_is_that_of_the_algorithm() -> None:
     data, blobs = device_data(30), Blobs(WIDE)
     own = action(blobs)
     here = Worker("d", TASK, data, Path("unused")).make_device(order(own, seed=3), blobs, action=own)
-    with seed_torch(5):
-        learned = train_model(here, own, WIDE_INITIAL)
+    learned = train_model(here, own, WIDE_INITIAL)
 
     network, fixed = Network(WIDE), Network(WIDE)
     network.load(WIDE_INITIAL)
@@ -63,7 +62,7 @@ def test_a_round_is_that_of_the_algorithm() -> None:
     base, base_fixed = (nn.Sequential(*list(each.module.children())[:-1]) for each in (network, fixed))
     learns = [*base.parameters(), *head.policy.parameters(), *head.own.head.parameters()]
     x, y = (torch.from_numpy(part) for part in data.shared)
-    with seed_torch(5):
+    with seed_torch(3):
         for _, batch in zip(range(3), draw_batches(len(y), 8, np.random.default_rng(3)), strict=False):
             f = base(x[batch])
             loss = functional.cross_entropy(head(f), y[batch]) + 0.5 * compute_mmd(f, base_fixed(x[batch]).detach())
