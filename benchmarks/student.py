@@ -84,6 +84,11 @@ def parse_network(text: str) -> tuple[str, dict[str, int]]:
     return name, {key: int(value) for key, value in (each.split("=") for each in options.split(",") if each)}
 
 
+def make_teacher(runtime: Runtime) -> Teach:
+    """A runtime's answers, as a function from model inputs to probabilities."""
+    return lambda x: answers(runtime, x)[0]
+
+
 def train_smaller(task: TaskSpec, teach: Teach, x: np.ndarray, rng: np.random.Generator) -> Teach:
     """A student of a network that nobody has weights of, as a function from model inputs to probabilities."""
     flat = np.zeros(len(task.classes))
@@ -138,10 +143,11 @@ def measured(setting: str, given: argparse.Namespace, seed: int) -> dict[tuple[s
             whole["candidates"].append(len(candidates["mixture"]))
             whole["installed"].append(candidates[STUDENT][0].name == STUDENT)
             rng, own = np.random.default_rng((seed, number, 1)), dict[str, np.ndarray]()
+            teach = make_teacher(runtimes["mixture"])
             others = {
                 text: train_smaller(
                     structs.replace(federation.task, model=name, model_options=options),
-                    lambda x, runtime=runtimes["mixture"]: answers(runtime, x)[0],
+                    teach,
                     preprocessing.preprocess(federation.task, federation.shares[device].x_train),
                     rng,
                 )
