@@ -246,7 +246,7 @@ async def test_who_is_revoked_gets_no_order_and_is_not_believed(scene: Scene, ta
         answers = await fleet.run("again", dict.fromkeys(("cam1", "cam2"), train(fleet)))
     assert answers["cam2"].result is None
     assert len(taken.said(TOPICS.make_agent_topic("cam2", "orders"))) == n_orders
-    assert fleet._counted["refused.revoked"] > 0
+    await until(lambda: fleet._counted["refused.revoked"] > 0)
 
 
 async def test_a_list_too_long_for_a_message_is_not_published_and_the_log_says_what_to_do(
