@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.catalogue import make_method
+from coordinator.methods.catalogue import load_method_class, make_method
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import decode_state
 from coordinator.relay.cli import RelaySettings, open_relay
@@ -52,6 +52,8 @@ CASES = [
     ("fedadam", {}, 2),
     ("q-fedavg", {}, 2),
     ("ifca", {}, 2),
+    ("fedcp", {}, 2),
+    ("gpfl", {}, 2),
 ]
 
 
@@ -121,7 +123,7 @@ async def served(
 
 async def flat(home: Path, method: str, options: dict[str, Any], rounds: int) -> dict[str, Tensors]:
     """The same of the same devices without relays."""
-    layout, first = make_initial_model(SAMPLES.spec, 0)
+    layout, first = make_initial_model(SAMPLES.spec.with_head_class(load_method_class(method).HEAD_CLASS), 0)
     workers = {i: Worker(i, SAMPLES.spec, data, home / i) for i, data in devices().items()}
     fleet = SimulatedFleet(SAMPLES.spec, layout, workers, seed=0, execute=execute_singly)
     settings = MethodSettings(rounds=rounds, sgd=Sgd(steps=STEPS), codec=Codec.FLOAT32, options=options)
