@@ -6,7 +6,6 @@ so that what is told depends on validation samples alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -50,9 +49,7 @@ def compare_models(device: Device, privacy: Privacy, models: Sequence[Model], *,
         noise = take_noise(device, privacy, "validation")
         if isinstance(noise, Declined):
             return noise
-        counts = np.maximum(
-            noise.add_to(np.bincount(y, minlength=task.n_classes), math.sqrt(1 - 1 / task.n_classes)), 0
-        )
+        counts = np.maximum(noise.add_to_counts(np.bincount(y, minlength=task.n_classes)), 0)
         how, offset = WITH_OFFSET, np.log((counts + 0.5) / (counts + 0.5).sum())
     noise = take_noise(device, privacy, "validation")
     if isinstance(noise, Declined):

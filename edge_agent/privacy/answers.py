@@ -9,6 +9,7 @@ answer that is given again is charged again.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class Noise:
         """Return a sum (d,) of vectors that have an L2 norm of at most `bound` by their nature, with noise."""
         exact = np.asarray(total, np.float64)
         return exact + self.multiplier * bound * draw_normal(len(exact), self.source)
+
+    def add_to_counts(self, counts: NDArray[np.int64]) -> Array:
+        """Return numbers of samples per class (C,) with noise: a sample adds its label as one of C, less 1/C."""
+        return self.add_to(counts, math.sqrt(1 - 1 / len(counts)))
 
 
 def take_noise(device: Device, privacy: Privacy, place: Place) -> Noise | Declined:

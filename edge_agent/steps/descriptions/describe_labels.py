@@ -37,17 +37,16 @@ def run(device: Device, action: DescribeLabels) -> Result:
     The answer uses the device's own random numbers, because with the order's seed the coordinator could tell true
     answers from drawn ones.
     """
-    task, (_, y) = device.task, device.data.shared
-    counts = np.bincount(y, minlength=task.n_classes)
+    counts, n = device.data.count_shared_classes(device.task.n_classes), device.data.n_shared
     feature = compute_label_feature(counts)
-    if action.privacy is not UNSET and len(y):
+    if action.privacy is not UNSET and n:
         noise = take_noise(device, action.privacy, "training")
         if isinstance(noise, Declined):
             return noise
-        feature = int(np.argmax(noise.add_to(counts, math.sqrt(1 - 1 / task.n_classes))))
+        feature = int(np.argmax(noise.add_to_counts(counts)))
     if action.epsilon is not None and feature != NOTHING:
         feature = _answer_once(device, feature, action.epsilon)
-    return LabelsDescribed(feature=feature, n_samples=len(y))
+    return LabelsDescribed(feature=feature, n_samples=n)
 
 
 def compute_label_feature(counts: ArrayLike) -> int:

@@ -5,8 +5,6 @@ Source: Wolfrath et al., "HACCS", IPDPS 2022, section IV-A; baselines.md section
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import ArrayLike, NDArray
@@ -20,16 +18,16 @@ from fedge.wire.messages import Why
 
 def run(device: Device, action: LabelShares) -> Result:
     """Return the shares of the classes in D_L, (C,)."""
-    _, y = device.data.shared
-    if not len(y):
+    exact, n = device.data.count_shared_classes(device.task.n_classes), device.data.n_shared
+    if not n:
         return Declined(why=Why.NO_DATA)
-    counts: ArrayLike = np.bincount(y, minlength=device.task.n_classes)
+    told: ArrayLike = exact
     if action.privacy is not UNSET:
         noise = take_noise(device, action.privacy, "training")
         if isinstance(noise, Declined):
             return noise
-        counts = noise.add_to(counts, math.sqrt(1 - 1 / device.task.n_classes))
-    return LabelSharesMeasured(shares=tuple(compute_shares(counts).tolist()), n_samples=len(y))
+        told = noise.add_to_counts(exact)
+    return LabelSharesMeasured(shares=tuple(compute_shares(told).tolist()), n_samples=n)
 
 
 def compute_shares(counts: ArrayLike) -> NDArray[np.float64]:

@@ -60,8 +60,8 @@ class Guided:
     def __call__(self, learns: Learns, devices: Sequence[Device]) -> Iterator[Loss]:
         """Yield the loss; embeddings that condition and attract are those of the start."""
         assert isinstance(learns, Network)
-        y_all = devices[0].data.shared[1]
-        shares = np.bincount(y_all, minlength=learns.task.n_classes).astype(np.float32) / len(y_all)
+        counts = devices[0].data.count_shared_classes(learns.task.n_classes).astype(np.float32)
+        shares = counts / devices[0].data.n_shared
         head = find_layer(learns.module, ValveHead)
         fixed = head.freeze(to_tensor(shares, learns.processor))
         decaying = [head.embeddings, *head.gamma.parameters(), *head.beta.parameters()]

@@ -75,7 +75,7 @@ def train_models(device: Device, action: TrainRod, start: Model, mine: Layers | 
     gradient, optimizer = torch.zeros_like(own).view(-1), make_optimizer(msgspec.structs.replace(sgd, proximal_mu=0.0))
     smoothing = sgd.label_smoothing or 0.0
     targets = (1 - smoothing) * torch.eye(n_classes, device=network.processor) + smoothing / n_classes
-    counts = to_tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
+    counts = to_tensor(device.data.count_shared_classes(n_classes), network.processor)
     trainer = Trainer(network, *shared, sgd, device.make_rng(), loss=make_balanced_softmax(counts.log(), smoothing))
     own_samples = device.data.shared if action.poolable else device.data.training
     x, y = (to_tensor(each, network.processor) for each in own_samples)
