@@ -27,7 +27,7 @@ from coordinator.methods.options import parse_method, parse_value, require_metho
 from coordinator.methods.settings import Option
 from coordinator.simulation.compare import examine_methods, make_scenario
 from coordinator.simulation.federation import Federation
-from coordinator.simulation.reports.outcome import Scored, encode_figures, find_score_name
+from coordinator.simulation.reports.outcome import Accuracy, Scored, encode_figures, find_score_name
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.data.problems.scores import Figure
@@ -110,11 +110,7 @@ class TriedConfiguration(Scored, frozen=True, kw_only=True):
     score: float = field(name="accuracy")
     rounds: int
 
-    @property
-    def accuracy(self) -> float:
-        """The score, if it is an accuracy."""
-        accuracy: float = self.read_accuracy("score")
-        return accuracy
+    accuracy = Accuracy[float]("score")
 
 
 class Tuning(Scored, frozen=True, kw_only=True):

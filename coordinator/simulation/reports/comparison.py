@@ -9,6 +9,7 @@ from rich.console import Console
 
 from coordinator.simulation.reports.outcome import (
     ACCURACIES,
+    Accuracy,
     Cost,
     RunOutcome,
     Scored,
@@ -57,17 +58,8 @@ class MethodOutcome(Scored, frozen=True, kw_only=True):
     details: dict[str, Spread] = {}
     metrics: dict[str, Spread] = {}
 
-    @property
-    def accuracy(self) -> Spread:
-        """The score, if it is an accuracy."""
-        accuracy: Spread = self.read_accuracy("score")
-        return accuracy
-
-    @property
-    def global_accuracy(self) -> Spread | None:
-        """The global score, if it is an accuracy."""
-        accuracy: Spread | None = self.read_accuracy("global_score")
-        return accuracy
+    accuracy = Accuracy[Spread]("score")
+    global_accuracy = Accuracy[Spread | None]("global_score")
 
 
 @alias_members(rows="to_rows")

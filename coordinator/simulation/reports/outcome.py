@@ -7,7 +7,7 @@ import importlib
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from fedge.system.text import escape_controls
 
 Ints = NDArray[np.integer]
 S = TypeVar("S", bound=Struct)
+T = TypeVar("T")
 ACCURACIES: Final[dict[str, str]] = {score: accuracy for accuracy, score in SCORES.items()}
 UNDEFINED: Final = frozenset(
     ("accuracy", "std", "minimum", "percentile_10", "worst_decile", "sample_accuracy", "mean", "seeds")
@@ -44,15 +45,23 @@ class Scored(Struct, frozen=True, kw_only=True):
         """How people read the score."""
         return get_figure(self.score_name or ACCURACY.name)
 
-    def read_accuracy(self, name: str) -> Any:
-        """Return a score that is an accuracy, by the name of its field.
 
-        Raises:
-            AttributeError: the score is another one; the text says which.
-        """
-        if self.figure != ACCURACY:
-            raise AttributeError(f"the score of this problem is {self.figure.words}, no accuracy: read {name}")
-        return getattr(self, name)
+class Accuracy(Generic[T]):
+    """A property of what has a score: another field's value, where the score is an accuracy.
+
+    Elsewhere reading it raises AttributeError, whose text says which score it is and what to read.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, scored: Scored | None, kind: type[Scored]) -> T:
+        if scored is None:
+            return self  # type: ignore[return-value]  # of the class itself, as properties are
+        if scored.figure != ACCURACY:
+            raise AttributeError(f"the score of this problem is {scored.figure.words}, no accuracy: read {self._name}")
+        value: T = getattr(scored, self._name)
+        return value
 
 
 class Score(Scored, frozen=True, kw_only=True):
@@ -67,11 +76,7 @@ class Score(Scored, frozen=True, kw_only=True):
     weighted_f1: float | None = None
     metrics: dict[str, float] = {}
 
-    @property
-    def accuracy(self) -> float:
-        """The value, if it is an accuracy."""
-        accuracy: float = self.read_accuracy("value")
-        return accuracy
+    accuracy = Accuracy[float]("value")
 
 
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
@@ -107,17 +112,8 @@ class Point(Scored, frozen=True, kw_only=True):
     bytes_down: int
     seconds: float
 
-    @property
-    def accuracy(self) -> float:
-        """The score, if it is an accuracy."""
-        accuracy: float = self.read_accuracy("score")
-        return accuracy
-
-    @property
-    def global_accuracy(self) -> float | None:
-        """The global score, if it is an accuracy."""
-        accuracy: float | None = self.read_accuracy("global_score")
-        return accuracy
+    accuracy = Accuracy[float]("score")
+    global_accuracy = Accuracy[float | None]("global_score")
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -182,23 +178,9 @@ class RunOutcome(Scored, frozen=True, kw_only=True):
     counts: Counts | None = None
     choices: tuple[Choice, ...] = ()
 
-    @property
-    def accuracy(self) -> float:
-        """The score, if it is an accuracy."""
-        accuracy: float = self.read_accuracy("score")
-        return accuracy
-
-    @property
-    def global_accuracy(self) -> float | None:
-        """The global score, if it is an accuracy."""
-        accuracy: float | None = self.read_accuracy("global_score")
-        return accuracy
-
-    @property
-    def sample_accuracy(self) -> float:
-        """The share of right predictions, if the score is an accuracy."""
-        accuracy: float = self.read_accuracy("sample_score")
-        return accuracy
+    accuracy = Accuracy[float]("score")
+    global_accuracy = Accuracy[float | None]("global_score")
+    sample_accuracy = Accuracy[float]("sample_score")
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row per device with its data, scores and further figures, for the CSV file and `to_pandas`."""
