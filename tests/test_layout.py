@@ -17,6 +17,7 @@ PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 BATTERY = "tests/fedge/data/problems/test_problem.py"
 """What all problems must do, in all their files."""
 WITHOUT_TESTS_OF_THEIR_OWN = {
+    "coordinator/methods/baselines/personal/gpfl.py": "tests/coordinator/methods/baselines/personal/test_fedcp.py",
     "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
     "coordinator/methods/papers/fedcoe_newcomers.py": "tests/coordinator/methods/papers/test_fedcoe.py",
     "coordinator/methods/papers/fedge_experts.py": "tests/coordinator/methods/papers/test_fedge.py",

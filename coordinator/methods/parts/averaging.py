@@ -177,9 +177,17 @@ async def average(
 ) -> Average | None:
     """Return the average over all updates; None if no site has answered."""
     (found,) = await average_by_cluster(
-        *(method, fleet, updates, [updates], layout),
-        alike=alike, note=note, whose=whose, discounts=discounts, miss=miss,
-    )  # fmt: skip
+        method,
+        fleet,
+        updates,
+        [updates],
+        layout,
+        alike=alike,
+        note=note,
+        whose=whose,
+        discounts=discounts,
+        miss=miss,
+    )
     return found
 
 
